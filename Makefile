@@ -87,12 +87,12 @@ release: install gateway ## run everything: all tests, the other ring, every arc
 counts: install ## print how large the project is, and how it is arranged
 	@$(BIN)/python .ci/counts.py $(ARGS)
 
-coverage: install ## run the tests under branch coverage; a table of rooms, pages in out/coverage/html
+coverage: install ## run the tests under branch coverage; a table of subpackages, pages in out/coverage/html
 	@rm -rf out/coverage
 	$(BIN)/coverage run -m $(PYTEST) -m 'not architectures' $(ARGS)
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage html --quiet
-	@$(BIN)/python .ci/rooms.py
+	@$(BIN)/python .ci/subpackages.py
 
 architectures: install ## every architecture of transformers, tiny, end to end; a table of all in out/architectures
 	$(BIN)/python tests/architectures/sweep.py $(ARGS)

@@ -43,8 +43,8 @@ from transformers import DynamicCache
 
 import tenant_sdk
 from shared.compat import cache_name
+from tenant_sdk.sequences.kv_budget import fill
 from tenant_sdk.sequences.kv_layers import BLOCK, Block
-from tenant_sdk.sequences.kv_room import fill
 from tenant_sdk.sequences.spill import PIECE, Spill
 
 TOKEN_BYTES = LAYERS * 2 * WIDTH * 4
@@ -123,11 +123,11 @@ def tenant(options: argparse.Namespace) -> None:
 
 def file_of(cache: Any) -> int | None:
     """The descriptor of its file, all of which is on the disk then."""
-    rooms = [layer._room for layer in cache.layers if hasattr(layer, "blocks")]
-    if not rooms:
+    budgets = [layer._kv_budget for layer in cache.layers if hasattr(layer, "blocks")]
+    if not budgets:
         return None
-    os.fsync(rooms[0].spill._file)
-    return int(rooms[0].spill._file)
+    os.fsync(budgets[0].spill._file)
+    return int(budgets[0].spill._file)
 
 
 def measure(running: Executor, options: argparse.Namespace, places: tuple[str, ...], rounds: int) -> Any:

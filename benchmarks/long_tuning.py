@@ -44,16 +44,16 @@ WAYS: dict[str, Plan | None] = {
     "as is": None,
     "checkpointing, asked again": None,
     "checkpointing": None,
-    "loss by pieces": Plan(pieces=True),
-    "pieces, checkpointing": Plan(pieces=True, checkpointed=True),
-    "pieces, checkpointing, disk": Plan(pieces=True, checkpointed=True, answers=DISK),
-    "windows in memory": Plan(pieces=True, window=WINDOW),
-    "windows on disk": Plan(pieces=True, window=WINDOW, answers=DISK, states=DISK),
-    "windows, asked again": Plan(pieces=True, window=WINDOW, answers=NOWHERE, states=DISK),
+    "loss by chunks": Plan(chunked_loss=True),
+    "chunks, checkpointing": Plan(chunked_loss=True, checkpointed=True),
+    "chunks, checkpointing, disk": Plan(chunked_loss=True, checkpointed=True, answers=DISK),
+    "windows in memory": Plan(chunked_loss=True, window=WINDOW),
+    "windows on disk": Plan(chunked_loss=True, window=WINDOW, answers=DISK, states=DISK),
+    "windows, asked again": Plan(chunked_loss=True, window=WINDOW, answers=NOWHERE, states=DISK),
 }
 # The longest that is worth its minutes.
-MOST = {"as is": 4096, "checkpointing, asked again": 4096, "checkpointing": 4096, "loss by pieces": 4096}
-MOST |= {"pieces, checkpointing": 8192, "pieces, checkpointing, disk": 8192, "windows in memory": 8192}
+MOST = {"as is": 4096, "checkpointing, asked again": 4096, "checkpointing": 4096, "loss by chunks": 4096}
+MOST |= {"chunks, checkpointing": 8192, "chunks, checkpointing, disk": 8192, "windows in memory": 8192}
 MOST |= {"windows, asked again": 4096}
 console = Console(width=None if sys.stdout.isatty() else 150)
 

@@ -23,7 +23,7 @@ LABELS = {"transformers": "transformers' cache", "half": "disk, half of the laye
 WAYS = {
     "as is": "#b0b0b0",
     "checkpointing, asked again": "#d0a0a0",
-    "pieces, checkpointing, disk": "#609060",
+    "chunks, checkpointing, disk": "#609060",
     "windows in memory": "#4878a8",
     "windows on disk": "#e0a030",
 }

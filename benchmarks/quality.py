@@ -141,9 +141,9 @@ def layer(weight: torch.Tensor, direction: Direction, outlier: float) -> dict[st
     for numerics, count in RINGS.items():
         planes, scales = quantize_weight(weight, count)
         limit = bounds(planes)
-        room = capacity(limit.forward if forward else limit.backward, rows.shape[1])
+        max_norm = capacity(limit.forward if forward else limit.backward, rows.shape[1])
         request = torch.zeros(rows.shape, dtype=torch.int32)
-        hidden = hide([rows], None if forward else scales, room, request, None)
+        hidden = hide([rows], None if forward else scales, max_norm, request, None)
         assert hidden is not None
         (answer,) = RingWeight(planes, [len(weight)]).apply(direction, 1, [request])
         out = torch.empty(true.shape)

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from provider.config import ServeConfig
 from provider.dev import Development
-from provider.executor.room import memory_errors
+from provider.executor.memory_check import memory_errors
 from provider.observe.log import console as _errors
 from provider.observe.log import log_to_console, logs_json
 from provider.observe.supervisor import notify

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from shared.errors import Argument, ConfigurationError, Message, Word
+from shared.errors import Argument, ConfigurationError, Message, Placeholder
 from shared.options import Option, check_fields
 
 FLOATS = ("float32", "bfloat16")
-_WORKERS = Message("{workers}", workers=Word("N"))
+_WORKERS = Message("{workers}", workers=Placeholder("N"))
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TRIED = "Trial"
 _SERVED = "What is served"
@@ -307,7 +307,7 @@ class ServeConfig:
                 raise ConfigurationError(
                     "{} is missing: see `symbiosis-provider certs` and `token add`; or try it all out on "
                     "one machine with {dev}, which makes what it needs",
-                    Argument(name, Word("PATH")),
+                    Argument(name, Placeholder("PATH")),
                     dev=True,
                 )
         self._check_together()
@@ -345,12 +345,16 @@ class ServeConfig:
                     Argument(whole, most),
                 )
         for name, other, wanted in (
-            ("usage_seconds", "usage_file", Message("{usage_file}", usage_file=Word("FILE"))),
-            ("local_mib", "local_dir", Message("{local_dir}", local_dir=Word("FOLDER"))),
+            ("usage_seconds", "usage_file", Message("{usage_file}", usage_file=Placeholder("FILE"))),
+            ("local_mib", "local_dir", Message("{local_dir}", local_dir=Placeholder("FOLDER"))),
             ("dev_dir", "dev", Message("{dev}", dev=True)),
             ("fsdp", "workers", _WORKERS),
             ("launcher", "workers", _WORKERS),
-            ("stripes", "worker_devices", Message("{} or {devices}", _WORKERS, devices=Word("NAME,NAME"))),
+            (
+                "stripes",
+                "worker_devices",
+                Message("{} or {devices}", _WORKERS, devices=Placeholder("NAME,NAME")),
+            ),
             ("json", "plan", Message("{plan}", plan=True)),
         ):
             if name in given and not getattr(self, other):

@@ -19,7 +19,7 @@ from provider.config import ServeConfig
 from provider.serve.certificates import still_valid, write_certificates
 from provider.serve.listening import bound
 from provider.serve.tokens import TokenFile
-from shared.errors import ConfigurationError, SymbiosisError, Word
+from shared.errors import ConfigurationError, Placeholder, SymbiosisError
 from shared.ownership import check_tree
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Development:
             raise ConfigurationError(
                 "{} is a profile that this command did not make; choose another folder with {dev_dir}",
                 str(self._profile),
-                dev_dir=Word("FOLDER"),
+                dev_dir=Placeholder("FOLDER"),
             )
 
     def _check_origin(self) -> None:
@@ -119,7 +119,7 @@ class Development:
                 "{} holds keys and tokens that were not made here, and others may have them: remove the "
                 "folder, or choose another with {dev_dir}",
                 str(self._folder),
-                dev_dir=Word("FOLDER"),
+                dev_dir=Placeholder("FOLDER"),
             )
         mark.write_text(here)
 

@@ -52,7 +52,7 @@ from shared.errors import ConnectionLost
 from shared.wire.header import Direction, Operation
 from shared.wire.messages import Limits
 from tenant_sdk import NoiseBankOptions
-from tenant_sdk.products.forecast import Kind
+from tenant_sdk.products.forecast import ProductKey
 
 PROCESS_REPLIES = 50_000  # fewer are here sooner than another process has imported torch
 
@@ -222,13 +222,13 @@ class Audit:
         masks: Any = session.products._masks  # type: ignore[attr-defined]
         take, left = masks.take, request
 
-        def dying(kind: Kind, rows: int, **options: Any) -> Any:
+        def dying(key: ProductKey, rows: int, **options: Any) -> Any:
             nonlocal left
             left -= 1
             if left:
-                return take(kind, rows, **options)
+                return take(key, rows, **options)
             source.pause()
-            taken = take(kind, rows, **options)
+            taken = take(key, rows, **options)
             source.crash()
             return taken
 

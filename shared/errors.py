@@ -39,7 +39,7 @@ MOST_MESSAGE = 2000  # characters: a message may quote lists that a peer made
 ALONE: Final = ...  # in place of a value: the option is named without one
 
 
-class Word(str):
+class Placeholder(str):
     """What stands for a value in a message: ``FILE``."""
 
     __slots__ = ()

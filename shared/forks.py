@@ -30,7 +30,7 @@ _generation = 0
 _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 
-def own(owner: Owner) -> None:
+def register_for_fork(owner: Owner) -> None:
     """Have an owner told in every child that is forked from now on."""
     _owners.add(owner)
 
@@ -56,7 +56,7 @@ class MadeHere:
         self._made = _generation, os.getpid()
 
     @property
-    def left(self) -> bool:
+    def in_child(self) -> bool:
         """Whether this process is another one."""
         return self._made != (_generation, os.getpid())
 
@@ -66,5 +66,5 @@ class MadeHere:
         Raises:
             ConnectionLost: this is a forked child.
         """
-        if self.left:
+        if self.in_child:
             raise ConnectionLost("a session stays in the process that opened it; open one in this process")

@@ -13,17 +13,17 @@ from shared.ring.mask_stream import MaskStream
 from shared.ring.product import PlaneProducts
 from shared.wire.header import Direction, RequestClass
 from shared.wire.protocol import GroupShape
-from tenant_sdk.products.forecast import Kind
+from tenant_sdk.products.forecast import ProductKey
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 SHAPES = [GroupShape(8, (4,), planes=1), GroupShape(6, (8, 5), planes=1)]
-KINDS = [
-    Kind(0, FORWARD, 1),
-    Kind(0, BACKWARD, 1),
-    Kind(1, FORWARD, 0b11),
-    Kind(1, BACKWARD, 0b11),
-    Kind(1, FORWARD, 0b10),
-    Kind(1, BACKWARD, 0b01),
+KEYS = [
+    ProductKey(0, FORWARD, 1),
+    ProductKey(0, BACKWARD, 1),
+    ProductKey(1, FORWARD, 0b11),
+    ProductKey(1, BACKWARD, 0b11),
+    ProductKey(1, FORWARD, 0b10),
+    ProductKey(1, BACKWARD, 0b01),
 ]
 _GENERATOR = torch.Generator().manual_seed(0)
 PRODUCTS = [
@@ -37,16 +37,16 @@ PRODUCTS = [
 ]
 
 
-def columns(kind: Kind) -> int:
+def columns(key: ProductKey) -> int:
     """Of a request."""
-    return SHAPES[kind.group].plan(kind.direction, kind.members).request_columns
+    return SHAPES[key.group].plan(key.direction, key.members).request_columns
 
 
-def product(kind: Kind, rows: torch.Tensor) -> torch.Tensor:
+def product(key: ProductKey, rows: torch.Tensor) -> torch.Tensor:
     """What an honest executor answers: int32 [T, C] to [T, N]."""
-    plan = SHAPES[kind.group].plan(kind.direction, kind.members)
+    plan = SHAPES[key.group].plan(key.direction, key.members)
     out = torch.empty((len(rows), plan.answer_columns), dtype=torch.int32)
-    PRODUCTS[kind.group].matmul(kind.direction, kind.members, rows, out)
+    PRODUCTS[key.group].matmul(key.direction, key.members, rows, out)
     return out
 
 
@@ -65,7 +65,7 @@ class Entropy:
 class Order:
     """What a source was asked for."""
 
-    kind: Kind
+    key: ProductKey
     rows: int
     seed: bytes
 
@@ -101,15 +101,15 @@ class MemorySource:
         request_class: RequestClass,
     ) -> torch.Tensor:
         """See SeedSource."""
-        kind = Kind(group, direction, members)
-        self.orders.append(Order(kind, rows, seed))
+        key = ProductKey(group, direction, members)
+        self.orders.append(Order(key, rows, seed))
         assert self.gate.wait(60)
         if self.closed:
             raise ConnectionLost("the source is closed")
         if self.error is not None:
             raise self.error
         assert 0 < rows <= self._limit
-        return product(kind, MaskStream(seed).draw(rows, columns(kind)))
+        return product(key, MaskStream(seed).draw(rows, columns(key)))
 
     def max_rows(self, group: int, direction: Direction, members: int) -> int:
         """See SeedSource."""

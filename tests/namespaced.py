@@ -15,7 +15,7 @@ import torch
 import tenant_sdk
 from shared.wire.header import Direction
 from tenant_sdk.connection.handshake import client_context
-from tenant_sdk.products.forecast import Kind
+from tenant_sdk.products.forecast import ProductKey
 
 CLONE_NEWPID = 0x20000000
 
@@ -29,7 +29,7 @@ def check(condition: bool, what: str) -> None:
 def in_child(session: tenant_sdk.Session, told: int) -> None:
     masks = session.products._masks  # type: ignore[attr-defined]
     for what, action in {
-        "take": lambda: masks.take(Kind(0, Direction.FORWARD, 1), 1),
+        "take": lambda: masks.take(ProductKey(0, Direction.FORWARD, 1), 1),
         "ping": lambda: session.executor.channel.ping(),
         "product": lambda: session.groups[0].forward_product(1, torch.ones(1, 64)),
     }.items():

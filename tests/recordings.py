@@ -40,8 +40,8 @@ def activations(numerics: str = "ring", text: str = TEXT) -> torch.Tensor:
     group = manifest_of(numerics).groups[0]
     if group.bounds is None:
         return rows
-    room = capacity(group.bounds[0], group.inputs)
-    return quantize_rows(rows, exponents(rows.double().norm(dim=1), room))
+    max_norm = capacity(group.bounds[0], group.inputs)
+    return quantize_rows(rows, exponents(rows.double().norm(dim=1), max_norm))
 
 
 class Recording:

@@ -58,7 +58,17 @@ OnCompletion = Callable[["Completion | Exception"], None]
 class _Submission:
     """A request on its way, and who wants the answer."""
 
-    __slots__ = ("answers", "completed", "done", "first", "left", "request", "seconds", "under_way", "work")
+    __slots__ = (
+        "abandoned",
+        "answers",
+        "completed",
+        "done",
+        "first",
+        "request",
+        "seconds",
+        "under_way",
+        "work",
+    )
 
     def __init__(self, work: Work, request: Request, completed: OnCompletion) -> None:
         self.work, self.request, self.completed = work, request, completed
@@ -66,8 +76,8 @@ class _Submission:
         self.first = 0.0
         self.done = 0  # rows
         self.seconds = 0.0  # of products
-        self.under_way = 0  # pieces that a lane has
-        self.left = False  # nobody wants the answer any more
+        self.under_way = 0  # ranges of its rows that a lane has
+        self.abandoned = False  # nobody wants the answer any more
 
 
 class Engine:
@@ -173,7 +183,7 @@ class Engine:
         self.loop.call(lambda: self.submit(tenant, session, header, payload, completed))
         return future
 
-    def left(self, tenant: str, session: Hashable) -> None:
+    def session_ended(self, tenant: str, session: Hashable) -> None:
         """A session has ended, and asks no more; in the loop's thread.
 
         What no lane has is not multiplied; all of it completes, also what is with a lane, when it is back.
@@ -181,12 +191,12 @@ class Engine:
         for submission in [
             a for a in self._submissions.values() if (a.work.tenant, a.work.session) == (tenant, session)
         ]:
-            submission.left = True
+            submission.abandoned = True
             self.policy.drop(submission.work)
             if not submission.under_way:
                 del self._submissions[submission.work]
                 self._complete(submission, ConnectionResetError("the session has ended"))
-        self.policy.left(tenant, session)
+        self.policy.session_ended(tenant, session)
 
     def afterwards(self, what: Callable[[], None]) -> None:
         """Do this when nobody waits for it."""
@@ -221,9 +231,9 @@ class Engine:
                 if not self._submissions:
                     continue
                 now, depth = self._clock(), lane.depth
-                left = None if depth else self._turn_away(number, now)
-                if left is not None:
-                    wait = left if wait is None else min(wait, left)
+                later = None if depth else self._turn_away(number, now)
+                if later is not None:
+                    wait = later if wait is None else min(wait, later)
                 if self._under_way[number] >= depth:
                     continue
                 decision = self.policy.next(now, number)
@@ -256,7 +266,7 @@ class Engine:
         later = [a.work.arrived + AWAY_SECONDS - now for a in waiting if a.work.arrived + AWAY_SECONDS > now]
         return min(later, default=None)
 
-    def rest(self, stop: Callable[[], bool]) -> None:
+    def idle(self, stop: Callable[[], bool]) -> None:
         """See ``provider.engine.loop.LoopTask``: read the next group's weight ahead.
 
         A product of few rows takes as long as its weight takes to arrive from memory, and groups are called
@@ -303,11 +313,11 @@ class Engine:
         for (work, start, stop), answer in zip(batch, answers, strict=True):
             submission = self._submissions.get(work)
             if submission is None:
-                continue  # an earlier piece of it failed
+                continue  # earlier rows of it failed
             submission.under_way -= 1
             if not submission.answers:
                 submission.first = started
-            if submission.left:
+            if submission.abandoned:
                 if not submission.under_way:
                     complete.append((submission, ConnectionResetError("the session has ended")))
                 continue
@@ -350,8 +360,8 @@ class Engine:
     def _fail(self, error: Exception) -> None:
         """A fault of the policy: nobody waits for ever."""
         log.error("the scheduler failed", exc_info=error)
-        left, self._submissions = list(self._submissions.values()), {}
-        for submission in left:
+        submissions, self._submissions = list(self._submissions.values()), {}
+        for submission in submissions:
             with suppress(Exception):
                 self.policy.drop(submission.work)
             self._complete(submission, RuntimeError(f"the scheduler failed: {error!r}"))

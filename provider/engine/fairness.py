@@ -40,25 +40,25 @@ class Counters:
     def __init__(self) -> None:
         self._tokens: dict[str, float] = {}
         self._waiting: dict[str, int] = {}
-        self._last_left = 0.0  # the counter of whoever left the queue last
+        self._last_stopped = 0.0  # the counter of the tenant that stopped waiting last
 
     def of(self, tenant: str) -> float:
         """Virtual tokens that a tenant got, and was lifted by."""
         return self._tokens.get(tenant, 0.0)
 
-    def joined(self, tenant: str) -> None:
+    def started_waiting(self, tenant: str) -> None:
         """A request of the tenant begins to wait."""
         if tenant not in self._waiting:
-            others = self.least() if self._waiting else self._last_left
+            others = self.least() if self._waiting else self._last_stopped
             self._tokens[tenant] = max(self.of(tenant), others - LEAD)
         self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
 
-    def left(self, tenant: str) -> None:
+    def stopped_waiting(self, tenant: str) -> None:
         """A request of the tenant waits no longer."""
         self._waiting[tenant] -= 1
         if not self._waiting[tenant]:
             del self._waiting[tenant]
-            self._last_left = self.of(tenant)
+            self._last_stopped = self.of(tenant)
 
     def charge(self, tenant: str, tokens: float) -> None:
         """Rows of the tenant are about to be multiplied."""

@@ -1,6 +1,6 @@
 """How long a product will take: a line for each shape and direction, corrected by every product.
 
-The function f of FlexLLM §6.2, from which windows of fine-tuning rows are sized. A product of few rows
+The function f of FlexLLM §6.2, from which limits on fine-tuning rows follow. A product of few rows
 takes as long as its weight takes to arrive from memory; every further row adds its multiplications.
 """
 

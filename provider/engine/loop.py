@@ -29,7 +29,7 @@ class LoopTask(Protocol):
         """Do some; seconds after which there is more, 0 for at once, None: not before something happens."""
         ...
 
-    def rest(self, stop: Callable[[], bool]) -> None:
+    def idle(self, stop: Callable[[], bool]) -> None:
         """There is nothing to do, until ``stop()``."""
         ...
 
@@ -142,7 +142,7 @@ class Loop:
         ready = self._epoll.poll(0)
         if ready or wait == 0.0:
             return ready
-        self._guarded(lambda: self._task.rest(self._something_to_do))
+        self._guarded(lambda: self._task.idle(self._something_to_do))
         self._asleep = True
         try:
             # Whoever appended before it was true has sent nothing.

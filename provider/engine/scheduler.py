@@ -1,6 +1,6 @@
 """Which rows are multiplied next, and with whom: decisions without I/O, clock or tensors.
 
-``next(now)`` takes pieces of waiting requests out of the queue and returns them as one batch, or says
+``next(now)`` takes rows of waiting requests out of the queue and returns them as one batch, or says
 until when it would rather wait. ``provider.engine.engine`` asks, and does what it is told.
 """
 
@@ -21,8 +21,8 @@ ACTIVE_SECONDS = 0.25  # a tenant that asked this recently is expected to ask ag
 QUIET_SECONDS = 0.25  # after the last decode, fine-tuning need not make room for the next
 # No product is longer while nobody decodes: whoever comes next must not wait for ever. Shorter ones, which
 # take longer in all since each reads its weight again, are for when somebody else may wait for a token.
-PIECE_SECONDS = 0.25
-SHORT_PIECE_SECONDS = 0.05
+PRODUCT_SECONDS = 0.25
+SHORT_PRODUCT_SECONDS = 0.05
 # However short: a product had better take so many times as long as its weight's way from memory alone.
 LEAST_READINGS = 4.0
 INTERACTIVE_SECONDS = 2.0  # who waited for a token this recently may soon wait for the next
@@ -60,7 +60,7 @@ class Work:
     taken: int = 0
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Rows that no product has taken."""
         return self.rows - self.taken
 
@@ -69,13 +69,13 @@ class Work:
         """Whether somebody waits for a token."""
         return self.request_class == RequestClass.DECODE
 
-    def take(self, rows: int) -> Piece:
+    def take(self, rows: int) -> WorkRange:
         """The next rows, for a product."""
         self.taken += rows
-        return Piece(self, self.taken - rows, self.taken)
+        return WorkRange(self, self.taken - rows, self.taken)
 
 
-class Piece(NamedTuple):
+class WorkRange(NamedTuple):
     """Rows [start, stop) of a request."""
 
     work: Work
@@ -83,7 +83,7 @@ class Piece(NamedTuple):
     stop: int
 
 
-Batch = list[Piece]  # of one key
+Batch = list[WorkRange]  # of one key
 
 
 def rows_of(batch: Batch) -> int:
@@ -119,7 +119,7 @@ class Policy(Protocol):
         """A batch was multiplied, in so many seconds, until now."""
         ...
 
-    def left(self, tenant: str, session: Hashable) -> None:
+    def session_ended(self, tenant: str, session: Hashable) -> None:
         """A session of a tenant has ended."""
         ...
 
@@ -150,7 +150,7 @@ class Unbatched:
     def finished(self, batch: Batch, seconds: float, now: float) -> None:
         """See Policy."""
 
-    def left(self, tenant: str, session: Hashable) -> None:
+    def session_ended(self, tenant: str, session: Hashable) -> None:
         """See Policy."""
 
 
@@ -193,7 +193,7 @@ class Lockstep:
     def finished(self, batch: Batch, seconds: float, now: float) -> None:
         """See Policy."""
 
-    def left(self, tenant: str, session: Hashable) -> None:
+    def session_ended(self, tenant: str, session: Hashable) -> None:
         """See Policy."""
 
 
@@ -219,17 +219,17 @@ class Objective:
 class Opportunistic:
     """Decode first, then the least served tenant; whoever shares the weight comes along.
 
-    Batches without padding or lockstep (Symbiosis §3.7); windows of rows that nobody waits for, sized
+    Batches without padding or lockstep (Symbiosis §3.7); limits on rows that nobody waits for, set
     by a latency model (FlexLLM §6.2); virtual token counters (FlexLLM, appendix C). Among tenants that
-    wait, none gets further ahead of the least served than one largest piece or LEAD tokens cost,
+    wait, none gets further ahead of the least served than the largest product or LEAD tokens cost,
     whatever it declares: FlexLLM's lemma 1 with that cost as the bound.
 
     Of decodes those in the first groups go first. They catch up with the ones further on, and from
     there on go through the groups with them, in the same products: tenants fall in step where there is
     more to do than time, and none waits for another that does not ask.
 
-    Of prompts one that has begun goes on: a piece of each in turn would have all wait for the last, and then
-    all ask for the next group at once.
+    Of prompts one that has begun goes on: a few rows of each in turn would have all wait for the last, and
+    then all ask for the next group at once.
 
     Args:
         latency: how long products take.
@@ -255,7 +255,7 @@ class Opportunistic:
                 work.request_class = RequestClass.PREFILL
             else:
                 self._decoding[work.tenant] += work.rows
-        self.counters.joined(work.tenant)
+        self.counters.started_waiting(work.tenant)
         self._queue.append(work)
         self._active.seen(work.tenant, now)
 
@@ -273,18 +273,18 @@ class Opportunistic:
         # Nobody who is further ahead than this is multiplied before the least served has caught up.
         limit = min(self.counters.of(work.tenant) for work in waiting) + max(LEAD, *costs.values())
         fair = [work for work in waiting if self.counters.of(work.tenant) + costs[work] <= limit]
-        ripe = {work: now if alone else self._ripe(work) for work in fair}
-        heads = [work for work in fair if ripe[work] <= now]
-        if not heads:
-            return min(ripe.values())
-        head = min(heads, key=self._precedence)
-        return self._batch(head, [work for work in fair if work.key == head.key], limit, now)
+        ready_at = {work: now if alone else self._ready_at(work) for work in fair}
+        candidates = [work for work in fair if ready_at[work] <= now]
+        if not candidates:
+            return min(ready_at.values())
+        first = min(candidates, key=self._precedence)
+        return self._batch(first, [work for work in fair if work.key == first.key], limit, now)
 
     def drop(self, work: Work) -> None:
         """See Policy."""
         if work in self._queue:
             self._queue.remove(work)
-            self.counters.left(work.tenant)
+            self.counters.stopped_waiting(work.tenant)
             if work.decodes:
                 self._decoding[work.tenant] -= work.rows
                 if not self._decoding[work.tenant]:
@@ -299,9 +299,9 @@ class Opportunistic:
             if work.decodes and stop == work.rows:
                 self.tokens.answered((work.tenant, work.session), group, now - work.arrived)
 
-    def left(self, tenant: str, session: Hashable) -> None:
+    def session_ended(self, tenant: str, session: Hashable) -> None:
         """See Policy."""
-        self.tokens.left((tenant, session))
+        self.tokens.session_ended((tenant, session))
 
     def _precedence(self, work: Work) -> tuple[bool, int, bool, float, int, float]:
         group = work.key.group if work.decodes else 0
@@ -309,7 +309,7 @@ class Opportunistic:
         served = self.counters.of(work.tenant)
         return (not work.decodes, group, not goes_on, served, work.request_class, work.arrived)
 
-    def _ripe(self, work: Work) -> float:
+    def _ready_at(self, work: Work) -> float:
         """When a request has waited long enough for others; one that has begun waits no more."""
         if work.taken:
             return work.arrived
@@ -325,74 +325,78 @@ class Opportunistic:
         if work.request_class != RequestClass.FINETUNING:
             self._interactive.seen(work.tenant, now)
 
-    def _window(self, work: Work, now: float) -> int:
+    def _row_limit(self, work: Work, now: float) -> int:
         """Rows of a product that this request, no decode, may be part of."""
         group, direction, members, _ = work.key
         others = self._interactive.latest_of_others({work.tenant}, now)
-        seconds = PIECE_SECONDS
+        seconds = PRODUCT_SECONDS
         if others is not None:
             reading = self._latency.seconds(group, direction, members, 0)
-            seconds = min(seconds, max(SHORT_PIECE_SECONDS, LEAST_READINGS * reading))
+            seconds = min(seconds, max(SHORT_PRODUCT_SECONDS, LEAST_READINGS * reading))
         if now - self._last_decode <= QUIET_SECONDS:
             own = self._latency.seconds(group, Direction.FORWARD, members, 1)
-            seconds = min(seconds, self.tokens.room * self._request_seconds - own)
+            seconds = min(seconds, self.tokens.time_factor * self._request_seconds - own)
         rows = self._latency.rows(group, direction, members, seconds)
         return max(TILE, rows - rows % tile_of(rows))
 
     def _most_rows(self, work: Work, now: float) -> int:
         """Rows that a request can have in one product."""
-        return work.left if work.decodes else min(work.left, self._window(work, now))
+        return work.remaining if work.decodes else min(work.remaining, self._row_limit(work, now))
 
-    def _batch(self, head: Work, fair: list[Work], limit: float, now: float) -> Batch:
-        """The head, all decodes of its key, and of the rest as many rows as there is room for."""
+    def _batch(self, first: Work, fair: list[Work], limit: float, now: float) -> Batch:
+        """The first, all decodes of its key, and of the others as many rows as the row limit leaves."""
         batch: Batch = []
-        for work in sorted(fair, key=lambda work: (work is not head, *self._precedence(work))):
-            rows = work.left if work.decodes else min(work.left, self._window(work, now) - rows_of(batch))
+        for work in sorted(fair, key=lambda work: (work is not first, *self._precedence(work))):
+            rows = (
+                work.remaining
+                if work.decodes
+                else min(work.remaining, self._row_limit(work, now) - rows_of(batch))
+            )
             cost = rows * work.row_cost
-            if rows <= 0 or (work is not head and self.counters.of(work.tenant) + cost > limit):
+            if rows <= 0 or (work is not first and self.counters.of(work.tenant) + cost > limit):
                 continue  # passed over, not waited for
             batch.append(self._take(work, rows))
         return batch
 
-    def _take(self, work: Work, rows: int) -> Piece:
+    def _take(self, work: Work, rows: int) -> WorkRange:
         self.counters.charge(work.tenant, rows * work.row_cost)
-        piece = work.take(rows)
-        if not work.left:
+        taken = work.take(rows)
+        if not work.remaining:
             self.drop(work)
-        return piece
+        return taken
 
 
 class DecodedTokens:
     """Decoded tokens, told from requests by their groups, and whether they met the objective.
 
     A token's requests pass the groups in order, so a session's next token begins where the groups begin
-    again. ``room`` follows what tokens take, since no model tells how often a decode finds others at
+    again. ``time_factor`` follows what tokens take, since no model tells how often a decode finds others at
     work: it grows while they take less than they are meant to and shrinks while they take more. What
     they are meant to take is as much of the objective as leaves LATE of them late, for they differ.
 
     Attributes:
         met, late: counts.
-        room: factor of the time that a product nobody waits for may take.
+        time_factor: factor of the time that a product nobody waits for may take.
     """
 
     LATE = 0.02
     STEP, AIM_STEP = 0.05, 0.3
     LEAST_AIM, MOST_AIM = 0.1, 0.8
-    LEAST_ROOM, MOST_ROOM = 0.1, 2.0
+    LEAST_FACTOR, MOST_FACTOR = 0.1, 2.0
 
     def __init__(self, objective: float) -> None:
         self._objective = objective
         self._under_way: dict[Hashable, tuple[int, float]] = {}  # last group, seconds so far
         self._aim = self.MOST_AIM  # of the objective
         self.met = self.late = 0
-        self.room = 1.0
+        self.time_factor = 1.0
 
     @property
     def counts(self) -> tuple[int, int]:
         """Tokens met and late."""
         return self.met, self.late
 
-    def left(self, session: Hashable) -> None:
+    def session_ended(self, session: Hashable) -> None:
         """A session has ended."""
         self._under_way.pop(session, None)
 
@@ -406,8 +410,8 @@ class DecodedTokens:
             aim = self._aim * math.exp(self.AIM_STEP * (self.LATE - late))
             self._aim = min(self.MOST_AIM, max(self.LEAST_AIM, aim))
             spent = max(spent, self._objective / 8)  # what is no token must not count for many
-            room = self.room * (self._aim * self._objective / spent) ** self.STEP
-            self.room = min(self.MOST_ROOM, max(self.LEAST_ROOM, room))
+            factor = self.time_factor * (self._aim * self._objective / spent) ** self.STEP
+            self.time_factor = min(self.MOST_FACTOR, max(self.LEAST_FACTOR, factor))
             spent = 0.0
         self._under_way[session] = (group, spent + seconds)
 

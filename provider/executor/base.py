@@ -9,8 +9,8 @@ from typing import TypeVar
 from provider.catalog.catalog import Catalog
 from provider.catalog.discovery import discover, part_of
 from provider.executor.loading import LoadedGroup, Numerics, device_of
+from provider.executor.memory_check import check_memory, memory_errors
 from provider.executor.products import GroupExecutor
-from provider.executor.room import check_room, memory_errors
 from shared.checkpoint import Checkpoint
 from shared.wire.messages import Limits, Manifest
 
@@ -61,13 +61,13 @@ class BaseExecutor(GroupExecutor):
             checkpoint = Checkpoint(folder)
             with checkpoint.kept_open():
                 conversion = checkpoint.stored.largest_conversion
-                check_room(checkpoint.name, [], 0, conversion=conversion)
+                check_memory(checkpoint.name, [], 0, conversion=conversion)
                 found = discover(checkpoint, serve_head=serve_head)
                 here = where.type == "cpu"
                 groups = list(found.groups)
                 first, stop = served = part_of(groups, *part) if part else (0, len(groups))
                 weight_bytes = kind.weight_bytes if here else 0
-                check_room(checkpoint.name, groups[first:stop], weight_bytes, conversion=conversion)
+                check_memory(checkpoint.name, groups[first:stop], weight_bytes, conversion=conversion)
                 loaded: dict[int, LoadedGroup] = {}
                 for number in progress(range(first, stop), "loading layers"):
                     loaded[number] = kind.load(checkpoint, groups[number], where)

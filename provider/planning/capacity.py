@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from provider.engine.latency import LatencyModel
 from provider.engine.scheduler import Opportunistic
-from provider.executor.room import BASE_BYTES
+from provider.executor.memory_check import BASE_BYTES
 from provider.planning.options import Link
 from provider.planning.simulation import Costs, Forecast, Load, Product, Simulation, Step
 from provider.workers.planner import Placement

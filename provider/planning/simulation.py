@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from provider.engine.scheduler import Batch, BatchKey, Piece, Policy, Work, bounded_class, rows_of
+from provider.engine.scheduler import Batch, BatchKey, Policy, Work, WorkRange, bounded_class, rows_of
 from provider.planning.options import Link
 from shared.wire.header import Direction, RequestClass
 
@@ -168,7 +168,7 @@ class Simulation:
         self._up, self._down, self._loop = _Serial(), _Serial(), _Serial()
         self._lanes = [_Lane() for _ in range(self.lanes.count)]
         self._machines = [_Serial() for _ in range(self.load.machines or self.load.tenants)]
-        self._left: dict[Work, int] = {}  # rows without an answer
+        self._remaining: dict[Work, int] = {}  # rows without an answer
         self._at: dict[Work, int] = {}  # its place in the pass
         self._answered = self._products = self._rows = 0
         steps = len(self.load.steps)
@@ -235,7 +235,7 @@ class Simulation:
             key = BatchKey(group, direction, members, 1)
             cost, lane = 1 / len(self.load.steps), self.lanes.of(group)
             work = Work(str(tenant), key, self.load.rows, what, cost, now, lane=lane)
-            self._left[work], self._at[work] = self.load.rows, at
+            self._remaining[work], self._at[work] = self.load.rows, at
             self.policy.add(work, now)
             self._give(lane, now)
 
@@ -243,7 +243,7 @@ class Simulation:
 
     def _answer(self, work: Work, now: float) -> None:
         at = self._at.pop(work)
-        del self._left[work]
+        del self._remaining[work]
         *_, up, down = self.load.steps[at]
         size = self.load.rows * (up + down)
         written = self._loop.take(now, self.costs.request_seconds / 2 + self.costs.byte_seconds * size / 2)
@@ -283,13 +283,13 @@ class Simulation:
         def done(now: float) -> None:
             lane.under_way -= 1
             self.policy.finished(batch, product.seconds, now)
-            for piece in batch:
-                self._piece_done(piece, now)
+            for work_range in batch:
+                self._range_done(work_range, now)
             self._give(number, now)
 
         self._later(max(free, began + product.seconds), done)
 
-    def _piece_done(self, piece: Piece, now: float) -> None:
-        self._left[piece.work] -= piece.stop - piece.start
-        if not self._left[piece.work]:
-            self._answer(piece.work, now)
+    def _range_done(self, work_range: WorkRange, now: float) -> None:
+        self._remaining[work_range.work] -= work_range.stop - work_range.start
+        if not self._remaining[work_range.work]:
+            self._answer(work_range.work, now)

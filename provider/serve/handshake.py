@@ -87,14 +87,14 @@ def handshake(
 def _upgrade(sock: ssl.SSLSocket, tokens: TokenFile, deadline: float) -> Admitted:
     protocol = ServerProtocol(subprotocols=[SUBPROTOCOL], max_size=1, logger=_quiet)  # type: ignore[list-item]
     request: Request | None = None
-    room = HANDSHAKE_BYTES
+    remaining = HANDSHAKE_BYTES
     while request is None:
         _until(deadline, sock)
         received = sock.recv(4096)
-        room -= len(received)
+        remaining -= len(received)
         if not received:
             raise HandshakeRefused("closed")
-        if room < 0:  # the library would hold a megabyte for anyone
+        if remaining < 0:  # the library would hold a megabyte for anyone
             raise HandshakeRefused("http")
         data = io.BytesIO(received)
         for line in data:  # the library would take what follows the request's last line for frames

@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 
-from shared.errors import Argument, ConfigurationError, Message, Word
+from shared.errors import Argument, ConfigurationError, Message, Placeholder
 
 BACKLOG = 128
 
@@ -48,12 +48,12 @@ def listen(sock: socket.socket) -> socket.socket:
 
 
 def _refused(host: str, port: int, error: OSError, option: str = "port") -> ConfigurationError:
-    number = Argument(option, Word("NUMBER"))
+    number = Argument(option, Placeholder("NUMBER"))
     advice = {
         errno.EADDRINUSE: Message(
             "; end the process that listens there, or choose another {} (0: any)", number
         ),
         errno.EACCES: Message("; choose {} above 1023", number),
-        errno.EADDRNOTAVAIL: Message("; {host} is one of this machine's", host=Word("ADDRESS")),
+        errno.EADDRNOTAVAIL: Message("; {host} is one of this machine's", host=Placeholder("ADDRESS")),
     }.get(error.errno or 0, "")
     return ConfigurationError("cannot listen on {}:{}: {}{}", host, port, str(error.strerror), advice)

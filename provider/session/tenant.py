@@ -17,8 +17,8 @@ from provider.engine.engine import Completion, Engine
 from provider.executor.base import BaseExecutor
 from provider.observe.metrics import Metrics
 from provider.observe.transcript import TranscriptWriter
+from provider.session.downloads import Downloads
 from provider.session.quota import Quotas
-from provider.session.reader import Reader
 from shared.errors import SymbiosisError, WireError
 from shared.wire.header import PRODUCTS, Header, Operation, RequestClass
 from shared.wire.messages import ErrorInfo, Fetch, Hello, Manifest, decode, encode
@@ -55,7 +55,7 @@ class Service:
     quotas: Quotas = field(default_factory=Quotas)
     transcript: TranscriptWriter | None = None
     # Parameters and files are read here: the loop's thread waits for no disk.
-    reader: Reader = field(default_factory=Reader)
+    downloads: Downloads = field(default_factory=Downloads)
 
     @classmethod
     def of(cls, executor: BaseExecutor, transcript: TranscriptWriter | None = None) -> Service:
@@ -70,7 +70,7 @@ class Service:
     def close(self) -> None:
         """End the engine; nobody may have a session."""
         self.engine.close()
-        self.reader.close()
+        self.downloads.close()
 
 
 class TenantSession:
@@ -165,7 +165,7 @@ class TenantSession:
         self._closed = True
         for number in self._admitted.keys() - self._under_way:
             self._release(number)  # the others hold memory until they are back
-        self._service.engine.left(self._tenant, id(self))
+        self._service.engine.session_ended(self._tenant, id(self))
         if self._service.transcript:
             self._service.transcript.closed(self._number)
 
@@ -205,7 +205,7 @@ class TenantSession:
         self._admitted[id(header)] = header, answer, size
         self._under_way.add(id(header))
         loop = service.engine.loop
-        service.reader.submit(self._tenant, read).add_done_callback(
+        service.downloads.submit(self._tenant, read).add_done_callback(
             lambda future: loop.call(partial(self._read, header, answer, future))
         )
 

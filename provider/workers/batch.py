@@ -18,7 +18,7 @@ from shared.wire.header import DTYPES, SEED_BYTES, Operation
 from shared.wire.protocol import Plan, split_blocks
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class RequestRows(msgspec.Struct, frozen=True, array_like=True):
     """Rows of one request: so many; of a seed from ``start`` on of the ``of`` rows that it stands for."""
 
     rows: int
@@ -26,14 +26,14 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     of: int = 0
 
     @classmethod
-    def taken(cls, rows: RowRange) -> Part:
+    def taken(cls, rows: RowRange) -> RequestRows:
         """Of a request, these."""
         count = rows.stop - rows.start
         return cls(count, rows.start, rows.request.header.rows) if is_seed(rows) else cls(count)
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):
-    """Parts of requests of one group, direction, members and dtype; seeds are behind the others.
+    """Rows of requests of one group, direction, members and dtype; seeds are behind the others.
 
     Attributes:
         memory: number of the segment where rows and answers are.
@@ -45,7 +45,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
     direction: int
     members: int
     dtype: int
-    parts: list[Part]
+    requests: list[RequestRows]
 
 
 def is_seed(rows: RowRange) -> bool:
@@ -57,7 +57,7 @@ class Layout:
     """Where a batch's seeds, rows and answers are.
 
     Args:
-        parts: of the batch.
+        requests: of the batch.
         dtype: their code.
         plan: widths.
         terms: how many answers are written, which add up; 1: none is added.
@@ -69,11 +69,11 @@ class Layout:
         size: bytes of all.
     """
 
-    def __init__(self, parts: Sequence[Part], dtype: int, plan: Plan, terms: int = 1) -> None:
-        self._parts, self._plan, self._dtype, self.terms = parts, plan, DTYPES[dtype], terms
-        self._seeds = [number for number, part in enumerate(parts) if part.of]
-        self._rows, item = sum(part.rows for part in parts), self._dtype.itemsize
-        own = self._rows - sum(parts[number].rows for number in self._seeds)
+    def __init__(self, requests: Sequence[RequestRows], dtype: int, plan: Plan, terms: int = 1) -> None:
+        self._request_rows, self._plan, self._dtype, self.terms = requests, plan, DTYPES[dtype], terms
+        self._seeds = [number for number, request in enumerate(requests) if request.of]
+        self._rows, item = sum(request.rows for request in requests), self._dtype.itemsize
+        own = self._rows - sum(requests[number].rows for number in self._seeds)
         at = len(self._seeds) * aligned(SEED_BYTES)
         self.sent = at
         self._requests, self._answers = [], []
@@ -91,11 +91,11 @@ class Layout:
         self.size = at
 
     def ranges(self) -> list[slice]:
-        """The rows of each part."""
+        """The rows of each request."""
         found, at = [], 0
-        for part in self._parts:
-            found.append(slice(at, at + part.rows))
-            at += part.rows
+        for request in self._request_rows:
+            found.append(slice(at, at + request.rows))
+            at += request.rows
         return found
 
     def write(self, memory: SharedMemory, batch: Sequence[RowRange]) -> None:
@@ -111,7 +111,7 @@ class Layout:
                 memory.put(at + place.start * width * item, block[rows.start : rows.stop])
 
     def requests(self, memory: SharedMemory) -> list[torch.Tensor]:
-        """The rows of all parts, [T, width] for each block; those of seeds are not there yet."""
+        """The rows of all requests, [T, width] for each block; those of seeds are not there yet."""
         return self._views(memory, self._requests)
 
     def seeded(self, memory: SharedMemory) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -119,12 +119,12 @@ class Layout:
         ranges, width = self.ranges(), self._plan.request_widths[0]
         for place, number in enumerate(self._seeds):
             seed = memory.tensor(place * aligned(SEED_BYTES), torch.uint8, (1, SEED_BYTES))
-            part = self._parts[number]
-            stream = MaskStream(seed.numpy().tobytes(), 4 * part.start * width)
-            yield ranges[number], stream.draw(part.rows, width)
+            request = self._request_rows[number]
+            stream = MaskStream(seed.numpy().tobytes(), 4 * request.start * width)
+            yield ranges[number], stream.draw(request.rows, width)
 
     def answers(self, memory: SharedMemory, term: int = 0) -> list[torch.Tensor]:
-        """Of all parts, [T, width] for each block."""
+        """Of all requests, [T, width] for each block."""
         return self._views(memory, self._answers[term])
 
     def _views(self, memory: SharedMemory, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from provider.engine.lanes import RowRange
 from provider.engine.latency import LatencyModel
 from provider.executor.stripes import Gathering
 from provider.workers.lane import WorkerLane
-from provider.workers.link import Share
+from provider.workers.link import Assignment
 from provider.workers.process import Ready, WorkerProcess
 
 
@@ -34,25 +34,25 @@ class GatheredLane(WorkerLane):
 
     Args:
         name: in the log.
-        share: what each worker holds a shard of. On ``cuda`` each has a device of its own.
+        assignment: what each worker holds a shard of. On ``cuda`` each has a device of its own.
         count: of workers.
         expected: see WorkerLane.
     """
 
     def __init__(
-        self, name: str, share: Share, count: int, expected: Callable[[Sequence[RowRange]], float]
+        self, name: str, assignment: Assignment, count: int, expected: Callable[[Sequence[RowRange]], float]
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="symbiosis-workers-")
         self._meetings, self._lock = 0, threading.Lock()
-        shares = [
+        assignments = [
             replace(
-                share,
-                device=f"cuda:{index}" if share.device == "cuda" else share.device,
+                assignment,
+                device=f"cuda:{index}" if assignment.device == "cuda" else assignment.device,
                 gathering=Gathering(index, count, self._store()),
             )
             for index in range(count)
         ]
-        super().__init__(name, shares, expected)
+        super().__init__(name, assignments, expected)
         self._meeting = set(self.workers)  # who was told of the present store
 
     def _store(self) -> str:
@@ -72,7 +72,7 @@ class GatheredLane(WorkerLane):
                 raise
         return [each.result() for each in asked]
 
-    def again(self, worker: WorkerProcess) -> Share:
+    def again(self, worker: WorkerProcess) -> Assignment:
         """See ``provider.workers.process.Owner``: the first one that comes back ends all others."""
         with self._lock:
             if worker in self._meeting:
@@ -82,8 +82,8 @@ class GatheredLane(WorkerLane):
                     if other is not worker:
                         other.kill()
             self._meeting.add(worker)
-            gathering = worker.share.gathering
-            return replace(worker.share, gathering=gathering and replace(gathering, store=self._store()))
+            gathering = worker.assignment.gathering
+            return replace(worker.assignment, gathering=gathering and replace(gathering, store=self._store()))
 
     def close(self) -> None:
         """See Lane."""

@@ -12,9 +12,9 @@ import torch
 
 from provider.engine.lanes import Answer, BatchResult, RowRange
 from provider.engine.loop import Loop
-from provider.workers.batch import Batch, Layout, Part, is_seed
-from provider.workers.link import BATCH, Done, Failure, Rows, Share
-from provider.workers.memory import Segments
+from provider.workers.batch import Batch, Layout, RequestRows, is_seed
+from provider.workers.link import BATCH, Assignment, Done, Failure, Rows
+from provider.workers.memory import SegmentPool
 from provider.workers.process import Process, Ready, StartWorker, WorkerProcess
 from provider.workers.state import WorkerState, resident_bytes, weight_bytes
 from shared.errors import WireError
@@ -36,14 +36,14 @@ class _UnderWay:
     """A batch that the workers have. ``future`` None: it is lost, though some still write its answers."""
 
     layout: Layout
-    order: list[int]  # of each part, the place of its answer
+    order: list[int]  # of each request, the place of its answer
     whole: bool  # it is one request, all of it, and its answer may be read from the memory
     memory: SharedMemory
     future: Future[BatchResult] | None
     began: float
     deadline: float
     owing: set[WorkerProcess]
-    failures: dict[int, Failure] = field(default_factory=dict)  # by part
+    failures: dict[int, Failure] = field(default_factory=dict)  # by request
     processor_seconds: float = 0.0
 
 
@@ -56,7 +56,7 @@ class WorkerLane:
 
     Args:
         name: in the log.
-        shares: what each worker holds: the same groups, each another stripe of them.
+        assignments: what each worker holds: the same groups, each another stripe of them.
         expected: seconds that a batch should take.
         start: see ``WorkerProcess``.
 
@@ -69,22 +69,22 @@ class WorkerLane:
     def __init__(
         self,
         name: str,
-        shares: Sequence[Share],
+        assignments: Sequence[Assignment],
         expected: Callable[[Sequence[RowRange]], float],
         start: StartWorker = Process,
     ) -> None:
         self._name, self._expected = name, expected
-        first = shares[0]
+        first = assignments[0]
         self._shapes = {number: GroupShape.of(info, first.numerics) for number, info in first.groups.items()}
         self._under_way: dict[int, _UnderWay] = {}  # by the number of its memory
-        self._segments = Segments()
+        self._segments = SegmentPool()
         self._changed: Callable[[], None] = lambda: None
         self._loop: Loop | None = None
         self._looks = False
-        names = [name if len(shares) == 1 else f"{name}.{stripe}" for stripe in range(len(shares))]
+        names = [name if len(assignments) == 1 else f"{name}.{stripe}" for stripe in range(len(assignments))]
         self.workers: list[WorkerProcess] = []
-        for name, share in zip(names, shares, strict=True):
-            self.workers.append(WorkerProcess(name, share, self, start))
+        for name, assignment in zip(names, assignments, strict=True):
+            self.workers.append(WorkerProcess(name, assignment, self, start))
 
     @property
     def depth(self) -> int:
@@ -100,15 +100,15 @@ class WorkerLane:
         return [self._state(worker, waiting) for worker in self.workers]
 
     def _state(self, worker: WorkerProcess, waiting: int) -> WorkerState:
-        share, done, stripe = worker.share, worker.multiplied, worker.share.stripe
+        assignment, done, stripe = worker.assignment, worker.multiplied, worker.assignment.stripe
         return WorkerState(
             name=worker.name,
             pid=worker.pid,
             up=worker.link is not None,
             since=worker.since,
             why=worker.why,
-            device=share.device,
-            groups=len(share.groups),
+            device=assignment.device,
+            groups=len(assignment.groups),
             stripe=f"{stripe.index + 1} of {stripe.count}" if stripe else "",
             restarts=worker.restarts,
             products=done.products,
@@ -117,7 +117,7 @@ class WorkerLane:
             batches=sum(worker in batch.owing for batch in list(self._under_way.values())),
             waiting=waiting,
             resident_bytes=resident_bytes(worker.pid),
-            weight_bytes=weight_bytes(share),
+            weight_bytes=weight_bytes(assignment),
         )
 
     def ready(self) -> list[Ready]:
@@ -143,9 +143,9 @@ class WorkerLane:
         header = batch[0].request.header
         order = sorted(range(len(batch)), key=lambda number: is_seed(batch[number]))
         batch = [batch[number] for number in order]
-        parts = [Part.taken(rows) for rows in batch]
+        requests = [RequestRows.taken(rows) for rows in batch]
         plan = self._shapes[header.group].plan(header.direction, header.members)
-        layout = Layout(parts, header.dtype, plan, self._terms(header.direction))
+        layout = Layout(requests, header.dtype, plan, self._terms(header.direction))
         try:
             segment, memory = self._segments.take(layout.size)
         except (OSError, MemoryError) as error:
@@ -163,7 +163,7 @@ class WorkerLane:
             layout, order, whole and few, memory, future, began, deadline, set(self.workers)
         )
         self._under_way[segment.number] = under_way
-        asked = Batch(segment.number, header.group, header.direction, header.members, header.dtype, parts)
+        asked = Batch(segment.number, header.group, header.direction, header.members, header.dtype, requests)
         message = msgspec.msgpack.encode(asked)
         for worker in self.workers:
             try:
@@ -235,9 +235,9 @@ class WorkerLane:
                 future.set_result(self._unavailable(len(batch.order)))
         self._changed()
 
-    def again(self, worker: WorkerProcess) -> Share:
+    def again(self, worker: WorkerProcess) -> Assignment:
         """See ``provider.workers.process.Owner``."""
-        return worker.share
+        return worker.assignment
 
     def back(self, worker: WorkerProcess) -> None:
         """See ``provider.workers.process.Owner``."""
@@ -253,9 +253,9 @@ class WorkerLane:
 def _result(batch: _UnderWay) -> BatchResult:
     terms = [batch.layout.answers(batch.memory, term) for term in range(batch.layout.terms)]
     answers: list[Answer] = [[]] * len(batch.order)
-    for part, (number, rows) in enumerate(zip(batch.order, batch.layout.ranges(), strict=True)):
-        if part in batch.failures:
-            answers[number] = batch.failures[part].error()
+    for index, (number, rows) in enumerate(zip(batch.order, batch.layout.ranges(), strict=True)):
+        if index in batch.failures:
+            answers[number] = batch.failures[index].error()
         elif len(terms) > 1:
             answers[number] = [_sum([block[rows] for block in blocks]) for blocks in zip(*terms, strict=True)]
         elif not batch.whole:  # copies: or who does not read would hold the memory of all

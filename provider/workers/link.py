@@ -30,10 +30,10 @@ from shared.wire.messages import GroupInfo
 _FRAME = struct.Struct("<IB")
 # Kinds: what to hold; that it is held, and its scales, or why not; memory, and that it is needed no more;
 # a batch, and that it is done; that an end lives, or still loads, and that there is nothing more to do.
-SHARE, LOADED, SCALES, REFUSED, MEMORY, FORGET, BATCH, DONE, ALIVE, LOADING, END = range(11)
+ASSIGNMENT, LOADED, SCALES, REFUSED, MEMORY, FORGET, BATCH, DONE, ALIVE, LOADING, END = range(11)
 
 
-class Share(msgspec.Struct, frozen=True):
+class Assignment(msgspec.Struct, frozen=True):
     """What a worker shall hold, and how.
 
     Attributes:

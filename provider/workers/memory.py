@@ -36,7 +36,7 @@ class Segment:
         return view
 
 
-class Segments:
+class SegmentPool:
     """All of one lane. Not thread-safe but for the end of views.
 
     Attributes:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from provider.engine.latency import Shape
 from provider.executor.stripes import Stripe
-from shared.errors import Argument, ConfigurationError, Message, Word
+from shared.errors import Argument, ConfigurationError, Message, Placeholder
 
 REFERENCE_ROWS = 128  # of the product by which devices are compared; profiling measures as many
 GIB = 2.0**30
@@ -124,7 +124,7 @@ class _Lanes:
         own = zip(self._lanes[lane], self._sizes(shape), strict=True)
         return self._seconds[lane] + max(device.seconds(size, self._weight_bytes) for device, size in own)
 
-    def left(self, lane: int, shape: Shape) -> float:
+    def remaining(self, lane: int, shape: Shape) -> float:
         """Bytes that would be left where it is the tightest; below 0: there is no room."""
         room = dict(self._room)
         self._take(room, lane, shape)
@@ -161,7 +161,7 @@ def _by_speed(lanes: _Lanes, shape: Shape, roomy: list[int]) -> Decision:
 
 
 def _by_room(lanes: _Lanes, shape: Shape, roomy: list[int]) -> Decision:
-    lane = min(roomy, key=lambda lane: (lanes.left(lane, shape), lane))
+    lane = min(roomy, key=lambda lane: (lanes.remaining(lane, shape), lane))
     return Decision(lane, "it leaves the least room there: by speed alone, not everything had found some")
 
 
@@ -171,7 +171,7 @@ def _fill(
     """Decisions for as many groups as find room."""
     lanes, found = _Lanes(devices, weight_bytes, stripes), dict[int, Decision]()
     for group in sorted(range(len(shapes)), key=lambda group: (-shapes[group].size, group)):
-        roomy = [lane for lane in range(len(lanes)) if lanes.left(lane, shapes[group]) >= 0]
+        roomy = [lane for lane in range(len(lanes)) if lanes.remaining(lane, shapes[group]) >= 0]
         if roomy:
             found[group] = choose(lanes, shapes[group], roomy)
             lanes.put(found[group].lane, shapes[group])
@@ -255,7 +255,7 @@ def _refusal(
     if largest < room < needed:
         parts = math.ceil(needed / room)
         told = "with as much room on each, {} hosts or more could serve a part each ({part})"
-        advice.append(Message(told, parts, part=Word(f"k/{parts}")))
+        advice.append(Message(told, parts, part=Placeholder(f"k/{parts}")))
     advice.append("choose a smaller model, or free memory")
     return Message(
         "the weights do not fit: {} groups take {} at {} bytes a weight, the largest of them {}, and {} for "

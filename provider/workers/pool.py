@@ -25,14 +25,14 @@ from provider.executor.stripes import Stripe
 from provider.workers.distributed import Rank, over
 from provider.workers.gathered import GatheredLane, GatheredLatency
 from provider.workers.lane import WorkerLane
-from provider.workers.link import Loaded, Share
+from provider.workers.link import Assignment, Loaded
 from provider.workers.planner import Placement, place
 from provider.workers.process import Process, StartWorker
 from provider.workers.state import WorkerState
 from provider.workers.survey import Found, devices_of, survey_apart
 from provider.workers.world import World, processors_each
 from shared.checkpoint import Checkpoint
-from shared.errors import ConfigurationError, Word
+from shared.errors import ConfigurationError, Placeholder
 from shared.wire.header import RINGS
 from shared.wire.messages import GroupInfo, Limits, Manifest
 
@@ -66,13 +66,13 @@ def check_lanes(groups: Sequence[GroupInfo], workers: int, together: int) -> Non
             "{} workers are too many for {} group{} of layers, of which {} at least one: start at most "
             "{}, or have more of them share each layer's outputs ({stripes})",
             *(workers, count, "s"[: count != 1], each, count * together),
-            stripes=Word("N"),
+            stripes=Placeholder("N"),
         )
 
 
-def _check_weights(checkpoint: Checkpoint, name: str, share: Share, loaded: Loaded) -> None:
-    same = {number: replace(info, bounds=None) for number, info in loaded.groups.items()} == share.groups
-    if not same or loaded.weights != checkpoint.digest_of_groups(share.groups.values()):
+def _check_weights(checkpoint: Checkpoint, name: str, assignment: Assignment, loaded: Loaded) -> None:
+    same = {number: replace(info, bounds=None) for number, info in loaded.groups.items()} == assignment.groups
+    if not same or loaded.weights != checkpoint.digest_of_groups(assignment.groups.values()):
         raise ConfigurationError(
             f"worker {name} has read other weights than the executor from {checkpoint.folder}; give all "
             "machines the same checkpoint"
@@ -240,14 +240,14 @@ class WorkerPool:
         devices, stripes = sharding.of_lane(number), sharding.stripes
         digest = sharding.world is not None or numerics not in RINGS
         threads = sharding.threads_of(start)
-        whole = Share(str(checkpoint.folder), numerics, devices[0], threads, own, digest=digest)
+        whole = Assignment(str(checkpoint.folder), numerics, devices[0], threads, own, digest=digest)
         if sharding.fsdp:
             return GatheredLane(str(number), whole, len(devices), self._expected)
         cut = [Stripe(index, stripes) if stripes > 1 else None for index in range(stripes)]
-        shares = [
+        assignments = [
             replace(whole, stripe=stripe, device=device) for stripe, device in zip(cut, devices, strict=True)
         ]
-        return WorkerLane(str(number), shares, self._expected, start)
+        return WorkerLane(str(number), assignments, self._expected, start)
 
     def _loaded(self, groups: list[GroupInfo], checkpoint: Checkpoint | None) -> dict[int, torch.Tensor]:
         """Wait until all workers, which load at the same time, have their shares; their groups' scales.
@@ -260,7 +260,7 @@ class WorkerPool:
         for lane in self.lanes:
             for worker, ready in zip(lane.workers, lane.ready(), strict=True):
                 if checkpoint is not None:
-                    _check_weights(checkpoint, worker.name, worker.share, ready.loaded)
+                    _check_weights(checkpoint, worker.name, worker.assignment, ready.loaded)
                 scales |= {int(group): tensor for group, tensor in ready.scales.items()}
                 for group, info in ready.loaded.groups.items():
                     groups[group] = info

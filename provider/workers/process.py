@@ -18,17 +18,17 @@ from safetensors.torch import load
 
 from provider.engine.loop import Loop
 from provider.workers.link import (
+    ASSIGNMENT,
     DONE,
     LOADED,
     REFUSED,
     SCALES,
-    SHARE,
+    Assignment,
     Done,
     Failure,
     Link,
     Loaded,
     LocalLink,
-    Share,
 )
 from provider.workers.state import Multiplied
 from shared.errors import SymbiosisError
@@ -60,7 +60,7 @@ class Owner(Protocol):
         """It has ended, or stopped, and will not answer what it had."""
         ...
 
-    def again(self, worker: WorkerProcess) -> Share:
+    def again(self, worker: WorkerProcess) -> Assignment:
         """It is about to be started again, in a thread of its own: what it shall hold then."""
         ...
 
@@ -115,7 +115,7 @@ class WorkerProcess:
 
     Args:
         name: in the log.
-        share: what it shall hold.
+        assignment: what it shall hold.
         owner: see there.
         start: starts it, or waits until it joins; until the event is set.
 
@@ -130,8 +130,8 @@ class WorkerProcess:
         SymbiosisError: it does not join.
     """
 
-    def __init__(self, name: str, share: Share, owner: Owner, start: StartWorker = Process) -> None:
-        self.name, self.share, self._owner, self._start = name, share, owner, start
+    def __init__(self, name: str, assignment: Assignment, owner: Owner, start: StartWorker = Process) -> None:
+        self.name, self.assignment, self._owner, self._start = name, assignment, owner, start
         self.link: Link | None = None
         self.restarts = 0
         self.why, self.since = "loading", time.time()
@@ -177,7 +177,7 @@ class WorkerProcess:
         """A fresh one, which loads its share."""
         started = self._start(self._closing)
         try:
-            started.link.send(SHARE, msgspec.msgpack.encode(self.share))
+            started.link.send(ASSIGNMENT, msgspec.msgpack.encode(self.assignment))
         except OSError:
             pass  # which whoever waits for its answer is told
         return started
@@ -211,7 +211,7 @@ class WorkerProcess:
             torch.equal(ready.scales[group], scales) for group, scales in first.scales.items()
         ):
             raise SymbiosisError(
-                f"worker {self.name} finds other weights than before in {self.share.folder}: bring the "
+                f"worker {self.name} finds other weights than before in {self.assignment.folder}: bring the "
                 "checkpoint back, or start the executor again"
             )
         return ready
@@ -255,7 +255,7 @@ class WorkerProcess:
             tries += 1
             self.restarts += 1
             try:
-                self.share = self._owner.again(self)
+                self.assignment = self._owner.again(self)
                 self._process = self._launch()
                 if not self._closing.is_set():
                     self._ready()

@@ -23,7 +23,7 @@ from provider.workers.world import World, processors_each
 from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from provider.workers.link import Share
+    from provider.workers.link import Assignment
 
 log = logging.getLogger(__name__)
 
@@ -74,11 +74,11 @@ def _wait(worker: subprocess.Popen[bytes], told: threading.Event, seconds: float
         return worker.wait()
 
 
-def _adapted(share: Share, world: World) -> Share:
+def _adapted(assignment: Assignment, world: World) -> Assignment:
     """A share as the executor describes it, with what it cannot know of this machine."""
-    threads = share.threads or processors_each(world.local_size)
-    device = f"cuda:{world.local_rank}" if share.device == "cuda" else share.device
-    return msgspec.structs.replace(share, threads=threads, device=device)
+    threads = assignment.threads or processors_each(world.local_size)
+    device = f"cuda:{world.local_rank}" if assignment.device == "cuda" else assignment.device
+    return msgspec.structs.replace(assignment, threads=threads, device=device)
 
 
 def end_with_the_parent() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from provider.executor.loading import Numerics
-from provider.workers.link import Share
+from provider.workers.link import Assignment
 
 
 @dataclass
@@ -71,14 +71,16 @@ class WorkerState(NamedTuple):
     weight_bytes: int
 
 
-def weight_bytes(share: Share) -> int:
+def weight_bytes(assignment: Assignment) -> int:
     """Of all weights of a share."""
     kept = 0
-    for info in share.groups.values():
+    for info in assignment.groups.values():
         for member in info.members:
             outputs = range(member.outputs)
-            kept += info.inputs * len(outputs[share.stripe.of(member.outputs)] if share.stripe else outputs)
-    return kept * Numerics.named(share.numerics).weight_bytes
+            kept += info.inputs * len(
+                outputs[assignment.stripe.of(member.outputs)] if assignment.stripe else outputs
+            )
+    return kept * Numerics.named(assignment.numerics).weight_bytes
 
 
 def resident_bytes(pid: int) -> int:

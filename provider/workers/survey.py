@@ -22,8 +22,8 @@ from provider.engine.latency import (
 )
 from provider.engine.profiling import profile
 from provider.executor.loading import LoadedGroup, Numerics, device_of
+from provider.executor.memory_check import BASE_BYTES, STORED_BYTES, available_memory
 from provider.executor.products import GroupExecutor
-from provider.executor.room import BASE_BYTES, STORED_BYTES, available_memory
 from provider.executor.weights import FloatWeight, GroupWeight, RingWeight
 from provider.workers.planner import Device
 from provider.workers.world import processors_each
@@ -145,16 +145,16 @@ def devices_of(
             continue
         if kind == "cpu":
             largest = max((m.outputs * g.inputs for g in groups for m in g.members), default=0)
-            room = available_memory()[0] - len(names) * (BASE_BYTES + STORED_BYTES * largest)
+            available = available_memory()[0] - len(names) * (BASE_BYTES + STORED_BYTES * largest)
         else:
             free = here.memory if here is not None else None
-            room = float("inf") if free is None else free - counts[name] * ACCELERATOR_BYTES
+            available = float("inf") if free is None else free - counts[name] * ACCELERATOR_BYTES
         if here is not None and here.lines:
-            made.append(Device(name, room, *_rates(here.lines, shapes, weight_bytes), measured=True))
+            made.append(Device(name, available, *_rates(here.lines, shapes, weight_bytes), measured=True))
             continue
         guessed = (GUESSED_BYTES_PER_SECOND, GUESSED_PRODUCTS_PER_SECOND)
         reads, multiplies = guessed if kind == "cpu" else GUESSED_ACCELERATOR
-        made.append(Device(name, room, reads / counts[name], multiplies / counts[name]))
+        made.append(Device(name, available, reads / counts[name], multiplies / counts[name]))
     return made
 
 

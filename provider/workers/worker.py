@@ -21,24 +21,24 @@ from safetensors.torch import save
 
 from provider.engine.profiling import profile
 from provider.executor.loading import Numerics, device_of
+from provider.executor.memory_check import memory_errors
 from provider.executor.products import GroupExecutor, check_finite
-from provider.executor.room import memory_errors
 from provider.executor.stripes import ALONE, Stripe
 from provider.workers.batch import Batch, Layout
 from provider.workers.link import (
+    ASSIGNMENT,
     BATCH,
     DONE,
     LOADED,
     LOADING,
     REFUSED,
     SCALES,
-    SHARE,
+    Assignment,
     Done,
     Failure,
     Link,
     Loaded,
     Rows,
-    Share,
 )
 from shared.checkpoint import Checkpoint
 from shared.devices import pin
@@ -50,7 +50,7 @@ from shared.wire.protocol import GroupShape
 
 
 def load(
-    share: Share, alive: Callable[[], None] = lambda: None
+    assignment: Assignment, alive: Callable[[], None] = lambda: None
 ) -> tuple[GroupExecutor, Loaded, dict[str, torch.Tensor]]:
     """Read a share out of its checkpoint, and measure its products; with the scales of its groups.
 
@@ -59,29 +59,29 @@ def load(
     Raises:
         SymbiosisError: see ``BaseExecutor``.
     """
-    if share.threads:
-        torch.set_num_threads(share.threads)
+    if assignment.threads:
+        torch.set_num_threads(assignment.threads)
     checkpoint, kind, device = (
-        Checkpoint(share.folder),
-        Numerics.named(share.numerics),
-        device_of(share.device),
+        Checkpoint(assignment.folder),
+        Numerics.named(assignment.numerics),
+        device_of(assignment.device),
     )
     load_group, shards = kind.load, None
-    if share.gathering is not None:
+    if assignment.gathering is not None:
         from provider.executor.gathered import Shards  # imports that others need not wait for
 
-        shards = Shards(share.gathering, share.numerics, device)
+        shards = Shards(assignment.gathering, assignment.numerics, device)
         load_group = shards.load
     loaded = {}
     with checkpoint.kept_open():
-        for number, info in share.groups.items():  # one is cut before the next is read
-            loaded[number] = load_group(checkpoint, info, device).cut(share.stripe)
+        for number, info in assignment.groups.items():  # one is cut before the next is read
+            loaded[number] = load_group(checkpoint, info, device).cut(assignment.stripe)
             alive()
     if shards is not None:
         shards.all_loaded()
-    executor = GroupExecutor(loaded, share.numerics, device, share.stripe)
+    executor = GroupExecutor(loaded, assignment.numerics, device, assignment.stripe)
     infos = {number: group.info for number, group in loaded.items()}
-    sharing = (share.gathering or ALONE).count  # what was measured is one's part of the rows
+    sharing = (assignment.gathering or ALONE).count  # what was measured is one's part of the rows
     lines = [
         (group, int(direction), Line(line.fixed, line.per_row / sharing))
         for (group, direction), line in profile(executor, infos).items()
@@ -90,7 +90,7 @@ def load(
         shards.give_back()
     scales = {str(number): group.scales for number, group in loaded.items() if group.scales is not None}
     # After they were loaded: of a file that was replaced in between, it names what is new.
-    weights = checkpoint.digest_of_groups(share.groups.values()) if share.digest else ""
+    weights = checkpoint.digest_of_groups(assignment.groups.values()) if assignment.digest else ""
     return executor, Loaded(infos, lines, weights), scales
 
 
@@ -102,7 +102,9 @@ class Worker:
         adapted: a share that it sends, as it is for this machine.
     """
 
-    def __init__(self, link: Link, adapted: Callable[[Share], Share] = lambda share: share) -> None:
+    def __init__(
+        self, link: Link, adapted: Callable[[Assignment], Assignment] = lambda assignment: assignment
+    ) -> None:
         self._link, self._adapted = link, adapted
         self._executor: GroupExecutor | None = None
         self._begun: deque[tuple[Done, Rows, Callable[[], None]]] = deque()
@@ -123,23 +125,25 @@ class Worker:
                 self._finish(*self._begun.popleft())
                 continue
             kind, content = self._link.receive()
-            if kind == SHARE:
-                self._share(self._adapted(msgspec.msgpack.decode(content, type=Share)))
+            if kind == ASSIGNMENT:
+                self._assign(self._adapted(msgspec.msgpack.decode(content, type=Assignment)))
             elif kind == BATCH:
                 self._begin(msgspec.msgpack.decode(content, type=Batch))
             if len(self._begun) > 1:
                 self._finish(*self._begun.popleft())
 
-    def _share(self, share: Share) -> None:
+    def _assign(self, assignment: Assignment) -> None:
         try:
-            with memory_errors(Path(share.folder).name):
-                self._executor, loaded, scales = load(share, lambda: self._link.send(LOADING))
+            with memory_errors(Path(assignment.folder).name):
+                self._executor, loaded, scales = load(assignment, lambda: self._link.send(LOADING))
         except (SymbiosisError, OSError, RuntimeError) as error:
             self._link.send(REFUSED, msgspec.msgpack.encode(Failure(str(error), type(error).__name__)))
             return
-        self._shapes = {number: GroupShape.of(info, share.numerics) for number, info in share.groups.items()}
-        self._device = torch.device(share.device)
-        self._stripe, self._gathering = share.stripe or self._stripe, share.gathering or ALONE
+        self._shapes = {
+            number: GroupShape.of(info, assignment.numerics) for number, info in assignment.groups.items()
+        }
+        self._device = torch.device(assignment.device)
+        self._stripe, self._gathering = assignment.stripe or self._stripe, assignment.gathering or ALONE
         self._link.send(SCALES, save(scales))
         self._link.send(LOADED, msgspec.msgpack.encode(loaded))
 
@@ -150,7 +154,7 @@ class Worker:
             if self._gathering is not ALONE:
                 raise EOFError("no memory for a batch that the others gather for")
             failure = Failure("no memory for a batch of this size")
-            done = Done(batch.memory, 0.0, dict.fromkeys(range(len(batch.parts)), failure))
+            done = Done(batch.memory, 0.0, dict.fromkeys(range(len(batch.requests)), failure))
             self._link.send(DONE, msgspec.msgpack.encode(done))
             return
         if batch.memory not in self._pinned:
@@ -164,7 +168,7 @@ class Worker:
         except Exception as error:
             if self._gathering is not ALONE:
                 raise  # to end: what the others gather next, this one would not
-            failures = dict.fromkeys(range(len(batch.parts)), Failure.of(error))
+            failures = dict.fromkeys(range(len(batch.requests)), Failure.of(error))
         done = Done(batch.memory, time.thread_time() - began, failures)
         if wait is None:
             self._link.send(DONE, msgspec.msgpack.encode(done), rows)
@@ -178,7 +182,7 @@ class Worker:
     def _layout(self, batch: Batch) -> Layout:
         plan = self._shapes[batch.group].plan(batch.direction, batch.members)
         terms = self._stripe.count if batch.direction == Direction.BACKWARD else 1
-        return Layout(batch.parts, batch.dtype, plan, terms)
+        return Layout(batch.requests, batch.dtype, plan, terms)
 
     def _multiply(
         self, batch: Batch, layout: Layout, memory: SharedMemory

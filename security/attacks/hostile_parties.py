@@ -184,12 +184,12 @@ def in_copy(action: Callable[[], object]) -> str:
 
 def unguarded(masks: Any, action: Callable[[], object]) -> str:
     """The same without what keeps a child from its parent's masks; its connections it loses all the same."""
-    left, check = forks.MadeHere.left, forks.MadeHere.check
+    in_child, check = forks.MadeHere.in_child, forks.MadeHere.check
     forks._owners.discard(masks)
-    forks.MadeHere.left = property(lambda self: False)  # type: ignore[method-assign, assignment]
+    forks.MadeHere.in_child = property(lambda self: False)  # type: ignore[method-assign, assignment]
     forks.MadeHere.check = lambda self: None  # type: ignore[method-assign]
     try:
         return in_copy(action)
     finally:
-        forks.MadeHere.left, forks.MadeHere.check = left, check  # type: ignore[method-assign]
-        forks.own(masks)
+        forks.MadeHere.in_child, forks.MadeHere.check = in_child, check  # type: ignore[method-assign]
+        forks.register_for_fork(masks)

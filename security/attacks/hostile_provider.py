@@ -55,8 +55,8 @@ class AbortOracle:
         self.rows = torch.full((2, info.inputs), 3.0)
         self.rows[1] *= 100
         self.rows[1, 0] = 0.0  # of which a fingerprint that is wrong there says nothing
-        room = capacity(info.bounds[0], info.inputs)
-        sizes = steps(exponents(self.rows.double().norm(dim=1), room)).log2()
+        max_norm = capacity(info.bounds[0], info.inputs)
+        sizes = steps(exponents(self.rows.double().norm(dim=1), max_norm)).log2()
         # In between: too small to be noticed under one row's step, and large enough under the other's.
         wanted = math.log2(tolerance / float(public.scales(group)[0])) - float(sizes.mean())
         self._bit = min(max(round(wanted), 0), 30)

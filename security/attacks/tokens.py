@@ -129,8 +129,8 @@ class MaskReuse:
     def _ring(view: View, learned: torch.Tensor, targets: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
         group = view.public.manifest.groups[0]
         assert group.bounds is not None
-        room = capacity(group.bounds[0], group.inputs)
-        integers = quantize_rows(known[None], exponents(known[None].double().norm(dim=1), room))
+        max_norm = capacity(group.bounds[0], group.inputs)
+        integers = quantize_rows(known[None], exponents(known[None].double().norm(dim=1), max_norm))
         return subtract_modular(view.first_raw[targets], (view.first_raw[learned] - integers).unique(dim=0))
 
     @staticmethod

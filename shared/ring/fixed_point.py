@@ -187,26 +187,26 @@ def capacity(bound: int, width: int) -> float:
     Raises:
         ValueError: no row of this width fits.
     """
-    room = LIMIT / math.sqrt(bound) - math.sqrt(width) / 2 if bound else MAX_NORM
-    if room < 1:
+    max_norm = LIMIT / math.sqrt(bound) - math.sqrt(width) / 2 if bound else MAX_NORM
+    if max_norm < 1:
         raise ValueError(f"rows of {width} elements are too wide for products modulo 2^32")
-    return min(room, MAX_NORM)
+    return min(max_norm, MAX_NORM)
 
 
-def exponents(norms: torch.Tensor, room: float) -> torch.Tensor:
-    """The exponent for each row of the smallest step with ``norm / step <= room``.
+def exponents(norms: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """The exponent for each row of the smallest step with ``norm / step <= max_norm``.
 
     Steps are ``(8 + c) / 16 * 2^p``, c of 0 to 7, and their exponents ``8 p + c``: an eighth of an octave
-    wastes little of the room, and multiplying by such a step rounds once.
+    wastes little of it, and multiplying by such a step rounds once.
 
     Args:
         norms: float64 [T], L2 norms of the rows.
-        room: from ``capacity``.
+        max_norm: from ``capacity``.
 
     Returns:
         int32 [T].
     """
-    fraction, power = torch.frexp(norms * (MARGIN / room))
+    fraction, power = torch.frexp(norms * (MARGIN / max_norm))
     return 8 * power + (16 * fraction).ceil().to(torch.int32) - 8
 
 

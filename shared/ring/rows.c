@@ -39,7 +39,7 @@ static double step_of(int32_t exponent, int *power)
 /* Float rows to integers under masks.
  *
  * One row is its blocks side by side, times scales if there are any (NULL: none). exponents[t] becomes that of
- * a step with |x| / step <= room, and round(x / step) is added to requests[t], which holds the mask. With a
+ * a step with |x| / step <= max_norm, and round(x / step) is added to requests[t], which holds the mask. With a
  * factor, expected[t] = sum round(x / step) * factor, modulo 2^64. 0, or 1 if a norm is not finite.
  */
 CLONES static int hide_rows(const float *const *blocks, const int64_t *widths, int64_t parts, int64_t columns,

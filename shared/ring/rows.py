@@ -39,7 +39,7 @@ def below(values: torch.Tensor, limit: float = math.inf) -> bool:
 def hide(
     blocks: list[torch.Tensor],
     scales: torch.Tensor | None,
-    room: float,
+    max_norm: float,
     requests: torch.Tensor,
     factor: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -48,7 +48,7 @@ def hide(
     Args:
         blocks: contiguous float32 [T, C_b], side by side one row x.
         scales: float32 [C], to multiply x by first, or None.
-        room: from ``shared.ring.fixed_point.capacity``.
+        max_norm: from ``shared.ring.fixed_point.capacity``.
         requests: int32 [T, C], the masks; ``round(x / step)`` is added to them.
         factor: int64 [C] of a fingerprint, or None.
 
@@ -70,7 +70,7 @@ def hide(
     found = torch.empty(len(requests), dtype=torch.int32)
     expected = None if factor is None else torch.empty(len(requests), dtype=torch.int64)
     if ring_native.LIBRARY is not None:
-        fine = ring_native.hide(blocks, scales, MARGIN / room, requests, found, factor, expected)
+        fine = ring_native.hide(blocks, scales, MARGIN / max_norm, requests, found, factor, expected)
         return (found, expected) if fine else None
     step = max(1, CHUNK_ELEMENTS // requests.shape[1])
     for first in range(0, len(requests), step):
@@ -81,7 +81,7 @@ def hide(
         norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)
         if not norms.isfinite().all():
             return None
-        found[part] = exponents(norms, room)
+        found[part] = exponents(norms, max_norm)
         integers = quantize_rows(x, found[part])
         requests[part] += integers
         if factor is not None and expected is not None:

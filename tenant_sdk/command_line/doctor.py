@@ -19,10 +19,10 @@ from shared.errors import (
     ConfigurationError,
     Message,
     NobodyListens,
+    Placeholder,
     ProtocolVersionError,
     SymbiosisError,
     TlsError,
-    Word,
 )
 from shared.transport.colocated import directory_of
 from shared.wire.header import DTYPE_NAMES, RINGS, SUBPROTOCOL, Direction, Operation
@@ -127,7 +127,7 @@ def _together(
     if not sources:
         remedy = Message(
             "give {mask_sources} of another operator, or local:FOLDER with the checkpoint",
-            mask_sources=[Word("wss://...")],
+            mask_sources=[Placeholder("wss://...")],
         )
         yield CheckResult("mask source", None, "none given; one-time masks, the default, need one", remedy)
     for url in sources:

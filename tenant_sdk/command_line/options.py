@@ -11,7 +11,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from shared.command_line import CommandLine
-from shared.errors import ALONE, Argument, ConfigurationError, Message, Names, Word
+from shared.errors import ALONE, Argument, ConfigurationError, Message, Names, Placeholder
 from shared.options import Flag, arguments_of, flags_of
 from shared.secrets import Secret, text_of
 from tenant_sdk.connection.replicas.addresses import Address
@@ -156,8 +156,8 @@ class SessionOptions:
             raise ConfigurationError(
                 "which executor? Give {provider}, or {profile}, which names one; `symbiosis-provider "
                 "serve MODEL --dev` makes both, to try it out",
-                provider=Word("URL"),
-                profile=Word("FILE"),
+                provider=Placeholder("URL"),
+                profile=Placeholder("FILE"),
             )
         return arguments
 

@@ -181,7 +181,7 @@ class Channel(abc.ABC):
 
     def close(self) -> None:
         """End the session; later requests, and those under way, raise ConnectionLost."""
-        if self._made_here.left:
+        if self._made_here.in_child:
             return  # it is the parent's, who goes on with it
         with self._lock:
             ours = not self._leading  # else the leader shuts the carrier: nobody else may touch it

@@ -18,7 +18,7 @@ import torch
 import zmq
 
 from shared.errors import ConnectionLost, RequestRefused, SymbiosisError, WireError
-from shared.forks import own
+from shared.forks import register_for_fork
 from shared.transport.colocated import END, MAX_IN_FLIGHT, MEMORY, MEMORY_BYTE, PLACES, aligned
 from shared.transport.colocated_session import RETRY_SECONDS, Link, open_link
 from shared.wire.header import HEADER_BYTES, Header, Operation, parse_header
@@ -89,7 +89,7 @@ class ColocatedChannel(Channel):
         for each in (self._sock_fd, self._answers, self._wake_read.fileno()):
             self._poll.register(each, select.POLLIN)
         self._look = True  # there may be a message that the descriptor does not tell of
-        own(self)
+        register_for_fork(self)
 
     def _message(self, header: Header, blocks: list[torch.Tensor] | bytes) -> _Request:
         expected = self._protocol.expected(header.request_id)

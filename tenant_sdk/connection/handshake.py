@@ -21,11 +21,11 @@ from shared.errors import (
     ConnectError,
     Message,
     NobodyListens,
+    Placeholder,
     ProtocolVersionError,
     SymbiosisError,
     TlsError,
     WireError,
-    Word,
     peer_seconds,
     peer_text,
 )
@@ -83,7 +83,7 @@ def client_context(
         raise ConfigurationError(
             "cannot use the authority's certificate file {} ({}): {}",
             str(ca),
-            Argument(option, Word("FILE")),
+            Argument(option, Placeholder("FILE")),
             str(error),
         ) from error
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -171,7 +171,7 @@ def why_untrusted(ca: str | Path | None, option: str) -> Message:
         option: with which it is given.
     """
     if ca is None:
-        given = Argument(option, Word("FILE"))
+        given = Argument(option, Placeholder("FILE"))
         return Message(
             ": {} was not given, and no authority that this machine knows signed the certificate; ask its "
             "operator for the ca.pem that belongs to this server, and give {}",
@@ -231,7 +231,7 @@ def upgrade(sock: ssl.SSLSocket, url: str, token: str) -> None:
                 "{client_certificate}",
                 url,
                 str(error.reason),
-                client_certificate=(Word("FILE"), Word("KEY")),
+                client_certificate=(Placeholder("FILE"), Placeholder("KEY")),
             ) from error
         raise TlsError(f"{url}: {error}") from error
     except (OSError, EOFError, InvalidHandshake) as error:
@@ -264,7 +264,7 @@ def check_token(token: str) -> None:
     """
     if not token:
         raise ConfigurationError(
-            "there is no token: give {token}, as the provider printed it", token=Word("TOKEN")
+            "there is no token: give {token}, as the provider printed it", token=Placeholder("TOKEN")
         )
     if any(c.isspace() or not c.isprintable() for c in token):
         raise ConfigurationError("the token holds white space; paste it as the provider printed it")

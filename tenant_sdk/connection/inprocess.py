@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shared.errors import ConnectionLost
-from shared.forks import own
+from shared.forks import register_for_fork
 from shared.transport.endpoint import Endpoint
 from shared.wire.header import Header, parse_header
 from shared.wire.websocket import Incoming
@@ -26,7 +26,7 @@ class InprocessChannel(Channel):
     def __init__(self, endpoint: Endpoint, token: str) -> None:
         super().__init__(endpoint.url, 0.0)
         self._session = endpoint.open(token, self._answered)
-        own(self)
+        register_for_fork(self)
 
     def _message(self, header: Header, blocks: list[torch.Tensor] | bytes) -> tuple[bytes, torch.Tensor]:
         if isinstance(blocks, bytes):

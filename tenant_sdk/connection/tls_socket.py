@@ -6,7 +6,7 @@ import os
 import socket
 import ssl
 
-from shared.forks import own
+from shared.forks import register_for_fork
 from tenant_sdk.connection.key_exchange import UNKNOWN, group_of, peek
 
 
@@ -21,7 +21,7 @@ class TlsSocket(ssl.SSLSocket):
 
     def do_handshake(self, block: bool = False) -> None:
         """See ``ssl.SSLSocket``."""
-        own(self)
+        register_for_fork(self)
         timeout = self.gettimeout()
         if timeout and hasattr(socket, "TCP_CORK") and not hasattr(self, "group"):
             # Held back, so that nothing can be there yet when OpenSSL has written its part and would read on.

@@ -13,7 +13,7 @@ from ipaddress import ip_address
 import torch
 
 from shared.errors import ConnectionLost, SymbiosisError, WireError, peer_text
-from shared.forks import own
+from shared.forks import register_for_fork
 from shared.wire.header import Header
 from shared.wire.websocket import Control, Incoming, MessageReader, Opcode, encode_control, encode_message
 from tenant_sdk.connection import key_exchange
@@ -74,7 +74,7 @@ class WebsocketChannel(Channel):
         self._poll.register(self._wake_read, select.POLLIN)
         self._events = 0  # what the socket is registered for
         self._stop = threading.Event()
-        own(self)
+        register_for_fork(self)
         threading.Thread(target=self._keep_alive, name="symbiosis-keepalive", daemon=True).start()
 
     def _message(self, header: Header, blocks: list[torch.Tensor] | bytes) -> Iterator[bytes | memoryview]:

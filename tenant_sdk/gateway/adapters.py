@@ -78,21 +78,21 @@ def largest_rank(folder: Path) -> int:
 
     Unreadable ones do not count.
     """
-    from tenant_sdk.tuning.adapter_config import read_words
+    from tenant_sdk.tuning.adapter_config import read_raw_config
 
     ranks = [USUAL_RANK]
     for path in folders_in(folder):
         try:
-            words = read_words(path)
+            raw = read_raw_config(path)
         except ConfigurationError:
             continue  # told when it is to be served
-        others = words.get("rank_pattern")
-        given = (words.get("r"), *(others.values() if isinstance(others, dict) else ()))
+        others = raw.get("rank_pattern")
+        given = (raw.get("r"), *(others.values() if isinstance(others, dict) else ()))
         ranks += [rank for rank in given if isinstance(rank, int) and rank <= RANKS[-1]]
-    return _room(max(ranks))
+    return _rank_bound(max(ranks))
 
 
-def _room(rank: int) -> int:
+def _rank_bound(rank: int) -> int:
     return next((each for each in RANKS if each >= rank), RANKS[-1])
 
 
@@ -198,7 +198,7 @@ def _check(config: PeftConfig, source: Path, most_rank: int) -> None:
             "for it, or train one without"
         )
     if (rank := _rank(config)) > most_rank:
-        how = Message("start it with {max_rank}", max_rank=_room(rank))
+        how = Message("start it with {max_rank}", max_rank=_rank_bound(rank))
         raise ConfigurationError(
             "the adapter in {} has rank {}; this gateway has room for {}: {}",
             *(str(source), rank, most_rank),

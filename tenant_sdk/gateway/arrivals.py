@@ -9,8 +9,9 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tenant_sdk.gateway.doorkeeper import Door, Refusal, Shares, Strangers
-from tenant_sdk.gateway.front import BODY_BYTES, LEFT, SMALL_BODY_BYTES
+from tenant_sdk.gateway.admission import Door, Refusal, Strangers
+from tenant_sdk.gateway.fairness import Reservations
+from tenant_sdk.gateway.front import BODY_BYTES, FLUSHED, SMALL_BODY_BYTES
 
 HEADER_SECONDS = 10.0
 HEADER_BYTES = 64 << 10
@@ -33,14 +34,14 @@ class Connections:
     """
 
     door: Door
-    known: Shares
+    known: Reservations
     strangers: Strangers
-    unread: Shares
+    unread: Reservations
 
     @classmethod
     def at(cls, door: Door) -> Connections:
         """Those behind a door."""
-        known, unread = (Shares(most, door.clients) for most in (CONNECTIONS, UNREAD_BYTES))
+        known, unread = (Reservations(most, door.clients) for most in (CONNECTIONS, UNREAD_BYTES))
         return cls(door, known, Strangers(STRANGERS), unread)
 
     def protocol(self) -> type[HttpToolsProtocol]:
@@ -130,7 +131,7 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
         length = given.get(b"content-length", b"0")
         if len(length) > len(str(most)) or int(length) > most:
             self._refuse(Refusal(413, "invalid_request_error", f"a request here has {most} bytes at most"))
-        self.scope["extensions"] = {LEFT: self.flow.drain}
+        self.scope["extensions"] = {FLUSHED: self.flow.drain}
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:

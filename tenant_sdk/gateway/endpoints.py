@@ -25,14 +25,15 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
-from tenant_sdk.gateway.doorkeeper import MOST_ADAPTERS, Door, Queue, Refusal, Shares
+from tenant_sdk.gateway.admission import MOST_ADAPTERS, Door, Queue, Refusal
+from tenant_sdk.gateway.fairness import Reservations
 from tenant_sdk.gateway.figures import Collector, rates
 from tenant_sdk.gateway.front import GENERATES, TOKENIZES, Front, Served
+from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.quiet import leave_words_out
-from tenant_sdk.gateway.reading import Reader
 from tenant_sdk.gateway.status import Status
 from tenant_sdk.gateway.trials import Trials
-from tenant_sdk.gateway.turns import TOKENIZING_THREADS, Shared, Threads, Turns, asking
+from tenant_sdk.gateway.turns import TOKENIZING_THREADS, CachedAnswer, Threads, Turns, current_client
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -95,7 +96,7 @@ class Gateway:
     served: dict[str, Adapter] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)  # folders that hold none, and why
     engine: Any = None  # vLLM's client of it
-    reader: Reader = field(default_factory=Reader)
+    parser: RequestParser = field(default_factory=RequestParser)
     trials: Trials | None = None  # of constraints, if it takes any
     samples: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
 
@@ -124,10 +125,10 @@ class Endpoints:
         self._changing = Turns()
         # Names of each client, and of the folder if it is watched; and whose each is.
         door = self._gateway.door
-        self._names = Shares(MOST_ADAPTERS, door.clients + bool(door.keys))
+        self._names = Reservations(MOST_ADAPTERS, door.clients + bool(door.keys))
         self._owners = dict[str, str]()
-        self._metrics_text = Shared(prometheus_client.generate_latest, FIGURES_SECONDS)
-        self._status_text = Shared(self._status_now, FIGURES_SECONDS)
+        self._metrics_text = CachedAnswer(prometheus_client.generate_latest, FIGURES_SECONDS)
+        self._status_text = CachedAnswer(self._status_now, FIGURES_SECONDS)
         self._last_id, self._began = 0, int(time.time())
         # Of each folder below --adapters: its files when it was taken, and when it was last looked at.
         self._seen, self._marks = dict[str, object](), dict[str, object]()
@@ -146,8 +147,8 @@ class Endpoints:
             retry_after=gateway.retry_after,
             served=Served(
                 context=lambda: gateway.engine.model_config.max_model_len,
-                reader=gateway.reader,
-                judge=lambda: gateway.trials,
+                parser=gateway.parser,
+                constraint_checker=lambda: gateway.trials,
                 unserved=self._unserved,
             ),
         )
@@ -223,7 +224,7 @@ class Endpoints:
             SymbiosisError: see ``tenant_sdk.gateway.adapters.take``.
         """
         gateway = self._gateway
-        async with self._changing.taken(asking.get()):
+        async with self._changing.taken(current_client.get()):
             adapter = await asyncio.to_thread(
                 take,
                 folder,
@@ -239,7 +240,7 @@ class Endpoints:
             before = gateway.served.get(adapter.name)
             if before is not None and before.folder == adapter.folder:
                 return before
-            owner = self._owners.get(adapter.name, asking.get())
+            owner = self._owners.get(adapter.name, current_client.get())
             if adapter.name not in self._owners and not self._names.take(owner, 1):
                 mine = self._names.taken.get(owner, 0)
                 raise ConfigurationError(
@@ -267,7 +268,7 @@ class Endpoints:
 
     async def remove(self, name: str) -> bool:
         """Serve it no more; sequences that use it go on. Whether it was served."""
-        async with self._changing.taken(asking.get()):
+        async with self._changing.taken(current_client.get()):
             return await self._forget(name)
 
     async def _forget(self, name: str) -> bool:
@@ -301,7 +302,7 @@ class Endpoints:
 
     async def _tidy(self) -> None:
         """Remove copies of what was served before; nobody has been using any for a while."""
-        async with self._changing.taken(asking.get()):
+        async with self._changing.taken(current_client.get()):
             # While the lock was waited for, a request may have come for an adapter that was deleted then.
             if self._gateway.queue.under_way:
                 return

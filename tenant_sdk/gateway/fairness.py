@@ -2,6 +2,20 @@
 
 FlexLLM fills what the latency of a step leaves (§6.2), and shares tokens among tenants (appendix C). Here the
 clients of a gateway take turns with what a step has: seats, places for adapters, and rows for prompts.
+
+These rules say what one client can take:
+
+- ``arrivals``: connections, with a key and without; times and sizes of headers; answers that are not read.
+- ``front``: bodies that arrive; requests for adapters and figures under way; one tokenizing request and one
+  large body at a time.
+- ``admission``: sequences under way (``Queue``).
+- ``requests``, ``constraints``: the size of each field of a request, and of an answer.
+- ``grammars``: time and memory for compiling a constraint; ``trials``: one at a time.
+- ``turns``: one at a time of the server's threads for tokenizing.
+- ``endpoints``: names of adapters; one change of them at a time.
+- here: ``Reservations`` of all that is counted; seats, adapters and memory of sequences (``in_turn``,
+  ``giving_up``); of a step the time (``Steps``), attention (``Attention``), sampling (``paused_sampling``)
+  and rows for prompts (``second_prompts``, ``rows_per_client``); time to apply constraints (``Allowance``).
 """
 
 from __future__ import annotations
@@ -12,14 +26,84 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shared.latency import LEARNING, OUTLIER, Line
-from tenant_sdk.gateway.doorkeeper import Shares
 
-# How many times as long a step may take for prompts: while others write, and else while others may come.
-BESIDE, ALONE = 1.5, 2.5
+# How many times as long a step may take for prompts: while others decode, and else while others may come.
+STEP_FACTOR_BUSY, STEP_FACTOR_QUIET = 1.5, 2.5
 LEAST_ROWS = 8  # of prompts, however long they take
 SORTED = 1 << 17  # numbers that are sorted in a step for one client, while others have sequences
 FEW_TOKENS = 2048  # attended to in a step; beyond that, attention takes the blame for its time
 LATELY = 1.0  # seconds for which a client counts after its last sequence: its next one finds a short step
+
+
+@dataclass
+class Reservations:
+    """What clients share, of which a part stays free for each of the others.
+
+    Args:
+        most: taken at once.
+        clients: how many there may be.
+    """
+
+    most: int
+    clients: int = 1
+    taken: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def reserved(self) -> int:
+        """What stays free for each client, until it takes it: one at least, if there is one for each."""
+        if self.clients == 1 or self.most < self.clients:
+            return 0
+        return max(1, self.most // (2 * self.clients))
+
+    @property
+    def largest(self) -> int:
+        """The most that one client can have."""
+        return self.most - self.reserved * (self.clients - 1)
+
+    @property
+    def total(self) -> int:
+        """Taken by all."""
+        return sum(self.taken.values())
+
+    def take(self, client: str, count: int) -> bool:
+        """Whether a client could; it gives back what it took."""
+        others = [min(self.reserved, taken) for other, taken in self.taken.items() if other != client]
+        kept = self.reserved * (self.clients - 1) - sum(others)
+        if self.total + count + kept > self.most:
+            return False
+        self.taken[client] = self.taken.get(client, 0) + count
+        return True
+
+    def give_back(self, client: str, count: int) -> None:
+        """What ``take`` took."""
+        self.taken[client] -= count
+
+
+@dataclass
+class Allowance:
+    """Seconds of a processor that each client may use between the steps of all sequences.
+
+    Args:
+        most: saved up at most, and had at the beginning.
+        each_step: more with every step.
+    """
+
+    most: float
+    each_step: float
+    _remaining: dict[str, float] = field(default_factory=dict)
+
+    def step(self) -> None:
+        """All sequences have gone on by one step."""
+        self._remaining = {
+            client: seconds + self.each_step
+            for client, seconds in self._remaining.items()
+            if seconds + self.each_step < self.most
+        }
+
+    def spend(self, client: str, seconds: float) -> bool:
+        """Whether a client had as much; it is taken all the same."""
+        self._remaining[client] = self._remaining.get(client, self.most) - seconds
+        return self._remaining[client] >= 0
 
 
 class Wanted(NamedTuple):
@@ -29,7 +113,7 @@ class Wanted(NamedTuple):
         name: of the sequence.
         client: that it is for.
         adapter: a number; 0: none.
-        reading: it has begun, and not all of its prompt is read.
+        prefilling: it has begun, and not all of its prompt is read.
         tokens: that its next row attends to.
         blocks: of keys and values that it has.
         more: blocks that it needs for its next step, or to begin.
@@ -38,7 +122,7 @@ class Wanted(NamedTuple):
     name: str
     client: str
     adapter: int = 0
-    reading: bool = False
+    prefilling: bool = False
     tokens: int = 0
     blocks: int = 0
     more: int = 0
@@ -64,8 +148,9 @@ def in_turn(
     """Names of the waiting sequences that may begin now, in order; the others wait for another step.
 
     The client that has the fewest sequences comes first. A part of all seats and places stays free for each
-    client (``Shares``). If there are several clients, one long prompt of each is read at a time, and what
-    begins stays within its client's equal share of the memory, or is the only one that the client has.
+    client (``Reservations``). If there are several clients, nothing of a client begins while a prompt of it
+    is read (but several may begin in one step, see ``second_prompts``), and what begins stays within its
+    client's equal share of the memory, or is the only one that the client has.
 
     Args:
         running: sequences that have begun, in the order in which they did.
@@ -77,7 +162,7 @@ def in_turn(
         memory: for keys and values; None: is not looked at.
     """
     held = Counter(each.client for each in running)
-    seated, placed = Shares(seats, clients, dict(held)), Shares(places, clients)
+    seated, placed = Reservations(seats, clients, dict(held)), Reservations(places, clients)
     adapters = {0}
     for each in running:
         if each.adapter not in adapters:
@@ -87,10 +172,10 @@ def in_turn(
     for each in waiting:
         queues.setdefault(each.client, deque()).append(each)
     if several:
-        for client in {each.client for each in running if each.reading}:
+        for client in {each.client for each in running if each.prefilling}:
             queues.pop(client, None)
     used, share = _used(running), _share((*running, *waiting), memory)
-    room = memory.free - sum(each.more for each in running) if memory else 0
+    free = memory.free - sum(each.more for each in running) if memory else 0
     begin = []
     while queues:
         client = min(
@@ -98,7 +183,7 @@ def in_turn(
         )  # of those that have as many, the first that came
         each = queues[client].popleft()
         own = share is None or used[client] + each.more <= share or not held[client]
-        if not own or (share is not None and each.more > room) or not seated.take(client, 1):
+        if not own or (share is not None and each.more > free) or not seated.take(client, 1):
             del queues[client]
             continue
         if each.adapter in adapters or placed.take(client, 1):
@@ -106,7 +191,7 @@ def in_turn(
             begin.append(each.name)
             held[client] += 1
             used[client] += each.more
-            room -= each.more
+            free -= each.more
         else:
             seated.give_back(client, 1)
         if not queues[client]:
@@ -129,8 +214,8 @@ def giving_up(running: Sequence[Wanted], waiting: Sequence[Wanted], memory: Memo
     if share is None:
         return []
     missing = sum(each.more for each in running) - memory.free
-    reading = {each.client for each in running if each.reading}
-    for client in {each.client for each in waiting} - reading:
+    prefilling = {each.client for each in running if each.prefilling}
+    for client in {each.client for each in waiting} - prefilling:
         first = next(each for each in waiting if each.client == client)
         missing += first.more if used[client] + first.more <= share or not used[client] else 0
     given = []
@@ -158,11 +243,11 @@ def _share(there: Sequence[Wanted], memory: Memory | None) -> int | None:
 
 @dataclass
 class Steps:
-    """How long a step takes: for its rows, and for what those that are written attend to.
+    """How long a step takes: for its rows, and for what decoding sequences attend to.
 
     Args:
         line: for rows.
-        per_token: seconds for each token that the row of a written sequence attends to.
+        per_token: seconds for each token that the row of a decoding sequence attends to.
     """
 
     line: Line
@@ -181,19 +266,21 @@ class Steps:
         right = max((seconds - self.line.seconds(rows)) / tokens, 0.1 * self.per_token)
         self.per_token += LEARNING * (right - self.per_token)
 
-    def most(self, written: int, tokens: int = 0, *, beside: bool) -> float:
+    def most(self, decoding: int, tokens: int = 0, *, busy: bool) -> float:
         """Seconds that a step may take while there are several clients.
 
         Args:
-            written: rows of sequences whose prompt is read.
+            decoding: rows of sequences whose prompt is read.
             tokens: that those of the client attend to which attends to the fewest.
-            beside: clients other than those whose prompts are read have sequences.
+            busy: clients other than those whose prompts are read have sequences.
         """
-        return (BESIDE if beside and written else ALONE) * self.seconds(max(1, written), tokens)
+        return (STEP_FACTOR_BUSY if busy and decoding else STEP_FACTOR_QUIET) * self.seconds(
+            max(1, decoding), tokens
+        )
 
-    def rows(self, written: int, tokens: int, seconds: float, most: int) -> int:
+    def rows(self, decoding: int, tokens: int, seconds: float, most: int) -> int:
         """How many rows such a step may have; ``tokens``: that those attend to whose clients read as well."""
-        return min(most, max(self.line.rows(seconds - self.per_token * tokens), written + LEAST_ROWS))
+        return min(most, max(self.line.rows(seconds - self.per_token * tokens), decoding + LEAST_ROWS))
 
 
 @dataclass
@@ -202,7 +289,7 @@ class Attention:
 
     owed: dict[str, float] = field(default_factory=dict)
 
-    def resting(
+    def paused(
         self, going: Sequence[Wanted], steps: Steps, seconds: float, *, clients: int, lightest: str | None
     ) -> set[str]:
         """Names of the sequences that wait for a later step; a client that owes nothing has one in this.
@@ -214,20 +301,20 @@ class Attention:
             clients: how many there are.
             lightest: the client whose sequences attend to the fewest tokens, which never wait.
         """
-        share, rest = seconds / clients, set[str]()
+        share, paused = seconds / clients, set[str]()
         self.owed = {client: owed - share for client, owed in self.owed.items() if owed > share}
         for each in going:
             takes, owed = steps.per_token * each.tokens, self.owed.get(each.client, 0.0)
             if each.client == lightest:
                 continue
             if owed and owed + takes > share:
-                rest.add(each.name)
+                paused.add(each.name)
             else:
                 self.owed[each.client] = owed + takes
-        return rest
+        return paused
 
 
-def resting(sorting: Sequence[tuple[str, str]], vocabulary: int) -> set[str]:
+def paused_sampling(sorting: Sequence[tuple[str, str]], vocabulary: int) -> set[str]:
     """Names of the sequences that wait for a later step: a client's are sampled a few at a time.
 
     Sampling sorts as many numbers for a sequence as there are tokens, which can take longer than the step.
@@ -236,27 +323,30 @@ def resting(sorting: Sequence[tuple[str, str]], vocabulary: int) -> set[str]:
         sorting: name and client of each sequence that has them sorted; those that have waited longest first.
         vocabulary: how many tokens there are.
     """
-    most, had, rest = max(1, SORTED // vocabulary), Counter[str](), set[str]()
+    most, had, paused = max(1, SORTED // vocabulary), Counter[str](), set[str]()
     for name, client in sorting:
         had[client] += 1
         if had[client] > most:
-            rest.add(name)
-    return rest
+            paused.add(name)
+    return paused
 
 
 def second_prompts(running: Sequence[Wanted]) -> set[str]:
-    """Names of sequences that wait while another prompt of their client is read: of each client one is.
+    """Names of running sequences that pause while another prompt of their client is read.
+
+    ``in_turn`` lets several of a client begin in one step. Of those that are not read at its end, all but one
+    pause.
 
     Args:
         running: sequences that have begun, in the order in which prompts came.
     """
-    readers, rest = set[str](), set[str]()
+    clients, paused = set[str](), set[str]()
     for each in running:
-        if each.reading and each.client in readers:
-            rest.add(each.name)
-        elif each.reading:
-            readers.add(each.client)
-    return rest
+        if each.prefilling and each.client in clients:
+            paused.add(each.name)
+        elif each.prefilling:
+            clients.add(each.client)
+    return paused
 
 
 class Seen:
@@ -275,3 +365,15 @@ class Seen:
         self._last |= dict.fromkeys(clients, now)
         self._last = {client: last for client, last in self._last.items() if now - last < LATELY}
         return len(self._last)
+
+
+def rows_per_client(rows: int, running: Sequence[Wanted], beginning: Iterable[str]) -> int:
+    """Rows that the prompt of each client has in a step, as many for each; 0: one client has all.
+
+    Args:
+        rows: for prompts.
+        running: sequences that have begun.
+        beginning: clients of those that begin in this step.
+    """
+    clients = {each.client for each in running if each.prefilling}.union(beginning)
+    return max(1, rows // len(clients)) if len(clients) > 1 else 0

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from tenant_sdk.gateway.admission import Door, Failure, Queue, Refusal, told
 from tenant_sdk.gateway.constraints import Constraint
-from tenant_sdk.gateway.doorkeeper import Door, Failure, Queue, Refusal, Shares, told
+from tenant_sdk.gateway.fairness import Reservations
 from tenant_sdk.gateway.page import HEADERS, PAGE
-from tenant_sdk.gateway.requests import Asked, asked, text_bytes
+from tenant_sdk.gateway.requests import ParsedRequest, parse_request, text_bytes
 from tenant_sdk.gateway.status import Ended, Status, request_name
-from tenant_sdk.gateway.turns import Turns, asking
+from tenant_sdk.gateway.turns import Turns, current_client
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -36,14 +37,14 @@ SMALL_BODY_BYTES = 64 << 10
 BODIES_BYTES = 64 << 20  # of all that arrive at once
 BODY_SECONDS = 30.0
 SEND_SECONDS = 60.0  # until a client that does not read its answer is given up
-LEFT = "symbiosis.left"  # of a scope's extensions: waits until what was sent has left
+FLUSHED = "symbiosis.flushed"  # of a scope's extensions: waits until what was sent has left
 LOOKS = 64  # requests for adapters, figures and the like that are answered at once
 # vLLM reads others too: priorities, ranks, formats.
 _HEADERS = frozenset({b"accept", b"content-length", b"content-type", b"host"})
 _ERROR = b'data: {"error"'  # an event of a stream
 
 
-class Judge(Protocol):
+class ConstraintChecker(Protocol):
     """See ``tenant_sdk.gateway.trials.Trials``."""
 
     async def refusal(self, client: str, given: Constraint) -> str:
@@ -55,14 +56,14 @@ class Served(NamedTuple):
 
     Attributes:
         context: the most tokens of a sequence.
-        reader: ``requests.asked`` of large bodies.
-        judge: of constraints on answers; None: there are none here.
+        parser: ``requests.parse_request`` of large bodies.
+        constraint_checker: of constraints on answers; None: there are none here.
         unserved: why a model of this name is not served, if it is known; or empty.
     """
 
     context: Callable[[], int]
-    reader: Callable[[str, bytes, int], Awaitable[Asked | Refusal]]
-    judge: Callable[[], Judge | None] = lambda: None
+    parser: Callable[[str, bytes, int], Awaitable[ParsedRequest | Refusal]]
+    constraint_checker: Callable[[], ConstraintChecker | None] = lambda: None
     unserved: Callable[[str], str] = lambda _: ""
 
 
@@ -92,9 +93,9 @@ class Front:
         self._application, self._door, self._queue = application, door, queue
         self._folder, self._retry_after, self._clock = folder, retry_after, clock
         self._served = served
-        self._arriving, self._turns = Shares(BODIES_BYTES, door.clients), Turns()
-        self._readers = Turns()
-        self._looks = Shares(LOOKS, door.clients)
+        self._arriving, self._turns = Reservations(BODIES_BYTES, door.clients), Turns()
+        self._parsing_turns = Turns()
+        self._looks = Reservations(LOOKS, door.clients)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -109,7 +110,7 @@ class Front:
             return await self._opened(scope["method"], path, send)
         if isinstance(client, Refusal):
             return await _refuse(send, client)
-        asking.set(client)
+        current_client.set(client)
         scope = {**scope, "headers": [each for each in scope["headers"] if each[0].lower() in _HEADERS]}
         # A line's end, say, would make it another path here than there.
         named = path.isprintable() and path.startswith(ADAPTER)
@@ -132,7 +133,7 @@ class Front:
         entered = self._clock()
         try:
             await self._entered(client, wanted, scope, receive, send)
-            await _left(scope)
+            await _flushed(scope)
         finally:
             self._queue.leave(client, wanted.sequences, self._clock() - entered)
 
@@ -154,12 +155,12 @@ class Front:
             return await _refuse(send, Refusal(429, "overloaded", why, 1))
         try:
             await self._application(scope, receive, send)
-            await _left(scope)
+            await _flushed(scope)
         finally:
             self._looks.give_back(client, 1)
 
     async def _entered(
-        self, client: str, wanted: Asked, scope: Message, receive: Receive, send: Send
+        self, client: str, wanted: ParsedRequest, scope: Message, receive: Receive, send: Send
     ) -> None:
         """Have a request answered that is in the queue."""
         again = _again(wanted.body, receive)
@@ -167,7 +168,7 @@ class Front:
             await self._alone(client, _with_length(scope, wanted.body), again, send)
             return
         if wanted.constraint is not None:
-            refusal = await _unless_gone(self._judged(client, wanted.constraint), receive)
+            refusal = await _unless_gone(self._constraint_refusal(client, wanted.constraint), receive)
             if refusal is None or refusal.message:
                 await _refuse(send, refusal)
                 return
@@ -188,21 +189,21 @@ class Front:
         for message in answer:
             await send(message)
 
-    async def _judged(self, client: str, given: Constraint) -> Refusal:
+    async def _constraint_refusal(self, client: str, given: Constraint) -> Refusal:
         """Why a constraint is refused; without a message: it is not."""
-        judge = self._served.judge()
-        if judge is None:
+        checker = self._served.constraint_checker()
+        if checker is None:
             why = "this gateway was started without structured outputs"
             return Refusal(400, "invalid_request_error", why)
-        why = await judge.refusal(client, given)
+        why = await checker.refusal(client, given)
         return Refusal(400, "invalid_request_error", why and f"the {given.kind} is refused: {why}")
 
-    async def _wanted(self, client: str, path: str, body: bytes) -> Asked | Refusal:
+    async def _wanted(self, client: str, path: str, body: bytes) -> ParsedRequest | Refusal:
         """What a request is for; what takes time for a large one is done elsewhere, one at a time."""
         if len(body) <= SMALL_BODY_BYTES:
-            return asked(path, body, self._served.context())
-        async with self._readers.taken(client):
-            return await self._served.reader(path, body, self._served.context())
+            return parse_request(path, body, self._served.context())
+        async with self._parsing_turns.taken(client):
+            return await self._served.parser(path, body, self._served.context())
 
     @asynccontextmanager
     async def _body(self, client: str, path: str, receive: Receive) -> AsyncIterator[bytes | Refusal | None]:
@@ -298,10 +299,10 @@ async def _unless_gone(answer: Awaitable[Refusal], receive: Receive) -> Refusal 
         gone.cancel()
 
 
-async def _left(scope: Message) -> None:
+async def _flushed(scope: Message) -> None:
     """Until the client has taken its answer, or is given up: as long it has its place."""
-    if (left := scope.get("extensions", {}).get(LEFT)) is not None:
-        await left()
+    if (flush := scope.get("extensions", {}).get(FLUSHED)) is not None:
+        await flush()
 
 
 def _until_given_up(receive: Receive, send: Send) -> tuple[Receive, Send]:

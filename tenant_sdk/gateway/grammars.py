@@ -19,8 +19,8 @@ from pathlib import Path
 import llguidance
 import msgspec
 
-from tenant_sdk.gateway.beside import answer
 from tenant_sdk.gateway.constraints import Constraint
+from tenant_sdk.gateway.helper_process import answer
 
 SECONDS = 0.4  # of a processor, for one trial
 MEMORY = 256 << 20  # beyond what the process has

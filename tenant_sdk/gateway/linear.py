@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
 
 
-class Asking(NamedTuple):
+class RequestOptions(NamedTuple):
     """How the products of a step are asked for.
 
     Attributes:
@@ -57,18 +57,18 @@ _IN_ORDER = frozenset({"GPT2LMHeadModel", "Phi3ForCausalLM"})
 # Not all of vLLM's models say what their layers are made of; these names are the same in all.
 _FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 MOST = 1e30  # the size of a number that float32 can still multiply and add up
-_USUAL = Asking(RequestClass.PREFILL, 0)
-_asking: ContextVar[Asking] = ContextVar("asking", default=_USUAL)
+_USUAL = RequestOptions(RequestClass.PREFILL, 0)
+_options: ContextVar[RequestOptions] = ContextVar("request_options", default=_USUAL)
 
 
 @contextmanager
-def asking(how: Asking) -> Iterator[None]:
+def request_options(how: RequestOptions) -> Iterator[None]:
     """Ask for products like this in this block."""
-    before = _asking.set(how)
+    before = _options.set(how)
     try:
         yield
     finally:
-        _asking.reset(before)
+        _options.reset(before)
 
 
 class LostRows:
@@ -96,14 +96,14 @@ class LostRows:
 lost_rows = LostRows()
 
 
-class Part(NamedTuple):
+class GroupMembers(NamedTuple):
     """Members of one group, whose outputs lie one behind the other in a layer's output."""
 
     group: Group
     members: int
 
 
-_failed: list[Part] = []  # of the last layer whose products did
+_failed: list[GroupMembers] = []  # of the last layer whose products did
 
 
 def probe() -> None:
@@ -112,24 +112,24 @@ def probe() -> None:
     Raises:
         SymbiosisError: one is not.
     """
-    for part in list(_failed) or [Part(session_here().groups[0], 1)]:
-        row = torch.randn(1, part.group.info.inputs)
-        part.group.product(Direction.FORWARD, part.members, [row], RequestClass.PREFILL)
+    for each in list(_failed) or [GroupMembers(session_here().groups[0], 1)]:
+        row = torch.randn(1, each.group.info.inputs)
+        each.group.product(Direction.FORWARD, each.members, [row], RequestClass.PREFILL)
 
 
 class RemoteLinearMethod(LinearMethodBase):  # type: ignore[misc]
     """``y = x W^T + b`` with W at the executor.
 
     Args:
-        parts: the groups that have the layer's outputs, in their order.
+        groups: that have the layer's outputs, in their order.
         name: of the layer.
 
     Attributes:
         meanwhile: done with the rows while the answer is under way.
     """
 
-    def __init__(self, parts: list[Part], name: str) -> None:
-        self._parts, self._name = parts, name
+    def __init__(self, groups: list[GroupMembers], name: str) -> None:
+        self._groups, self._name = groups, name
         self.meanwhile: Callable[[torch.Tensor], None] | None = None
 
     def create_weights(
@@ -147,8 +147,8 @@ class RemoteLinearMethod(LinearMethodBase):  # type: ignore[misc]
         Raises:
             ModelMismatch: the executor's layer has another shape.
         """
-        widths = [width for part in self._parts for width in part.group.widths(part.members)]
-        inputs = self._parts[0].group.info.inputs
+        widths = [width for each in self._groups for width in each.group.widths(each.members)]
+        inputs = self._groups[0].group.info.inputs
         if (sum(widths), inputs) != (sum(output_partition_sizes), input_size_per_partition):
             raise ModelMismatch(
                 f"{self._name} has shape {[sum(output_partition_sizes), input_size_per_partition]} here and "
@@ -165,22 +165,22 @@ class RemoteLinearMethod(LinearMethodBase):  # type: ignore[misc]
         rows = x.reshape(-1, x.shape[-1])
         if is_forward_context_available() and get_forward_context().attn_metadata is None:
             # A run that measures memory or warms up: nobody's rows, so nothing is sent.
-            width = sum(sum(part.group.widths(part.members)) for part in self._parts)
+            width = sum(sum(each.group.widths(each.members)) for each in self._groups)
             return x.new_zeros((*x.shape[:-1], width))
         rows = lost_rows.without(rows)
-        how, count = _asking.get(), len(rows)
+        how, count = _options.get(), len(rows)
         if count < how.rows:
             rows = nn.functional.pad(rows, (0, 0, 0, how.rows - count))
         try:
             pending = [
-                part.group.submit(Direction.FORWARD, part.members, [rows], how.request_class)
-                for part in self._parts
+                each.group.submit(Direction.FORWARD, each.members, [rows], how.request_class)
+                for each in self._groups
             ]
             if self.meanwhile is not None:
                 self.meanwhile(x)
             answers = [answer[:count] for each in pending for answer in each.result()]
         except SymbiosisError:
-            _failed[:] = self._parts
+            _failed[:] = self._groups
             raise
         out = answers[0] if len(answers) == 1 else torch.cat(answers, dim=-1)
         if bias is not None:
@@ -274,7 +274,7 @@ class RemoteConfig(QuantizationConfig):  # type: ignore[misc]
                 "may be another than vLLM's; the gateway cannot serve this architecture. `generate` can"
             )
         self._missing -= set(names)
-        return RemoteLinearMethod(_parts([each for each in found if each]), prefix)
+        return RemoteLinearMethod(_grouped([each for each in found if each]), prefix)
 
     def check_complete(self) -> None:
         """Whether every layer that the executor serves has its place in the model.
@@ -307,14 +307,14 @@ class RemoteConfig(QuantizationConfig):  # type: ignore[misc]
         return self._members
 
 
-def _parts(members: list[tuple[Group, int]]) -> list[Part]:
+def _grouped(members: list[tuple[Group, int]]) -> list[GroupMembers]:
     """Neighbours of one group, in its order, are asked for together."""
-    parts: list[Part] = []
+    groups: list[GroupMembers] = []
     last = -1
     for group, index in members:
-        if parts and parts[-1].group is group and index > last:
-            parts[-1] = Part(group, parts[-1].members | 1 << index)
+        if groups and groups[-1].group is group and index > last:
+            groups[-1] = GroupMembers(group, groups[-1].members | 1 << index)
         else:
-            parts.append(Part(group, 1 << index))
+            groups.append(GroupMembers(group, 1 << index))
         last = index
-    return parts
+    return groups

@@ -10,7 +10,7 @@ from typing import Annotated
 from shared.errors import Argument, ConfigurationError, Message
 from shared.options import Option, check_fields
 from shared.secrets import Secret, text_of
-from tenant_sdk.gateway.doorkeeper import LOOPBACK
+from tenant_sdk.gateway.admission import LOOPBACK
 
 _SERVER, _MODEL = "Server", "Model and adapters"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory laid out for

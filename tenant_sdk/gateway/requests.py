@@ -11,8 +11,8 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from shared.encoded import DIGITS, UNREADABLE, numbers_fit
+from tenant_sdk.gateway.admission import Refusal
 from tenant_sdk.gateway.constraints import Constraint, ConstraintRefused, constraint
-from tenant_sdk.gateway.doorkeeper import Refusal
 
 INT32 = 2**31 - 1
 Count = Annotated[int, Meta(ge=0, le=INT32)]
@@ -222,7 +222,7 @@ class Call(Struct):
     type: Literal["function"] = "function"
 
 
-class Part(Struct):
+class ContentPart(Struct):
     """Of a message: text alone."""
 
     text: str
@@ -233,7 +233,7 @@ class ChatMessage(Struct):
     """Of a chat; what else clients put into one is left out."""
 
     role: Short
-    content: str | Annotated[list[Part], Meta(max_length=MESSAGES)] | UnsetType | None = UNSET
+    content: str | Annotated[list[ContentPart], Meta(max_length=MESSAGES)] | UnsetType | None = UNSET
     name: Short | UnsetType | None = UNSET
     tool_calls: Annotated[list[Call], Meta(max_length=64)] | UnsetType | None = UNSET
     tool_call_id: Short | UnsetType | None = UNSET
@@ -324,7 +324,7 @@ class Detokenize(Struct, kw_only=True):
 Kind = type[Completion] | type[Chat] | type[TokenizeText] | type[TokenizeChat] | type[Detokenize]
 
 
-class Asked(msgspec.Struct):
+class ParsedRequest(msgspec.Struct):
     """A request that may go on.
 
     Attributes:
@@ -340,7 +340,7 @@ class Asked(msgspec.Struct):
     body: bytes
 
 
-def asked(path: str, body: bytes, context: int) -> Asked | Refusal:
+def parse_request(path: str, body: bytes, context: int) -> ParsedRequest | Refusal:
     """What a request is for; refused if it is not JSON to the letter, or has what its path does not take.
 
     Args:
@@ -367,7 +367,7 @@ def asked(path: str, body: bytes, context: int) -> Asked | Refusal:
         return _refused(str(error))
     except (UnicodeError, *UNREADABLE) as error:
         return _refused(f"the body is not as it should be: {error}")
-    return Asked(_given(request.model) or "", sequences, wanted, msgspec.json.encode(request))
+    return ParsedRequest(_given(request.model) or "", sequences, wanted, msgspec.json.encode(request))
 
 
 def _kind(path: str, fields: Any) -> Kind:
@@ -384,9 +384,9 @@ def _given(value: Any) -> Any:
     return None if value is UNSET else value
 
 
-def _likeliest(asked: int | UnsetType | None) -> int:
+def _likeliest(count: int | UnsetType | None) -> int:
     """Log-probabilities of a token: so many, and its own."""
-    given = _given(asked)
+    given = _given(count)
     return 0 if given is None else given + 1
 
 

@@ -14,8 +14,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 from shared.latency import Line
-from tenant_sdk.gateway.doorkeeper import Allowance
 from tenant_sdk.gateway.fairness import (
+    Allowance,
     Attention,
     Memory,
     Seen,
@@ -23,7 +23,8 @@ from tenant_sdk.gateway.fairness import (
     Wanted,
     giving_up,
     in_turn,
-    resting,
+    paused_sampling,
+    rows_per_client,
     second_prompts,
 )
 from tenant_sdk.gateway.grammars import ENGINE_STACK
@@ -66,13 +67,13 @@ class Scheduler(Base):  # type: ignore[misc]
         """See vLLM; clients take turns. Blocks that a step writes are remembered, since clients hang up."""
         there = Counter({client_of(each.request_id): 0 for each in (*self.running, *self.waiting)})
         self._make_room()
-        # A sequence that is written needs one row; prompts get what is left.
-        self.running.sort(key=lambda each: (_reads(each), _arrived(each) if _reads(each) else 0.0))
+        # A decoding sequence needs one row; prompts get the others.
+        self.running.sort(key=lambda each: (_prefilling(each), _arrived(each) if _prefilling(each) else 0.0))
         waiting = {each.request_id: each for each in sorted(self.waiting, key=_arrived)}
         running = [self._wanted(each) for each in self.running]
         several = self._seen.count(there, time.monotonic()) > 1
         self.max_num_scheduled_tokens, self._for_prompts = self._most_rows, 0
-        rest = self._pace(running, there) if several else set[str]()
+        paused = self._pace(running, there) if several else set[str]()
         begin = in_turn(
             running,
             [self._wanted(each) for each in waiting.values()],
@@ -82,21 +83,21 @@ class Scheduler(Base):  # type: ignore[misc]
             several=several,
             memory=self._memory(),
         )
-        readers = {each.client for each in running if each.reading} | {client_of(name) for name in begin}
         # What has begun comes first in vLLM, and would take all rows.
-        shared = max(1, self._for_prompts // len(readers)) if several and len(readers) > 1 else 0
-        self.scheduler_config.long_prefill_token_threshold = shared
+        self.scheduler_config.long_prefill_token_threshold = (
+            rows_per_client(self._for_prompts, running, map(client_of, begin)) if several else 0
+        )
         self.waiting.clear()
         self.waiting.extend(waiting.pop(name) for name in begin)
-        resting = [each for each in self.running if each.request_id in rest]
-        self.running = [each for each in self.running if each.request_id not in rest]
+        held = [each for each in self.running if each.request_id in paused]
+        self.running = [each for each in self.running if each.request_id not in paused]
         scheduled = super().schedule(*arguments, **options)
-        self.running = resting + self.running  # so that they come first in the next step
+        self.running = held + self.running  # so that they come first in the next step
         self.waiting.extend(waiting.values())
         self._attended = sum(
             each.tokens
             for each in running
-            if not each.reading and each.name in scheduled.num_scheduled_tokens
+            if not each.prefilling and each.name in scheduled.num_scheduled_tokens
         )
         self._began = time.monotonic()
         cached = self.cache_config.enable_prefix_caching  # else nobody finds them
@@ -126,28 +127,29 @@ class Scheduler(Base):  # type: ignore[misc]
         sorting = [
             (each.name, each.client)
             for each in running
-            if not each.reading and _sorts(self.requests[each.name])
+            if not each.prefilling and _sorts(self.requests[each.name])
         ]
-        rest = resting(sorting, self.vllm_config.model_config.get_vocab_size()) | second_prompts(running)
-        going = [each for each in running if each.name not in rest]
+        vocabulary = self.vllm_config.model_config.get_vocab_size()
+        paused = paused_sampling(sorting, vocabulary) | second_prompts(running)
+        going = [each for each in running if each.name not in paused]
         for each in going:
             there[each.client] += each.tokens
-        beside, rows = len(there) > 1, 1 + self.num_spec_tokens
-        lightest = min(there, key=there.__getitem__) if beside else None
-        count = rows * sum(not each.reading for each in going)
+        busy, rows = len(there) > 1, 1 + self.num_spec_tokens
+        lightest = min(there, key=there.__getitem__) if busy else None
+        count = rows * sum(not each.prefilling for each in going)
         least = there[lightest] if lightest is not None else 0
-        most = self._steps.most(count, least, beside=beside)
+        most = self._steps.most(count, least, busy=busy)
         spare = most - self._steps.seconds(count, least)
-        rest |= self._attention.resting(
+        paused |= self._attention.paused(
             going, self._steps, spare, clients=max(1, len(there)), lightest=lightest
         )
-        written = [each for each in going if not each.reading and each.name not in rest]
-        # A client that reads pays with its rows for what else it attends to.
-        readers = {each.client for each in running if each.reading}
-        count, tokens = len(written) * rows, sum(each.tokens for each in written if each.client in readers)
+        decoding = [each for each in going if not each.prefilling and each.name not in paused]
+        # A client whose prompt is read pays with its rows for what else it attends to.
+        clients = {each.client for each in running if each.prefilling}
+        count, tokens = len(decoding) * rows, sum(each.tokens for each in decoding if each.client in clients)
         self.max_num_scheduled_tokens = self._steps.rows(count, tokens, most, self._most_rows)
         self._for_prompts = self.max_num_scheduled_tokens - count
-        return rest
+        return paused
 
     def _wanted(self, request: Request) -> Wanted:
         name, computed = request.request_id, request.num_computed_tokens
@@ -158,7 +160,7 @@ class Scheduler(Base):  # type: ignore[misc]
             name,
             client_of(name),
             request.lora_request.lora_int_id if request.lora_request else 0,
-            has > 0 and _reads(request),
+            has > 0 and _prefilling(request),
             computed,
             has,
             max(0, needs - has),
@@ -208,17 +210,17 @@ class Scheduler(Base):  # type: ignore[misc]
         return grammar if isinstance(grammar, LimitedGrammar) else None
 
 
-def _reads(request: Request) -> bool:
+def _prefilling(request: Request) -> bool:
     """Whether not all of its prompt is read, or read again."""
     return bool(request.num_computed_tokens < max(request.num_prompt_tokens, request.num_tokens - 1))
 
 
 def _sorts(request: Request) -> bool:
     """Whether all tokens are looked at, and not only the likeliest is looked for."""
-    asked = request.sampling_params
-    penalties = (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty)
-    sorts = asked.top_p < 1 or asked.top_k > 0 or penalties != (0, 0, 1) or asked.logprobs is not None
-    return not _reads(request) and bool(sorts)
+    given = request.sampling_params
+    penalties = (given.presence_penalty, given.frequency_penalty, given.repetition_penalty)
+    sorts = given.top_p < 1 or given.top_k > 0 or penalties != (0, 0, 1) or given.logprobs is not None
+    return not _prefilling(request) and bool(sorts)
 
 
 def _arrived(request: Request) -> float:

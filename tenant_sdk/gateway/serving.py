@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.adapters import largest_rank
+from tenant_sdk.gateway.admission import MOST_ADAPTERS, Door, Queue
 from tenant_sdk.gateway.connection import read, written
-from tenant_sdk.gateway.doorkeeper import MOST_ADAPTERS, Door, Queue
 from tenant_sdk.gateway.folder import METHOD, content_format, write_folder
 from tenant_sdk.gateway.options import DRAFT_TOKENS, LOOKUP, RANKS, GatewayOptions
 from tenant_sdk.gateway.status import Status

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import msgspec
 
-from tenant_sdk.gateway.beside import Beside
 from tenant_sdk.gateway.constraints import Constraint
+from tenant_sdk.gateway.helper_process import HelperProcess
 from tenant_sdk.gateway.turns import Turns
 
 REMEMBERED = 8  # constraints; fewer than the engine has compiled, which takes them without turns otherwise
 
 
-class Trials(Beside):
+class Trials(HelperProcess):
     """See ``tenant_sdk.gateway.grammars``.
 
     Args:

@@ -16,7 +16,7 @@ from typing import Any
 
 TOKENIZING_THREADS = 2
 # The client whose request is answered in this context.
-asking: ContextVar[str] = ContextVar("asking", default="")
+current_client: ContextVar[str] = ContextVar("current_client", default="")
 
 
 class Turns:
@@ -33,7 +33,7 @@ class Turns:
             yield
 
 
-class Shared:
+class CachedAnswer:
     """What is made once in a while, in a thread, for all who ask meanwhile.
 
     Args:
@@ -58,7 +58,7 @@ class Shared:
 
 
 class Threads(Executor):
-    """Threads of which each client (``asking``) has one at a time; the client that waited longest is next.
+    """Threads: each client (``current_client``) has one at a time, and the one that waited longest is next.
 
     Args:
         count: threads; with two, one client's long work leaves one to the others.
@@ -73,7 +73,7 @@ class Threads(Executor):
 
     def submit(self, work: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
         """See concurrent.futures; work that is cancelled before its turn is left out."""
-        future, client = Future[Any](), asking.get()
+        future, client = Future[Any](), current_client.get()
 
         def run() -> None:
             try:

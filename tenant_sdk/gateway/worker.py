@@ -22,9 +22,9 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 from shared.errors import SymbiosisError
 from shared.options import flags_of
 from shared.wire.header import RequestClass
+from tenant_sdk.gateway.admission import Failure
 from tenant_sdk.gateway.connection import session_here
-from tenant_sdk.gateway.doorkeeper import Failure
-from tenant_sdk.gateway.linear import Asking, asking, check_adaptable, lost_rows, probe
+from tenant_sdk.gateway.linear import RequestOptions, check_adaptable, lost_rows, probe, request_options
 from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.gateway.quiet import leave_words_out, wordless
 from tenant_sdk.gateway.status import Status
@@ -137,7 +137,7 @@ class Worker(Base):  # type: ignore[misc]
         status.steps += 1
         status.sequences += len(scheduled)
         try:
-            with asking(self._asking(scheduler_output)):
+            with request_options(self._request_options(scheduler_output)):
                 output = super().execute_model(scheduler_output)
             if status.failing:
                 self._write(failing=False)
@@ -190,7 +190,7 @@ class Worker(Base):  # type: ignore[misc]
         maker = "the model" if adapter is None else f"the adapter {adapter.lora_name}"
         return f"{maker} made NaN, infinity or absurdly large numbers of this text; other requests went on"
 
-    def _asking(self, scheduled: SchedulerOutput) -> Asking:
+    def _request_options(self, scheduled: SchedulerOutput) -> RequestOptions:
         """How a step's products are asked for: as somebody waits, with drafts of constant length."""
         cached = scheduled.scheduled_cached_reqs  # of which some still read their prompt
         going_on = any(
@@ -199,10 +199,10 @@ class Worker(Base):  # type: ignore[misc]
         )
         urgency = RequestClass.DECODE if going_on else RequestClass.PREFILL
         if not self._draft:
-            return Asking(urgency, 0)
+            return RequestOptions(urgency, 0)
         # What is found to draft depends on the text; how many rows there are does not.
         rows = sum(max(count, 1 + self._draft) for count in scheduled.num_scheduled_tokens.values())
-        return Asking(urgency, rows)
+        return RequestOptions(urgency, rows)
 
     # -- what the server in front is told ----------------------------------------------------------
 

@@ -10,13 +10,13 @@ from threading import Condition
 import numpy as np
 import torch
 
-from shared.forks import MadeHere, own
+from shared.forks import MadeHere, register_for_fork
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import SEED_BYTES, RequestClass
 from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.channel import Entropy
 from tenant_sdk.products.bank_options import NoiseBankOptions
-from tenant_sdk.products.forecast import Kind
+from tenant_sdk.products.forecast import ProductKey
 from tenant_sdk.products.mask_sources import MaskSource
 from tenant_sdk.products.masks import Mask
 
@@ -47,14 +47,14 @@ class BankMasks:
     ) -> None:
         self._shapes, self._source = shapes, source
         self._options, self._entropy, self._clock = options, entropy, clock
-        self._banks: dict[Kind, _Bank] = {}
+        self._banks: dict[ProductKey, _Bank] = {}
         self._lock = Condition()
         self._made_here = MadeHere()
-        own(self)
+        register_for_fork(self)
 
     def take(
         self,
-        kind: Kind,
+        key: ProductKey,
         rows: int,
         *,
         request_class: RequestClass = RequestClass.UNDECLARED,
@@ -62,34 +62,34 @@ class BankMasks:
         """See Masks."""
         self._made_here.check()
         with self._lock:
-            bank, now = self._banks.get(kind), self._clock()
+            bank, now = self._banks.get(key), self._clock()
             if (
                 bank is None
                 or bank.used > self._options.rotate_rows
                 or now - bank.made > self._options.rotate_seconds
             ):
-                bank = self._banks[kind] = _Bank(*self._make(kind), made=now)
+                bank = self._banks[key] = _Bank(*self._make(key), made=now)
             bank.used += rows
         drawn = np.frombuffer(self._entropy(rows), np.uint8).astype(np.int64)
         picked = torch.from_numpy(drawn & (self._options.masks - 1))
         return _BankMask(bank.masks[picked], bank.effects, picked)
 
-    def _make(self, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
-        plan = self._shapes[kind.group].plan(kind.direction, kind.members)
+    def _make(self, key: ProductKey) -> tuple[torch.Tensor, torch.Tensor]:
+        plan = self._shapes[key.group].plan(key.direction, key.members)
         masks = MaskStream(self._entropy(SEED_BYTES)).draw(self._options.masks, plan.request_columns)
-        (effects,) = self._source.effect(*kind, [masks])
+        (effects,) = self._source.effect(*key, [masks])
         return masks, effects
 
     def forked(self) -> None:
         """See ``shared.forks``."""
         self._banks = {}
 
-    def asked(self, kind: Kind, rows: int) -> None:
+    def note_request(self, key: ProductKey, rows: int) -> None:
         """See Masks."""
 
     def close(self) -> None:
         """See Masks."""
-        if self._made_here.left:
+        if self._made_here.in_child:
             return
         self._banks.clear()
         self._source.close()

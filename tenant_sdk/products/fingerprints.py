@@ -21,13 +21,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from shared.checkpoint import Checkpoint
-from shared.errors import CheckpointError, ConfigurationError, ModelMismatch, Word
+from shared.errors import CheckpointError, ConfigurationError, ModelMismatch, Placeholder
 from shared.ownership import check_own
 from shared.ring.fixed_point import Bounds, quantize_weight, squared_norms
 from shared.ring.product import PlaneProducts
 from shared.wire.header import RINGS, Direction, member_indices
 from shared.wire.messages import GroupInfo, Manifest, Member
-from tenant_sdk.products.forecast import Kind
+from tenant_sdk.products.forecast import ProductKey
 from tenant_sdk.products.verification import (
     Fingerprint,
     IntegerProduct,
@@ -57,7 +57,7 @@ class StoredFingerprints:
             raise ConfigurationError(
                 "{} is encrypted: give {fingerprint_key}, as `symbiosis-tenant fingerprint` printed it",
                 str(path),
-                fingerprint_key=Word("KEY"),
+                fingerprint_key=Placeholder("KEY"),
             )
         check_own(path)
         try:
@@ -79,7 +79,7 @@ class StoredFingerprints:
         self._trusted = msgspec.json.decode(_metadata(data)["trusted"], type=CheckpointContents)
         self._numerics = _metadata(data)["numerics"]
         self._groups: tuple[GroupInfo, ...] = ()
-        self._made: dict[Kind, Fingerprint] = {}
+        self._made: dict[ProductKey, Fingerprint] = {}
 
     def fit(self, manifest: Manifest) -> None:
         """Use them for an executor.
@@ -137,17 +137,17 @@ class StoredFingerprints:
         """Of all members of a group: float32 [O]."""
         return torch.cat([self._of(member, "scales") for member in self._groups[group].members])
 
-    def get(self, kind: Kind, product: IntegerProduct) -> Fingerprint:
+    def get(self, key: ProductKey, product: IntegerProduct) -> Fingerprint:
         """See ``tenant_sdk.products.verification.Fingerprints``."""
-        made = self._made.get(kind)
+        made = self._made.get(key)
         if made is None:
-            made = self._made[kind] = self._make(kind)
+            made = self._made[key] = self._make(key)
         return made
 
-    def _make(self, kind: Kind) -> Fingerprint:
-        info = self._groups[kind.group]
-        members = [info.members[i] for i in member_indices(kind.members)]
-        if kind.direction == Direction.FORWARD:
+    def _make(self, key: ProductKey) -> Fingerprint:
+        info = self._groups[key.group]
+        members = [info.members[i] for i in member_indices(key.members)]
+        if key.direction == Direction.FORWARD:
             challenge = torch.cat([self._of(member, "challenge") for member in members], 1)
             factor = torch.stack([self._of(member, "forward") for member in members]).sum(0)
         else:

@@ -10,7 +10,7 @@ from shared.wire.header import Direction
 SPARE_BATCHES = 4  # in an order that nobody waits for
 
 
-class Kind(NamedTuple):
+class ProductKey(NamedTuple):
     """Requests whose masks and effects are interchangeable, row by row."""
 
     group: int
@@ -21,7 +21,7 @@ class Kind(NamedTuple):
 class Order(NamedTuple):
     """Rows of masks to have multiplied."""
 
-    kind: Kind
+    key: ProductKey
     rows: int
 
 
@@ -29,21 +29,21 @@ class Forecast:
     """Training and decoding repeat themselves: after each kind comes what came after it last time."""
 
     def __init__(self) -> None:
-        self._next: dict[Kind, Order] = {}
-        self._last: Kind | None = None
+        self._next: dict[ProductKey, Order] = {}
+        self._last: ProductKey | None = None
 
-    def asked(self, kind: Kind, rows: int) -> None:
+    def note_request(self, key: ProductKey, rows: int) -> None:
         """A product of so many rows has been asked for."""
         if self._last is not None:
-            self._next[self._last] = Order(kind, rows)
-        self._last = kind
+            self._next[self._last] = Order(key, rows)
+        self._last = key
 
     def next_order(
         self,
-        stock: Mapping[Kind, int],
+        stock: Mapping[ProductKey, int],
         *,
         budget_bytes: int,
-        row_bytes: Callable[[Kind], int],
+        row_bytes: Callable[[ProductKey], int],
         batch_rows: int,
     ) -> Order | None:
         """What to have multiplied next, or None if there is enough for the next request of every kind.
@@ -60,19 +60,19 @@ class Forecast:
         coming = self.round()
         if not coming:
             return None
-        round_bytes = sum(row_bytes(kind) for kind in coming)
+        round_bytes = sum(row_bytes(key) for key in coming)
         batch = max(1, min(batch_rows, budget_bytes // (2 * round_bytes)))
-        for kind, rows in coming.items():
-            if stock.get(kind, 0) < max(rows, batch):
-                return Order(kind, max(rows, batch))
+        for key, rows in coming.items():
+            if stock.get(key, 0) < max(rows, batch):
+                return Order(key, max(rows, batch))
         return None
 
     def spare_order(
         self,
-        stock: Mapping[Kind, int],
+        stock: Mapping[ProductKey, int],
         *,
         budget_bytes: int,
-        row_bytes: Callable[[Kind], int],
+        row_bytes: Callable[[ProductKey], int],
         batch_rows: int,
     ) -> Order | None:
         """What to have multiplied when there is enough, until as many rounds are there as the budget takes.
@@ -82,24 +82,24 @@ class Forecast:
         coming = self.round()
         if not coming:
             return None
-        least = min(coming, key=lambda kind: stock.get(kind, 0))
-        room = budget_bytes // sum(map(row_bytes, coming)) - stock.get(least, 0)
-        return Order(least, min(room, SPARE_BATCHES * batch_rows)) if room >= batch_rows else None
+        least = min(coming, key=lambda key: stock.get(key, 0))
+        rows = budget_bytes // sum(map(row_bytes, coming)) - stock.get(least, 0)
+        return Order(least, min(rows, SPARE_BATCHES * batch_rows)) if rows >= batch_rows else None
 
-    def round(self) -> dict[Kind, int]:
+    def round(self) -> dict[ProductKey, int]:
         """The kinds to come before the first comes again, nearest first, with their rows."""
-        kinds: dict[Kind, int] = {}
+        keys: dict[ProductKey, int] = {}
         last = self._last
-        while last is not None and (order := self._next.get(last)) and order.kind not in kinds:
-            kinds[order.kind] = order.rows
-            last = order.kind
-        return kinds
+        while last is not None and (order := self._next.get(last)) and order.key not in keys:
+            keys[order.key] = order.rows
+            last = order.key
+        return keys
 
-    def surplus(self, stock: Mapping[Kind, int], batch_rows: int) -> list[Kind]:
+    def surplus(self, stock: Mapping[ProductKey, int], batch_rows: int) -> list[ProductKey]:
         """Kinds of which there is more than ``next_order`` leads to: the tenant does something else now."""
         coming = self.round()
         return [
-            kind
-            for kind, rows in stock.items()
-            if rows > (2 * max(coming[kind], batch_rows) if kind in coming else 0)
+            key
+            for key, rows in stock.items()
+            if rows > (2 * max(coming[key], batch_rows) if key in coming else 0)
         ]

@@ -14,18 +14,18 @@ from typing import Any, Protocol
 import torch
 
 from shared.errors import ConfigurationError, ConnectionLost, RequestTimeout
-from shared.forks import MadeHere, own
+from shared.forks import MadeHere, register_for_fork
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import SEED_BYTES, RequestClass
 from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.channel import Entropy
-from tenant_sdk.products.forecast import Forecast, Kind, Order
+from tenant_sdk.products.forecast import Forecast, Order, ProductKey
 from tenant_sdk.products.mask_sources import SeedSource
 
 log = logging.getLogger(__name__)
 
 BATCH_ROWS = 64  # ordered at once for decoding
-REST_SECONDS = 0.5  # without a request, after which more is fetched than is needed next
+IDLE_SECONDS = 0.5  # without a request, after which more is fetched than is needed next
 ORDERS_UNDER_WAY = 2  # ahead: so that a source computes one while the other's answer travels
 ORDERS_AT_ONCE = 16  # of what is needed now, such as that of many experts
 EFFECT_ITEM_BYTES = 4
@@ -60,7 +60,7 @@ class Masks(Protocol):
 
     def take(
         self,
-        kind: Kind,
+        key: ProductKey,
         rows: int,
         *,
         request_class: RequestClass = RequestClass.UNDECLARED,
@@ -72,7 +72,7 @@ class Masks(Protocol):
         """
         ...
 
-    def asked(self, kind: Kind, rows: int) -> None:
+    def note_request(self, key: ProductKey, rows: int) -> None:
         """A request of so many rows had its masks, and others like it will come."""
         ...
 
@@ -89,17 +89,17 @@ class NoMasks:
 
     def take(
         self,
-        kind: Kind,
+        key: ProductKey,
         rows: int,
         *,
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> Mask:
         """See Masks."""
         self._made_here.check()
-        plan = self._shapes[kind.group].plan(kind.direction, kind.members)
+        plan = self._shapes[key.group].plan(key.direction, key.members)
         return _NoMask(torch.zeros((rows, plan.request_columns), dtype=torch.int32))
 
-    def asked(self, kind: Kind, rows: int) -> None:
+    def note_request(self, key: ProductKey, rows: int) -> None:
         """See Masks."""
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class _Batch:
         self.drawing = False  # how far the streams have gone is not known if that was interrupted
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         return self.rows - self.used
 
     @property
@@ -203,7 +203,7 @@ class OneTimeMasks:
         sources: at least one.
         budget_bytes: what effects in store or ordered ahead may take.
         entropy: secret random bytes; the operating system's.
-        fill_at_rest: fetch as much as the budget takes while nothing is asked for.
+        fill_when_idle: fetch as much as the budget takes while nothing is asked for.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class OneTimeMasks:
         *,
         budget_bytes: int,
         entropy: Entropy,
-        fill_at_rest: bool = False,
+        fill_when_idle: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not sources:
@@ -225,21 +225,21 @@ class OneTimeMasks:
             for i in range(len(sources))
         ]
         self._changed = Condition()  # guards all below
-        self._store: dict[Kind, deque[_Batch]] = {}
+        self._store: dict[ProductKey, deque[_Batch]] = {}
         self._under_way = 0
         self._forecast = Forecast()
-        self._fill_at_rest, self._clock, self._taken_at = fill_at_rest, clock, 0.0
-        self._resting = True  # until the first request, and after a source failed
+        self._fill_when_idle, self._clock, self._taken_at = fill_when_idle, clock, 0.0
+        self._idle = True  # until the first request, and after a source failed
         self._closed = False
         self._warned = not budget_bytes  # whoever gives none knows
         self._satisfied = False  # nothing under way, and nothing to order
         self._made_here = MadeHere()
-        own(self)
+        register_for_fork(self)
         Thread(target=self._fetch_ahead, name="symbiosis-masks", daemon=True).start()
 
     def take(
         self,
-        kind: Kind,
+        key: ProductKey,
         rows: int,
         *,
         request_class: RequestClass = RequestClass.UNDECLARED,
@@ -250,48 +250,48 @@ class OneTimeMasks:
             ConnectionLost: the session is closed, or this process is not the one that opened it.
         """
         self._made_here.check()
-        columns = self._shapes[kind.group].plan(kind.direction, kind.members).request_columns
+        columns = self._shapes[key.group].plan(key.direction, key.members).request_columns
         masks: list[torch.Tensor] = []
         parts: list[tuple[int, int, list[Future[torch.Tensor]]]] = []
         with self._changed:
             if self._closed:
                 raise ConnectionLost("the session is closed")
-            batches = self._store.setdefault(kind, deque())
+            batches = self._store.setdefault(key, deque())
             missing = rows
             while missing:
                 if batches and batches[0].failed:
                     batches.popleft()
                     continue
                 if not batches:
-                    self._order(kind, min(missing, self._max_rows(kind)), request_class)
+                    self._order(key, min(missing, self._max_rows(key)), request_class)
                 batch = batches[0]
-                count = min(missing, batch.left)
+                count = min(missing, batch.remaining)
                 batch.drawing = True
                 masks.append(batch.draw(count, columns))
                 parts.append((count, batch.used, batch.effects))
                 batch.used += count
                 batch.drawing = False
-                if batch.left == 0:
+                if batch.remaining == 0:
                     batches.popleft()  # or its effects would stay in memory until the kind is asked for again
                 missing -= count
-            self._resting, self._taken_at = False, self._clock()
+            self._idle, self._taken_at = False, self._clock()
         return OneTimeMask(masks[0] if len(masks) == 1 else torch.cat(masks), parts)
 
-    def asked(self, kind: Kind, rows: int) -> None:
+    def note_request(self, key: ProductKey, rows: int) -> None:
         """See Masks."""
         with self._changed:
-            self._forecast.asked(kind, rows)
+            self._forecast.note_request(key, rows)
             missing = max(rows, self.batch_rows)
-            for batch in self._store.get(kind, ()):  # there may be very many
-                missing -= batch.left
+            for batch in self._store.get(key, ()):  # there may be very many
+                missing -= batch.remaining
                 if missing <= 0:
                     return
             self._changed.notify_all()
 
     @property
-    def _stock(self) -> dict[Kind, int]:
+    def _stock(self) -> dict[ProductKey, int]:
         """Rows in store or ordered."""
-        return {kind: sum(batch.left for batch in batches) for kind, batches in self._store.items()}
+        return {key: sum(batch.remaining for batch in batches) for key, batches in self._store.items()}
 
     @property
     def rows_ahead(self) -> int:
@@ -300,28 +300,28 @@ class OneTimeMasks:
             return sum(self._stock.values())
 
     @property
-    def _left_bytes(self) -> int:
+    def _remaining_bytes(self) -> int:
         """Of the budget."""
-        return self.budget_bytes - sum(rows * self._row_bytes(kind) for kind, rows in self._stock.items())
+        return self.budget_bytes - sum(rows * self._row_bytes(key) for key, rows in self._stock.items())
 
     def _size(self, order: Order) -> int:
-        return order.rows * self._row_bytes(order.kind)
+        return order.rows * self._row_bytes(order.key)
 
-    def _max_rows(self, kind: Kind) -> int:
-        return min(source.max_rows(*kind) for source in self._sources)
+    def _max_rows(self, key: ProductKey) -> int:
+        return min(source.max_rows(*key) for source in self._sources)
 
-    def _row_bytes(self, kind: Kind) -> int:
-        plan = self._shapes[kind.group].plan(kind.direction, kind.members)
+    def _row_bytes(self, key: ProductKey) -> int:
+        plan = self._shapes[key.group].plan(key.direction, key.members)
         return plan.answer_columns * EFFECT_ITEM_BYTES * len(self._sources)
 
-    def _order(self, kind: Kind, rows: int, request_class: RequestClass) -> None:
+    def _order(self, key: ProductKey, rows: int, request_class: RequestClass) -> None:
         """Have every source multiply the mask of a fresh seed."""
         seeds = [self._entropy(SEED_BYTES) for _ in self._sources]
         effects = [
-            pool.submit(source.seed_effect, *kind, rows, seed, request_class)
+            pool.submit(source.seed_effect, *key, rows, seed, request_class)
             for pool, source, seed in zip(self._pools, self._sources, seeds, strict=True)
         ]
-        self._store.setdefault(kind, deque()).append(
+        self._store.setdefault(key, deque()).append(
             _Batch(rows, [MaskStream(seed) for seed in seeds], effects)
         )
         self._under_way += len(effects)
@@ -332,25 +332,25 @@ class OneTimeMasks:
         with self._changed:
             self._under_way -= 1
             if effect.cancelled() or effect.exception() is not None:
-                self._resting = True  # whoever needs the effect gets the error; do not ask on and on
+                self._idle = True  # whoever needs the effect gets the error; do not ask on and on
             self._changed.notify_all()
 
     def _fetch_ahead(self) -> None:
         with self._changed:
             while not self._closed:
-                if not self._resting and self._under_way < ORDERS_UNDER_WAY * len(self._sources):
+                if not self._idle and self._under_way < ORDERS_UNDER_WAY * len(self._sources):
                     order = self._next_order()
                     if order is not None:
                         try:
-                            rows = min(order.rows, self._max_rows(order.kind))
-                            self._order(order.kind, rows, RequestClass.FINETUNING)
+                            rows = min(order.rows, self._max_rows(order.key))
+                            self._order(order.key, rows, RequestClass.FINETUNING)
                         except RuntimeError:
                             return  # the interpreter ends, and its pools take no more work
                         continue
                     self._satisfied = self._under_way == 0
                     if self._satisfied:
                         self._changed.notify_all()
-                self._changed.wait(REST_SECONDS if self._fill_at_rest else None)
+                self._changed.wait(IDLE_SECONDS if self._fill_when_idle else None)
 
     def _next_order(self) -> Order | None:
         """What is to be ordered now, for which there is room."""
@@ -363,11 +363,11 @@ class OneTimeMasks:
         order = forecast.next_order(stock, **limits)
         if order is not None:
             return order if self._make_room(order) else None
-        if not self._fill_at_rest or self._clock() < self._taken_at + REST_SECONDS:
+        if not self._fill_when_idle or self._clock() < self._taken_at + IDLE_SECONDS:
             return None
         order = forecast.spare_order(stock, **limits)
         # Nothing is thrown away for what is not needed next.
-        return order if order is not None and self._size(order) <= self._left_bytes else None
+        return order if order is not None and self._size(order) <= self._remaining_bytes else None
 
     def fill(self, budget_bytes: int, timeout: float) -> None:
         """Fetch ahead what a budget allows, wait until it is there, and fetch no more: for measurements.
@@ -399,10 +399,10 @@ class OneTimeMasks:
                     size / 2**20,
                 )
             return False
-        if size > self._left_bytes:
-            for kind in self._forecast.surplus(self._stock, self.batch_rows):
-                self._store[kind].popleft()
-        return size <= self._left_bytes
+        if size > self._remaining_bytes:
+            for key in self._forecast.surplus(self._stock, self.batch_rows):
+                self._store[key].popleft()
+        return size <= self._remaining_bytes
 
     def forked(self) -> None:
         """See ``shared.forks``."""
@@ -410,7 +410,7 @@ class OneTimeMasks:
 
     def close(self) -> None:
         """See Masks."""
-        if self._made_here.left:
+        if self._made_here.in_child:
             return
         with self._changed:
             self._closed = True

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.forks import MadeHere, own
+from shared.forks import MadeHere, register_for_fork
 from shared.wire.header import Direction, Operation, RequestClass, member_indices
 from tenant_sdk.connection.channel import Entropy
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
@@ -70,7 +70,7 @@ class NoiseBank:
         self._banks: dict[tuple[int, Direction], _Bank] = {}
         self._lock = threading.Lock()
         self._made_here = MadeHere()
-        own(self)
+        register_for_fork(self)
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-noise-bank")
 
     def submit(
@@ -185,7 +185,7 @@ class NoiseBank:
 
     def close(self) -> None:
         """Stop fetching and forget the masks; in a forked child, nothing."""
-        if self._made_here.left:
+        if self._made_here.in_child:
             return
         self._fetcher.shutdown(wait=False, cancel_futures=True)
         self._banks.clear()

@@ -16,7 +16,7 @@ from shared.wire.header import Direction, Operation, RequestClass, member_indice
 from shared.wire.messages import GroupInfo
 from tenant_sdk.connection.channel import again
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor, check_shapes
-from tenant_sdk.products.forecast import Kind
+from tenant_sdk.products.forecast import ProductKey
 from tenant_sdk.products.masks import Mask, Masks
 from tenant_sdk.products.verification import Fingerprint, Verifier, transposed
 
@@ -40,7 +40,7 @@ class RingGroup:
             raise ModelMismatch("the executor gives no bounds for a group of the ring")
         limit = Bounds(*info.bounds)
         try:
-            self.room = {
+            self.max_norm = {
                 Direction.FORWARD: capacity(limit.forward, info.inputs),
                 Direction.BACKWARD: capacity(limit.backward, sum(widths)),
             }
@@ -110,45 +110,49 @@ class RingProducts:
         self._made_here.check()  # in a forked child locks may be held for ever
         if self._failed is not None:
             raise again(self._failed)
-        kind = Kind(group, direction, members)
-        check_shapes(rows, self._widths(transposed(kind)))
-        print_, count = self._fingerprint(kind), rows[0].shape[0]
+        key = ProductKey(group, direction, members)
+        check_shapes(rows, self._widths(transposed(key)))
+        fingerprint, count = self._fingerprint(key), rows[0].shape[0]
         hidden: list[_Piece] = []
         spent = 0.0
 
         def hide_piece(piece: slice) -> list[torch.Tensor]:
             nonlocal spent
             started = time.perf_counter()
-            mask = self._masks.take(kind, piece.stop - piece.start, request_class=request_class)
+            mask = self._masks.take(key, piece.stop - piece.start, request_class=request_class)
             request = mask.request()
-            exponents, expected = self._hide(kind, [block[piece] for block in rows], request, print_)
+            exponents, expected = self._hide(key, [block[piece] for block in rows], request, fingerprint)
             hidden.append(_Piece(piece, mask, exponents, expected))
             spent += time.perf_counter() - started
             return [request]
 
-        cut = self._remote.pieces(*kind, count)
+        cut = self._remote.pieces(*key, count)
         ready: list[list[torch.Tensor]] = []
         if len(cut) > 1 and not all(below(block, self._group(group).ordinary) for block in rows):
             ready = [
                 hide_piece(piece) for piece in cut
             ]  # all, or one that cannot be sent might follow others
         next_piece = (lambda _: ready.pop(0)) if ready else hide_piece
-        sent = self._remote.submit_pieces(Operation.PRODUCT, *kind, cut, next_piece, request_class)
+        sent = self._remote.submit_pieces(Operation.PRODUCT, *key, cut, next_piece, request_class)
         if group not in self._unforeseen:
-            self._masks.asked(kind, count)
-        return PendingProduct(lambda: self._finish(kind, hidden, sent, print_, spent))
+            self._masks.note_request(key, count)
+        return PendingProduct(lambda: self._finish(key, hidden, sent, fingerprint, spent))
 
     def _hide(
-        self, kind: Kind, rows: list[torch.Tensor], request: torch.Tensor, print_: Fingerprint | None
+        self,
+        key: ProductKey,
+        rows: list[torch.Tensor],
+        request: torch.Tensor,
+        fingerprint: Fingerprint | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Add rows to their mask in place; exponents and what the check expects, see ``shared.ring.rows``."""
-        ring = self._group(kind.group)
+        ring = self._group(key.group)
         hidden = hide(
             [block.contiguous() for block in rows],
-            None if kind.direction == Direction.FORWARD else ring.scales_of(kind.members),
-            ring.room[kind.direction],
+            None if key.direction == Direction.FORWARD else ring.scales_of(key.members),
+            ring.max_norm[key.direction],
             request,
-            print_.factor if print_ else None,
+            fingerprint.factor if fingerprint else None,
         )
         if hidden is None and not all(block.isfinite().all() for block in rows):
             raise NonFiniteError(
@@ -163,16 +167,16 @@ class RingProducts:
 
     def _finish(
         self,
-        kind: Kind,
+        key: ProductKey,
         pieces: list[_Piece],
         sent: list[PendingProduct],
-        print_: Fingerprint | None,
+        fingerprint: Fingerprint | None,
         masking: float,
     ) -> list[torch.Tensor]:
         """Take the effects off the answers and check them."""
-        scales = self._group(kind.group).scales_of(kind.members)
+        scales = self._group(key.group).scales_of(key.members)
         count = pieces[-1].rows.stop
-        results = [torch.empty((count, width)) for width in self._widths(kind)]
+        results = [torch.empty((count, width)) for width in self._widths(key)]
         waiting = 0.0
         while pieces:
             if self._failed is not None:  # another product of this session
@@ -192,27 +196,27 @@ class RingProducts:
                     answer[part],
                     there,
                     piece.exponents[part],
-                    scales if kind.direction == Direction.FORWARD else None,
+                    scales if key.direction == Direction.FORWARD else None,
                     [result[into] for result in results],
-                    print_.challenge if print_ else None,
+                    fingerprint.challenge if fingerprint else None,
                     piece.expected[part] if piece.expected is not None else None,
                 )
                 if wrong and self._verifier is not None:
                     # At once: what fails later must not make this forgotten.
-                    raise self._fail(self._verifier.error(kind))
+                    raise self._fail(self._verifier.error(key))
                 masking += time.perf_counter() - waited
         self._remote.stats.add(
             seconds_masking=masking,
             seconds_waiting_for_effects=waiting,
-            verified_rows=count if print_ else 0,
+            verified_rows=count if fingerprint else 0,
         )
         return results
 
-    def _fingerprint(self, kind: Kind) -> Fingerprint | None:
+    def _fingerprint(self, key: ProductKey) -> Fingerprint | None:
         if self._verifier is None:
             return None
         try:
-            return self._verifier.fingerprint(kind, self.integer_product)
+            return self._verifier.fingerprint(key, self.integer_product)
         except VerificationError as error:
             raise self._fail(error) from None
 
@@ -222,11 +226,11 @@ class RingProducts:
         self._masks.close()
         return error
 
-    def integer_product(self, kind: Kind, rows: torch.Tensor) -> torch.Tensor:
+    def integer_product(self, key: ProductKey, rows: torch.Tensor) -> torch.Tensor:
         """The products of a fingerprint's integers, under a mask like any: int32 [n, C] to [n, 2 N]."""
-        mask = self._masks.take(kind, len(rows))
+        mask = self._masks.take(key, len(rows))
         request = mask.request().add_(rows)
-        (answer,) = self._remote.submit(Operation.PRODUCT, *kind, [request]).result()
+        (answer,) = self._remote.submit(Operation.PRODUCT, *key, [request]).result()
         for part, effects in mask.effects():
             for effect in effects:
                 answer[part].sub_(effect)
@@ -237,11 +241,11 @@ class RingProducts:
         """Rows of masks, of all kinds, whose effects are in store or ordered."""
         return getattr(self._masks, "rows_ahead", 0)
 
-    def _widths(self, kind: Kind) -> list[int]:
-        shape = self._remote.shapes[kind.group]
-        if kind.direction == Direction.BACKWARD:
+    def _widths(self, key: ProductKey) -> list[int]:
+        shape = self._remote.shapes[key.group]
+        if key.direction == Direction.BACKWARD:
             return [shape.inputs]
-        return [shape.outputs[i] for i in member_indices(kind.members)]
+        return [shape.outputs[i] for i in member_indices(key.members)]
 
     def _group(self, group: int) -> RingGroup:
         made = self._groups.get(group)

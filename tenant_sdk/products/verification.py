@@ -22,13 +22,13 @@ from shared.wire.header import SEED_BYTES, Direction, member_indices
 from shared.wire.messages import GroupInfo
 from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.channel import Entropy
-from tenant_sdk.products.forecast import Kind
+from tenant_sdk.products.forecast import ProductKey
 
 _DIGITS = 4
 TRIAL_ROWS = 40  # a falsified fingerprint passes with probability 2^-40
 
 # Kind and int32 rows [n, C] to the integer products [n, P N].
-IntegerProduct = Callable[[Kind, torch.Tensor], torch.Tensor]
+IntegerProduct = Callable[[ProductKey, torch.Tensor], torch.Tensor]
 
 
 class FingerprintRefuted(Exception):
@@ -45,15 +45,15 @@ class Fingerprint(NamedTuple):
 class Fingerprints(Protocol):
     """Where fingerprints come from."""
 
-    def get(self, kind: Kind, product: IntegerProduct) -> Fingerprint:
+    def get(self, key: ProductKey, product: IntegerProduct) -> Fingerprint:
         """The fingerprint of a kind; ``product`` is the session's own, with its masks."""
         ...
 
 
-def transposed(kind: Kind) -> Kind:
+def transposed(key: ProductKey) -> ProductKey:
     """The product in the other direction, with which a fingerprint is made."""
-    other = Direction.BACKWARD if kind.direction == Direction.FORWARD else Direction.FORWARD
-    return Kind(kind.group, other, kind.members)
+    other = Direction.BACKWARD if key.direction == Direction.FORWARD else Direction.FORWARD
+    return ProductKey(key.group, other, key.members)
 
 
 def draw_challenge(entropy: Entropy, planes: int, width: int) -> torch.Tensor:
@@ -100,24 +100,24 @@ class LiveFingerprints:
         self, shapes: list[GroupShape], entropy: Entropy, product: IntegerProduct | None = None
     ) -> None:
         self._shapes, self._entropy, self._product = shapes, entropy, product
-        self._made: dict[Kind, Fingerprint] = {}
+        self._made: dict[ProductKey, Fingerprint] = {}
 
-    def get(self, kind: Kind, product: IntegerProduct) -> Fingerprint:
+    def get(self, key: ProductKey, product: IntegerProduct) -> Fingerprint:
         """See Fingerprints."""
-        made = self._made.get(kind)
+        made = self._made.get(key)
         if made is None:
-            shape = self._shapes[kind.group]
-            plan = shape.plan(kind.direction, kind.members)
+            shape = self._shapes[key.group]
+            plan = shape.plan(key.direction, key.members)
             challenge = draw_challenge(self._entropy, shape.planes, plan.answer_columns // shape.planes)
             multiply = self._product or product
-            factor = multiply_challenge(challenge, lambda rows: multiply(transposed(kind), rows))
+            factor = multiply_challenge(challenge, lambda rows: multiply(transposed(key), rows))
             made = Fingerprint(challenge.view(-1), factor)
             if self._product is None:
-                self._try(kind, made, plan.request_columns, multiply)
-            made = self._made.setdefault(kind, made)
+                self._try(key, made, plan.request_columns, multiply)
+            made = self._made.setdefault(key, made)
         return made
 
-    def _try(self, kind: Kind, made: Fingerprint, columns: int, multiply: IntegerProduct) -> None:
+    def _try(self, key: ProductKey, made: Fingerprint, columns: int, multiply: IntegerProduct) -> None:
         """Check random rows before any of the tenant's.
 
         A fingerprint that one executor falsified would fit some rows of the tenant's and not others, and
@@ -125,7 +125,7 @@ class LiveFingerprints:
         probability 1/2 or more, also one of 2^63, which rows of even numbers do not show.
         """
         rows = MaskStream(self._entropy(SEED_BYTES)).draw(TRIAL_ROWS, columns) >> 24
-        answers = multiply(kind, rows).long()
+        answers = multiply(key, rows).long()
         if not torch.equal((answers * made.challenge).sum(1), (rows.long() * made.factor).sum(1)):
             raise FingerprintRefuted
 
@@ -154,7 +154,7 @@ class Verifier:
         self._threshold = max(1, round(rate * 2**32))
         self._entropy, self._parties = entropy, parties
 
-    def fingerprint(self, kind: Kind, product: IntegerProduct) -> Fingerprint | None:
+    def fingerprint(self, key: ProductKey, product: IntegerProduct) -> Fingerprint | None:
         """What to check the next request of a kind with, or None if it is not drawn.
 
         The fingerprint is made either way: executors see when one is, and what comes next.
@@ -163,19 +163,19 @@ class Verifier:
             VerificationError: the fingerprint that the executors made is wrong.
         """
         try:
-            made = self._fingerprints.get(kind, product)
+            made = self._fingerprints.get(key, product)
         except FingerprintRefuted:
-            raise self.error(kind) from None
+            raise self.error(key) from None
         if self._threshold < 1 << 32 and int.from_bytes(self._entropy(4)) >= self._threshold:
             return None
         return made
 
-    def error(self, kind: Kind) -> VerificationError:
+    def error(self, key: ProductKey) -> VerificationError:
         """A wrong answer to a request of this kind, in words."""
-        members = self._groups[kind.group].members
-        names = ", ".join(members[i].name for i in member_indices(kind.members))
+        members = self._groups[key.group].members
+        names = ", ".join(members[i].name for i in member_indices(key.members))
         return VerificationError(
-            f"a wrong answer: the {kind.direction.name.lower()} product of group {kind.group} ({names}) is "
+            f"a wrong answer: the {key.direction.name.lower()} product of group {key.group} ({names}) is "
             f"not what the weights give. {self._parties} computed it. Nothing of it was used, and this "
             "session asks for nothing more. Go on from your last checkpoint in a new session, with other "
             "executors if you can, and tell the operators"

@@ -16,7 +16,7 @@ from shared.errors import ConfigurationError
 from tenant_sdk.sequences.spill import Spilled
 
 if TYPE_CHECKING:
-    from tenant_sdk.sequences.kv_room import Room
+    from tenant_sdk.sequences.kv_budget import KvBudget
 
 BLOCK = 256  # tokens that are written to the disk at once
 _GRAIN = 64  # tokens: buffers have room for a multiple of these
@@ -214,25 +214,25 @@ class Block:
 
 
 class DiskLayer(HostLayer):
-    """Keys and values in memory as long as the room has some for them, else in blocks on the disk.
+    """Keys and values in memory while the budget has room for them, else in blocks on the disk.
 
     Then buffers hold the tokens that do not fill a block yet, and what ``update`` returns is in a scratch: it
     is overwritten when the layer after the next one is updated.
 
     Args:
-        room: that all layers of a cache share.
+        kv_budget: that all layers of a cache share.
     """
 
-    def __init__(self, room: Room) -> None:
-        self._room, self.blocks, self.resident = room, list[Block](), True
+    def __init__(self, kv_budget: KvBudget) -> None:
+        self._kv_budget, self.blocks, self.resident = kv_budget, list[Block](), True
         super().__init__()
-        self.index = room.enter(self)
+        self.index = kv_budget.enter(self)
 
     def _kept(self, which: int) -> Tensor | None:
         if not self.blocks:
             return super()._kept(which)
         out = [torch.empty(shape, dtype=self.dtype) for shape in self.shapes(self.get_seq_length())]
-        self._room.read(self.blocks, out)
+        self._kv_budget.read(self.blocks, out)
         self._put_last(out)
         return out[which]
 
@@ -251,10 +251,10 @@ class DiskLayer(HostLayer):
 
     def _append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         more = keys.shape[2]
-        if self.resident and self._room.admits(self, more):
+        if self.resident and self._kv_budget.admits(self, more):
             return super()._append(keys, values)
         before, total = len(self.blocks) * BLOCK, self.get_seq_length() + more
-        out = self._room.assemble(self, total)
+        out = self._kv_budget.assemble(self, total)
         self._put_last([each[:, :, : total - more] for each in out])
         for each, new in zip(out, (keys, values), strict=True):
             each[:, :, total - more :] = new
@@ -263,7 +263,7 @@ class DiskLayer(HostLayer):
                 buffer.append(new)
         else:
             self._write([each[:, :, before:] for each in out])
-        self._room.read_ahead(self.index, more)
+        self._kv_budget.read_ahead(self.index, more)
         return on_device(out[0], keys.device), on_device(out[1], keys.device)
 
     def _put_last(self, out: Sequence[Tensor]) -> None:
@@ -276,7 +276,7 @@ class DiskLayer(HostLayer):
         keys, values = tokens
         last = keys.shape[2] // BLOCK * BLOCK
         for at in range(0, last, BLOCK):
-            pair = [self._room.spill.write(each[:, :, at : at + BLOCK]) for each in tokens]
+            pair = [self._kv_budget.spill.write(each[:, :, at : at + BLOCK]) for each in tokens]
             self.blocks.append(Block(pair[0], pair[1]))
         self._buffers = [Buffer(keys), Buffer(values)]
         for buffer, each in zip(self._buffers, tokens, strict=True):
@@ -289,7 +289,7 @@ class DiskLayer(HostLayer):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self._room.forget()
+        self._kv_budget.forget()
         while self.blocks:
             self._free(self.blocks.pop())
         self.resident = True
@@ -297,15 +297,15 @@ class DiskLayer(HostLayer):
 
     def _free(self, block: Block) -> None:
         for spilled in (block.keys, block.values):
-            self._room.spill.free(spilled)
+            self._kv_budget.spill.free(spilled)
 
     def _remove(self, count: int) -> None:
         while self.blocks and count > self._buffers[0].length:
             count -= self._buffers[0].length
-            self._room.forget()
+            self._kv_budget.forget()
             out = [torch.empty(shape, dtype=self.dtype) for shape in self.shapes(BLOCK)]
             last = self.blocks.pop()
-            self._room.read([last], out)
+            self._kv_budget.read([last], out)
             self._free(last)
             self._buffers = [Buffer(each) for each in out]
             for buffer, each in zip(self._buffers, out, strict=True):
@@ -313,7 +313,7 @@ class DiskLayer(HostLayer):
         super()._remove(count)
 
     def _take(self, rows: Tensor) -> None:
-        self._room.forget()
+        self._kv_budget.forget()
         super()._take(rows)
         chosen = rows.tolist()
         self.blocks = [block.take(chosen) for block in self.blocks]

@@ -13,7 +13,7 @@ import torch
 from shared.compat import cache_name
 from shared.errors import ConfigurationError
 from tenant_sdk.model.recording import Recording
-from tenant_sdk.sequences.pieces import piece_tokens
+from tenant_sdk.sequences.chunked_loss import chunk_tokens
 from tenant_sdk.sequences.planning import GIB, Shapes
 from tenant_sdk.sequences.spill import default_folder
 from tenant_sdk.sequences.stack import Stack
@@ -21,7 +21,7 @@ from tenant_sdk.sequences.windows import WindowCache
 from tenant_sdk.storage import disk_errors
 
 FRACTION = 0.8  # of what is free, if nobody says how much memory there is
-PIECE_COPIES = 4  # of a piece's logits: they, their logarithms, gradients of both
+CHUNK_COPIES = 4  # of a chunk's logits: they, their logarithms, gradients of both
 
 
 class _Counting:
@@ -90,7 +90,7 @@ def shapes_of(stack: Stack, ids: torch.Tensor) -> Shapes:
         logits=4 * vocabulary,
         repeats=repeats,
         pair=3 * heads * hidden.element_size() if eager else 0,
-        piece=PIECE_COPIES * 4 * vocabulary * piece_tokens(vocabulary),
+        chunk=CHUNK_COPIES * 4 * vocabulary * chunk_tokens(vocabulary),
     )
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from shared.errors import ConfigurationError, Message, Word
+from shared.errors import ConfigurationError, Message, Placeholder
 
 WINDOWS = (8192, 4096, 2048, 1024, 512, 256, 128)  # tokens of all sequences of a batch together
 FEW = 1024  # from as many on a window costs hardly more than the whole
@@ -41,7 +41,7 @@ class Shapes:
         logits: in float32.
         repeats: how many heads share keys and values.
         pair: what attention keeps for a token and one that it attends to; 0 if it makes no such table.
-        piece: a piece of the loss, as a whole.
+        chunk: a chunk of the loss, as a whole.
     """
 
     layers: int
@@ -52,7 +52,7 @@ class Shapes:
     logits: int
     repeats: int = 1
     pair: int = 0
-    piece: int = 256 << 20
+    chunk: int = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Plan:
     """How a batch is tuned with.
 
     Attributes:
-        pieces: the loss is made by pieces.
+        chunked_loss: the loss is made by chunks.
         checkpointed: a layer's activations are made again.
         window: tokens of each sequence that are computed at once; None: all.
         answers: where the executor's answers are kept.
@@ -69,7 +69,7 @@ class Plan:
         disk: bytes on the disk.
     """
 
-    pieces: bool = False
+    chunked_loss: bool = False
     checkpointed: bool = False
     window: int | None = None
     answers: Place = Place.MEMORY
@@ -89,8 +89,8 @@ class Plan:
                 how += f", the layers' states {self.states.value}"
         elif self.checkpointed:
             how = f"activations are made again; the executor's answers are kept {self.answers.value}"
-        elif self.pieces:
-            how = "the loss is made by pieces"
+        elif self.chunked_loss:
+            how = "the loss is made by chunks"
         else:
             how = "nothing special is needed"
         return f"{of}: {how}; a step takes {takes}"
@@ -139,7 +139,7 @@ def plan_step(
         "{} x {:,} tokens take {:.2f} GiB of memory at least, on top of the {:.2f} GiB that this process has "
         "already: give {memory_gib} or more, shorter sequences, or fewer at once",
         *(batch, length, least.memory / GIB, given - memory / GIB),
-        memory_gib=Word(f"{math.ceil(100 * enough) / 100:g}"),
+        memory_gib=Placeholder(f"{math.ceil(100 * enough) / 100:g}"),
     )
     if (more := next((plan for plan in every if plan.memory <= memory), None)) is not None:
         error += f"; or {more.disk / GIB:.1f} GiB of disk, where {disk / GIB:.1f} may be used"
@@ -162,19 +162,19 @@ def _plans(shapes: Shapes, length: int, batch: int, window: int | None) -> list[
     if window is None:
         asked = ASKED * tokens * shapes.answers
         add(WHOLE_SLACK, tokens * shapes.logits * LOGITS + layers * whole + asked)
-        loss = shapes.piece + HIDDEN * tokens * shapes.hidden
-        add(WHOLE_SLACK, loss + layers * whole + asked, pieces=True)
+        loss = shapes.chunk + HIDDEN * tokens * shapes.hidden
+        add(WHOLE_SLACK, loss + layers * whole + asked, chunked_loss=True)
         checkpointed = loss + tokens * layers * shapes.hidden + 2 * whole + asked
-        add(WHOLE_SLACK, checkpointed + answers, pieces=True, checkpointed=True)
+        add(WHOLE_SLACK, checkpointed + answers, chunked_loss=True, checkpointed=True)
     sizes = [window * batch] if window else [size for size in WINDOWS if size < tokens] or [tokens]
     for size in sizes:
         if size == FEW // 2 and window is None:
             # Smaller windows cost more than the disk; without them there may be room.
             on_disk = {"answers": Place.DISK, "disk": answers}
-            add(WHOLE_SLACK, checkpointed, pieces=True, checkpointed=True, **on_disk)
+            add(WHOLE_SLACK, checkpointed, chunked_loss=True, checkpointed=True, **on_disk)
         each = max(1, size // batch)
         copies = ATTENDED + (REPEATED * shapes.repeats if shapes.repeats > 1 else 0)
-        at_once = shapes.piece + tokens * (HIDDEN * shapes.hidden + copies * shapes.attended)
+        at_once = shapes.chunk + tokens * (HIDDEN * shapes.hidden + copies * shapes.attended)
         at_once += 2 * each * batch * (shapes.saved + length * (shapes.pair + 8))  # 8: a mask
         for where, states in (
             (Place.MEMORY, Place.MEMORY),
@@ -185,5 +185,5 @@ def _plans(shapes: Shapes, length: int, batch: int, window: int | None) -> list[
             disk = answers * (where == Place.DISK) + kept * (states == Place.DISK)
             here = answers * (where == Place.MEMORY) + kept * (states == Place.MEMORY)
             options = {"window": each, "answers": where, "states": states, "disk": disk}
-            add(SLACK, at_once + here, pieces=True, **options)
+            add(SLACK, at_once + here, chunked_loss=True, **options)
     return plans

@@ -18,7 +18,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from shared.errors import Argument, ConfigurationError
-from shared.forks import MadeHere, own
+from shared.forks import MadeHere, register_for_fork
 from tenant_sdk.storage import disk_errors
 
 PIECE = 256 * 1024  # bytes encrypted at once: with their copy they stay in the processor's cache
@@ -76,7 +76,7 @@ class Spill:
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # places by their size
         self._there = self._end = self._most = 0
         self._threads = ThreadPoolExecutor(THREADS, "symbiosis-spill")
-        own(self)
+        register_for_fork(self)
 
     @property
     def nbytes(self) -> int:
@@ -119,9 +119,9 @@ class Spill:
             number = next(self._numbers)
             self._numbers = itertools.count(number + max(1, count))
 
-        def write(index: int, piece: memoryview, room: memoryview) -> None:
-            self._cipher.encrypt_into(_nonce(number + index), piece, None, room)
-            _write_all(self._file, room, at + index * (PIECE + _TAG))
+        def write(index: int, piece: memoryview, encrypted: memoryview) -> None:
+            self._cipher.encrypt_into(_nonce(number + index), piece, None, encrypted)
+            _write_all(self._file, encrypted, at + index * (PIECE + _TAG))
 
         spilled = Spilled(at, number, values.shape, values.dtype)
         try:
@@ -150,9 +150,9 @@ class Spill:
             return out
         plain = out.view(-1).view(torch.uint8).numpy().data
 
-        def read(index: int, piece: memoryview, room: memoryview) -> None:
-            _read_all(self._file, room, spilled.at + index * (PIECE + _TAG))
-            self._cipher.decrypt_into(_nonce(spilled.number + index), room, None, piece)
+        def read(index: int, piece: memoryview, encrypted: memoryview) -> None:
+            _read_all(self._file, encrypted, spilled.at + index * (PIECE + _TAG))
+            self._cipher.decrypt_into(_nonce(spilled.number + index), encrypted, None, piece)
 
         self._each(plain, read)
         return out
@@ -177,7 +177,7 @@ class Spill:
 
     def free(self, spilled: Spilled) -> None:
         """Give its place to another of its size; it must not be read any more, nor freed twice."""
-        if self._made_here.left:  # a child has nothing of it, and its lock may be held for ever
+        if self._made_here.in_child:  # a child has nothing of it, and its lock may be held for ever
             return
         count = -(-spilled.nbytes // PIECE)
         with self._lock:

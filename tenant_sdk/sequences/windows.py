@@ -24,7 +24,7 @@ from shared.compat import cache_name
 from shared.memory import FreedMemory
 from tenant_sdk.model.recording import Recording, Store
 from tenant_sdk.model.virtual import learning
-from tenant_sdk.sequences.pieces import Loss, add_up
+from tenant_sdk.sequences.chunked_loss import Loss, add_up
 from tenant_sdk.sequences.stack import Call, Moment, NotInParts, Stack
 
 FREED_BYTES = 128 << 20  # that lie free between blocks in use, before they are given back

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from shared.errors import ConfigurationError, ModelMismatch, Word
+from shared.errors import ConfigurationError, ModelMismatch, Placeholder
 from shared.secrets import text_of
 from shared.wire.header import RINGS
 from shared.wire.messages import Manifest
@@ -158,7 +158,7 @@ def _masks(config: SessionConfig, provider: RemoteExecutor, sources: list[Source
             [source for source in sources if not isinstance(source, LocalSource)],
             budget_bytes=int(config.mask_budget_mib * 2**20),
             entropy=os.urandom,
-            fill_at_rest=config.fill_masks,
+            fill_when_idle=config.fill_masks,
         )
     if config.privacy == "noise-bank":
         bank = config.noise_bank or NoiseBankOptions()
@@ -250,7 +250,7 @@ def _live_fingerprints(privacy: str, shapes: list[GroupShape], sources: list[Sou
             "`symbiosis-tenant fingerprint CHECKPOINT` and give {fingerprints}. Only one-time masks can "
             "make them through the executors: others would show them to the provider",
             privacy=privacy,
-            fingerprints=Word("FILE"),
+            fingerprints=Placeholder("FILE"),
         )
     return LiveFingerprints(shapes, os.urandom)
 

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any
 
-from shared.errors import Argument, ConfigurationError, Message, Word
+from shared.errors import Argument, ConfigurationError, Message, Placeholder
 from shared.options import Option, check_fields
 from shared.secrets import Secret, text_of
 from tenant_sdk.connection.urls import (
@@ -35,7 +35,7 @@ EXECUTORS, TRUST, MASKS, VERIFICATION, CONNECTION = (
     "Verification",
     "Connection",
 )
-_FILE = Word("FILE")
+_FILE = Placeholder("FILE")
 WEAKER = Message(
     "Weaker modes must be asked for: {} or {}; SECURITY.md says what they are worth",
     Argument("privacy", "noise-bank"),
@@ -294,7 +294,7 @@ class SessionConfig:
         if not self.provider:
             raise ConfigurationError(
                 "which executor? Give {provider}, or {profile}, which names one",
-                provider=Word("URL"),
+                provider=Placeholder("URL"),
                 profile=_FILE,
             )
         check_fields(self)
@@ -303,7 +303,7 @@ class SessionConfig:
         if self.fingerprint_key and self.fingerprints is None:
             raise ConfigurationError(
                 "{fingerprint_key} is of no use without {fingerprints}",
-                fingerprint_key=Word("KEY"),
+                fingerprint_key=Placeholder("KEY"),
                 fingerprints=_FILE,
             )
         self._check_certificates()

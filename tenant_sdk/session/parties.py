@@ -13,8 +13,8 @@ from shared.errors import (
     ConnectError,
     Message,
     NobodyListens,
+    Placeholder,
     TlsError,
-    Word,
 )
 from shared.wire.header import DTYPE_NAMES
 from tenant_sdk.connection.channel import Channel
@@ -123,7 +123,7 @@ class ReplicatedExecutor:
         if isinstance(error, TlsError) and error.untrusted:
             error.told += why_untrusted(self._ca, f"{self._of}ca")
         elif isinstance(error, AuthenticationError) and not isinstance(error.__cause__, OSError):
-            given = Argument(f"{self._of}token", Word("TOKEN"))
+            given = Argument(f"{self._of}token", Placeholder("TOKEN"))
             error.told += Message(". This one was given with {}", given)
         elif isinstance(error, NobodyListens):
             error.told += " `symbiosis-tenant doctor --wait SECONDS` waits for it"

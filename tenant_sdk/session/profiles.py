@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 
 from shared.encoded import UNREADABLE, path_text, read_within
-from shared.errors import ALONE, ConfigurationError, Message, SymbiosisError, Word
+from shared.errors import ALONE, ConfigurationError, Message, Placeholder, SymbiosisError
 from shared.hub import HUB
 from shared.options import Flag, check_options, described, fields_of, read_options, secret_ways
 from shared.ownership import check_own
@@ -30,7 +30,7 @@ R = TypeVar("R")
 MOST_APPROVED = 1 << 20  # bytes of a file that is approved
 HERE = Path("symbiosis.toml")  # what command lines use if they are told nothing else, once it is approved
 FIELDS = fields_of(SessionConfig)
-_FILE = Word("FILE")
+_FILE = Placeholder("FILE")
 # What belongs to a party goes with it.
 PROVIDER = ("provider", "ca", "token", "client_certificate")
 # A profile has a table for each mask source, with these keys.

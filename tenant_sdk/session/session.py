@@ -264,7 +264,7 @@ class Session:
 
         In a forked child, nothing: the session is the parent's.
         """
-        if self._made_here.left:
+        if self._made_here.in_child:
             return
         self.products.close()
         self.executor.close()

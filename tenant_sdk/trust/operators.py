@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from shared.errors import Argument, ConfigurationError, Message, Word
+from shared.errors import Argument, ConfigurationError, Message, Placeholder
 from tenant_sdk.connection.urls import over_tls, split_url
 
 # What can show that two parties are one operator, or lets one of them act as the other. The words are those
@@ -123,7 +123,7 @@ def own_tokens(token: str, given: Sequence[str | None], allowed: Collection[str]
             "give the mask source's own token: {mask_source_token}. The provider's is not sent to "
             "another operator, who could then act as this tenant there; {}",
             _waiver(["token"], allowed),
-            mask_source_token=Word("TOKEN"),
+            mask_source_token=Placeholder("TOKEN"),
         )
     if len({token, *given}) <= len(given):
         raise ConfigurationError(
@@ -160,7 +160,7 @@ def own_authorities(
             "of the operating system. The provider's, {ca}, could sign a certificate for the mask "
             "source's address, and read what is sent there; {}",
             _waiver(["authority"], allowed),
-            mask_source_ca=Word("FILE"),
+            mask_source_ca=Placeholder("FILE"),
             ca=ca,
         )
     chosen = [None if str(each) == SYSTEM else each for each in given]
@@ -198,7 +198,7 @@ def _keys_of(file: str | Path | None, option: str) -> set[bytes]:
         raise ConfigurationError(
             "cannot use the authority's certificate file {} ({}): {}",
             str(file),
-            Argument(option, Word("FILE")),
+            Argument(option, Placeholder("FILE")),
             str(error),
         ) from error
     return found | keys

@@ -22,7 +22,7 @@ from tenant_sdk.storage import ADAPTER_CONFIG as FILE
 from tenant_sdk.storage import read_blocks
 from tenant_sdk.tuning.patterns import MOST, without_patterns
 
-WORDS_BYTES = 1 << 20  # of each JSON file of an adapter
+MAX_JSON_BYTES = 1 << 20  # of each JSON file of an adapter
 KINDS = (
     *("ADALORA", "IA3", "LOHA", "LOKR", "LORA", "OFT", "PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "VERA"),
 )
@@ -78,7 +78,7 @@ _LEFT_OUT = frozenset(
     """.split()  # noqa: SIM905
 )
 # Ways to begin that leave the base's weights as they are.
-BEGINNINGS = (True, False, "gaussian", "orthogonal")
+ALLOWED_INIT_LORA_WEIGHTS = (True, False, "gaussian", "orthogonal")
 # Of a ``LoraConfig`` what may be other than PEFT's default in plain LoRA of linear layers.
 _PLAIN = {
     *("r", "lora_alpha", "use_rslora", "lora_dropout", "rank_pattern", "alpha_pattern", "init_lora_weights"),
@@ -87,14 +87,14 @@ _PLAIN = {
 }
 
 
-def read_words(folder: Path) -> dict[str, Any]:
-    """What ``adapter_config.json`` says, of one of the ``KINDS``.
+def read_raw_config(folder: Path) -> dict[str, Any]:
+    """What ``adapter_config.json`` says, unchecked, of one of the ``KINDS``.
 
     Raises:
         ConfigurationError: it is larger than such a file is, no object, or of another kind.
     """
     try:
-        content = b"".join(read_blocks(folder / FILE, WORDS_BYTES))
+        content = b"".join(read_blocks(folder / FILE, MAX_JSON_BYTES))
         given = msgspec.json.decode(content, type=dict[str, Any])
     except (OSError, *UNREADABLE) as error:
         raise ConfigurationError(f"cannot read {folder / FILE}: {error}") from error
@@ -116,9 +116,9 @@ def read_adapter_config(folder: Path, model: nn.Module) -> PeftConfig:
         ConfigurationError: it is of another kind than those that work with remote layers, or asks for
             something that nobody's folder may ask for.
     """
-    given = read_words(folder)
+    given = read_raw_config(folder)
     kind = PeftType(given["peft_type"])
-    if given.pop("init_lora_weights", True) not in (*BEGINNINGS, None, "eva"):
+    if given.pop("init_lora_weights", True) not in (*ALLOWED_INIT_LORA_WEIGHTS, None, "eva"):
         raise ConfigurationError(
             f"the adapter in {folder} was begun with changes to the base's weights, which stay with the "
             "provider: convert it to plain LoRA where it was trained (PEFT's path_initial_model_for_weight_"

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
-from shared.errors import ConfigurationError, Word
-from tenant_sdk.tuning.parts import Part, Words
+from shared.errors import ConfigurationError, Placeholder
+from tenant_sdk.tuning.parts import MessagePart, Words
 
 IGNORED = -100  # a label that takes no part in the loss
 Example = dict[str, list[int]]  # input_ids and, as long, labels: the same ids, or IGNORED
@@ -79,7 +79,7 @@ def chat_template(
 
 def _refusal(template: str, *values: object) -> ConfigurationError:
     """An error that names the tokenizer's option; see ``Message``."""
-    return ConfigurationError(template, *values, tokenizer=Word("FOLDER"))
+    return ConfigurationError(template, *values, tokenizer=Placeholder("FOLDER"))
 
 
 def asked(tokenizer: Any, messages: Messages, tools: Tools, where: str) -> str:
@@ -212,7 +212,7 @@ class _Chat:
         words = self.words
         return _render(self.tokenizer, words.messages[:until], words.tools, self.where, self.day, **options)
 
-    def check(self, sample: str, text: str, needed: Callable[[Part], bool]) -> int:
+    def check(self, sample: str, text: str, needed: Callable[[MessagePart], bool]) -> int:
         """Where the last part ends in a text that is the sample with the parts in the words' places.
 
         Raises:

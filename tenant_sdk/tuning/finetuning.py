@@ -29,7 +29,7 @@ from transformers.integrations.integration_utils import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 
-from shared.errors import Argument, ConfigurationError, Message, StorageError, SymbiosisError, Word
+from shared.errors import Argument, ConfigurationError, Message, Placeholder, StorageError, SymbiosisError
 from tenant_sdk.model.naming import base_of
 from tenant_sdk.sequences.stack import NotInParts
 from tenant_sdk.session.session import Session
@@ -54,7 +54,7 @@ from tenant_sdk.tuning.trackers import check_trackers, keep_from_git, where_repo
 _FEW = 32  # tokens that show how a model attends
 _NO_BASE = Message(
     "the adapter's card does not say where its base is found; {base} would have it said",
-    base=Word("FOLDER|hub:NAME[@REVISION]"),
+    base=Placeholder("FOLDER|hub:NAME[@REVISION]"),
 )
 _LOSSES = 50  # that a training shows, each the mean over as many steps
 
@@ -398,7 +398,7 @@ def _fit(training: TrainingOptions, model: Any, longest: int, say: Say) -> None:
         if training.memory_gib is not None:
             raise
         return  # nobody asked for it, and perhaps it is not needed
-    if tuning.plan.pieces or training.memory_gib is not None:
+    if tuning.plan.chunked_loss or training.memory_gib is not None:
         say(tuning.plan.sentence(length, batch))
 
 

@@ -150,7 +150,7 @@ def load_adapter(
             raise ConfigurationError(f"cannot read the adapter in {source}: {error}") from error
     # Whatever PEFT makes of the names in the file.
     for name, version in versions.items():
-        if base[name]._version != version and name not in received.written:
+        if base[name]._version != version and name not in received.overwritten:
             raise ConfigurationError(
                 f"the adapter in {source} has written over {name} of the base model: load the model again"
             )

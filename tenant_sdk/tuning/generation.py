@@ -85,11 +85,11 @@ def stream(
     if ids.shape[1] == 0:
         raise ConfigurationError("the prompt is empty")
     if limit is not None and ids.shape[1] + sampling.max_new_tokens > limit:
-        room = limit - ids.shape[1]
-        if room > 0:
-            todo = Message("ask for at most {} with {max_new_tokens}", room)
+        remaining = limit - ids.shape[1]
+        if remaining > 0:
+            todo = Message("ask for at most {} with {max_new_tokens}", remaining)
         else:
-            fewer = f"{1 - room} token{'s'[: room != 0]}"
+            fewer = f"{1 - remaining} token{'s'[: remaining != 0]}"
             todo = Message("shorten the prompt by at least {}, or more for a longer answer", fewer)
         raise ConfigurationError(
             "the prompt has {} tokens and the model's context {}: {}", ids.shape[1], limit, todo

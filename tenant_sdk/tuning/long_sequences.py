@@ -17,8 +17,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.model.checkpointing import forget_products, is_checkpointed, keep_products, keeps_products
 from tenant_sdk.model.recording import Memory, OnHost, Store
+from tenant_sdk.sequences.chunked_loss import ChunkedLoss, Loss, items_of, shifted
 from tenant_sdk.sequences.measuring import FRACTION, free_disk, memory_left, shapes_of
-from tenant_sdk.sequences.pieces import Loss, LossInPieces, items_of, shifted
 from tenant_sdk.sequences.planning import GIB, Place, Plan, plan_step
 from tenant_sdk.sequences.spill import Spill
 from tenant_sdk.sequences.stack import NotInParts, Stack, instead
@@ -102,7 +102,7 @@ class LongTuning:
         return self._forward(dict(zip(self._names, args, strict=False)) | kwargs)
 
     def _passed_by(self) -> None:
-        if self.plan.pieces:
+        if self.plan.chunked_loss:
             self._warn(
                 "a step was not made as planned, and takes the memory of a whole one: the model was called "
                 "without labels, or by a trainer with a forward of its own (label smoothing, TRL's trainers)"
@@ -118,7 +118,7 @@ class LongTuning:
         plan = self.plan
         labels: Any = given.get("labels")
         aims = given.get("shift_labels")
-        if (labels is None and aims is None) or not plan.pieces:
+        if (labels is None and aims is None) or not plan.chunked_loss:
             return self._inner(**given)
         if given.get("fused_lm_head"):
             raise ConfigurationError(
@@ -127,7 +127,7 @@ class LongTuning:
             )
         if getattr(self._model, "loss_function", None) is not ForCausalLMLoss:
             raise ConfigurationError(
-                f"{type(self._model).__name__} has a loss_function of its own, which is not made by pieces: "
+                f"{type(self._model).__name__} has a loss_function of its own, which is not made by chunks: "
                 "tune without long_tuning, or with transformers' loss"
             )
         for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
@@ -149,7 +149,7 @@ class LongTuning:
         inputs = {name: each for name, each in given.items() if each is not None and name not in apart}
         hidden = self._stack.through(**inputs, use_cache=False)
         if torch.is_grad_enabled():
-            loss: torch.Tensor = LossInPieces.apply(  # type: ignore[no-untyped-call]
+            loss: torch.Tensor = ChunkedLoss.apply(  # type: ignore[no-untyped-call]
                 self._stack, aims, items, hidden, *self._stack.outer()
             )
             return loss
@@ -231,7 +231,7 @@ def long_tuning(
 
     From now on a call of the model with ``labels`` gives the loss alone (no logits), whose gradients are the
     same as before up to rounding. What is done for that is chosen from the memory: nothing, the loss by
-    pieces, activations made again, or windows along the sequence, with what they need in memory or in an
+    chunks, activations made again, or windows along the sequence, with what they need in memory or in an
     encrypted file. The executor is asked for nothing twice, unless the disk is too small as well. Both ways
     are compared on a few tokens first.
 
@@ -313,7 +313,7 @@ def _compare(tuning: LongTuning, plan: Plan, model: nn.Module, ids: torch.Tensor
     Raises:
         NotInParts: it would.
     """
-    if not plan.pieces:
+    if not plan.chunked_loss:
         return
     name = type(tuning._model).__name__
     if plan.window is not None and any(
@@ -336,7 +336,7 @@ def _compare(tuning: LongTuning, plan: Plan, model: nn.Module, ids: torch.Tensor
         with _in_parts(tuning._model):
             expected = look()
             tuning.plan = Plan(
-                pieces=True, window=None if plan.window is None else TRIED_WINDOW, answers=Place.MEMORY
+                chunked_loss=True, window=None if plan.window is None else TRIED_WINDOW, answers=Place.MEMORY
             )
             got = look()
     finally:

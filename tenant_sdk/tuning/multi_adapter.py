@@ -25,9 +25,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from shared.errors import ConfigurationError, Message, NonFiniteError
 from tenant_sdk.model.virtual import without_padding
-from tenant_sdk.sequences.pieces import shifted
+from tenant_sdk.sequences.chunked_loss import shifted
 from tenant_sdk.session.session import Session
-from tenant_sdk.tuning.adapter_config import BEGINNINGS, not_plain
+from tenant_sdk.tuning.adapter_config import ALLOWED_INIT_LORA_WEIGHTS, not_plain
 from tenant_sdk.tuning.adapters import no_untrue_warnings
 from tenant_sdk.tuning.conversations import IGNORED
 from tenant_sdk.tuning.folders import save_adapter
@@ -261,10 +261,10 @@ def _check(name: str, config: Any) -> None:
             f"adapter {name}: {options[0]} is not possible where several adapters are trained together; "
             "leave it out, or train this one alone"
         )
-    if config.init_lora_weights not in BEGINNINGS:
+    if config.init_lora_weights not in ALLOWED_INIT_LORA_WEIGHTS:
         raise ConfigurationError(
             f"adapter {name}: init_lora_weights={config.init_lora_weights!r} reads base weights or data; "
-            f"choose from {', '.join(map(repr, BEGINNINGS))}"
+            f"choose from {', '.join(map(repr, ALLOWED_INIT_LORA_WEIGHTS))}"
         )
 
 
@@ -301,12 +301,12 @@ def _joined(batches: Mapping[str, Batch]) -> tuple[Tensor, Tensor, Tensor]:
     for batch in batches.values():
         own, mask, labels = batch["input_ids"], batch.get("attention_mask"), batch.get("labels")
         mask = torch.ones_like(own) if mask is None else mask.to(own.dtype)
-        room = (0, length - own.shape[1])
-        ids.append(pad(own, room))
-        attended.append(pad(mask, room))
+        padding = (0, length - own.shape[1])
+        ids.append(pad(own, padding))
+        attended.append(pad(mask, padding))
         if labels is not None:
             mask = mask.bool() | (shifted(labels) != IGNORED)
-        needed.append(pad(mask.bool(), room))
+        needed.append(pad(mask.bool(), padding))
     # Nothing that is behind the last of a sequence reaches it; padding in front does, where it has no mask.
     return torch.cat(ids), torch.cat(attended), torch.cat(needed).flip(1).cumsum(1).flip(1) > 0
 

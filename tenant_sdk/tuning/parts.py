@@ -28,7 +28,7 @@ _SPACE = re.compile(r"\s*")
 
 
 @dataclass(frozen=True)
-class Part:
+class MessagePart:
     """Something that a message says, or a tool's name.
 
     ``at``: which message, from 0; -1: a tool. ``thought``: templates may leave it out of earlier answers.
@@ -58,7 +58,7 @@ class Words:
     """
 
     def __init__(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> None:
-        self._parts: dict[str, Part] = {}  # by the word in its place
+        self._parts: dict[str, MessagePart] = {}  # by the word in its place
         self._roles = [message["role"] for message in messages]
         self.tools = [self._tool(tool) for tool in tools] if tools else None
         self.messages = [self._message(at, message) for at, message in enumerate(messages)]
@@ -69,7 +69,7 @@ class Words:
             return self.messages[at + 1]
         return {"role": "user", "content": _TEXT.format(len(self._parts))}
 
-    def left_out(self, sample: str, needed: Callable[[Part], bool]) -> str:
+    def left_out(self, sample: str, needed: Callable[[MessagePart], bool]) -> str:
         """Names of the parts of the first message of which the template leaves some out; or empty."""
         there = {word[0] for word in _WORDS.finditer(sample)}
         lost = [part for word, part in self._parts.items() if needed(part) and word not in there]
@@ -111,7 +111,7 @@ class Words:
         """A text with dots in the places of its words."""
         return _WORDS.sub("...", text)
 
-    def _named(self, parts: Sequence[Part]) -> str:
+    def _named(self, parts: Sequence[MessagePart]) -> str:
         names = list(dict.fromkeys(part.name for part in parts))
         more = len(names) - _MOST_NAMES
         named = " and ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
@@ -171,7 +171,7 @@ class Words:
     def _word(self, at: int, name: str, value: Any, *, thought: bool = False) -> Any:
         number = len(self._parts)
         word: Any = _TEXT.format(number) if isinstance(value, str) else _NUMBER + number
-        self._parts[str(word)] = Part(at, name, value, thought)
+        self._parts[str(word)] = MessagePart(at, name, value, thought)
         return word
 
 

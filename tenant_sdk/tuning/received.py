@@ -2,6 +2,19 @@
 
 Its files are copied, each up to the size that it can have, so that what is checked is what is used. Then PEFT
 says which tensors it would place where: it is given tensors without values, on layers without values.
+
+By these rules a folder is refused:
+
+- ``storage``: a file is missing, no plain file, larger than an adapter's, or not below the gateway's folder.
+- ``adapter_config``: another method than those that are loaded, weights of the base that training began with
+  a change of, a key that is not known, or a value that it cannot have.
+- ``patterns``: a pattern or a table is too large, or a pattern takes too long.
+- here: a tensor has a long name, no finite floats or another shape, is missing, or belongs to no layer or to
+  the base; or the file's header is too large.
+- ``provenance``: the record is damaged, or names another base.
+- ``folders``: PEFT has written over a parameter of the base.
+- ``gateway.adapters``: more than LoRA of linear layers, too high a rank, or no name for a model.
+- ``gateway.worker``: its matrices make absurd numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +41,7 @@ from tenant_sdk.storage import ADAPTER_CONFIG as CONFIG
 from tenant_sdk.storage import ADAPTER_WEIGHTS as WEIGHTS
 from tenant_sdk.storage import check_adapter_folder, copy_file
 from tenant_sdk.trust.attestation import base_model
-from tenant_sdk.tuning.adapter_config import WORDS_BYTES, read_adapter_config
+from tenant_sdk.tuning.adapter_config import MAX_JSON_BYTES, read_adapter_config
 from tenant_sdk.tuning.adapters import no_untrue_warnings
 from tenant_sdk.tuning.provenance import RECORD
 
@@ -44,13 +57,13 @@ class Received(NamedTuple):
 
     Attributes:
         config: without patterns.
-        written: names of the model's own parameters that PEFT will write: those that may be, those that it
-            writes with what they are already, and biases that the adapter was trained with.
+        overwritten: names of the model's own parameters that PEFT will write: those that may be, those that
+            it writes with what they are already, and biases that the adapter was trained with.
         digest: SHA-256 over the content of its files.
     """
 
     config: PeftConfig
-    written: set[str]
+    overwritten: set[str]
     digest: str
 
 
@@ -88,20 +101,20 @@ def receive(
     try:
         for name in (CONFIG, RECORD):
             if (source / name).exists():
-                take(name, WORDS_BYTES)
+                take(name, MAX_JSON_BYTES)
         config = read_adapter_config(folder, model)
         check(config)
-        with _without_values(model, config, source) as tried:
-            take(WEIGHTS, tried.most_bytes)
-            written = _check_weights(folder / WEIGHTS, tried, own)
+        with _without_values(model, config, source) as meta:
+            take(WEIGHTS, meta.most_bytes)
+            overwritten = _check_weights(folder / WEIGHTS, meta, own)
     except SymbiosisError as error:
         error.told = error.told.replaced(str(folder), str(source))
         raise
-    return Received(config, written, digest.hexdigest())
+    return Received(config, overwritten, digest.hexdigest())
 
 
 @dataclass(frozen=True)
-class _Tried:
+class _MetaAdapter:
     """A model with an adapter whose tensors have no values.
 
     Attributes:
@@ -156,22 +169,22 @@ class _Tried:
 
 
 @contextmanager
-def _without_values(model: nn.Module, config: PeftConfig, source: Path) -> Iterator[_Tried]:
+def _without_values(model: nn.Module, config: PeftConfig, source: Path) -> Iterator[_MetaAdapter]:
     """A new adapter in a model, for a while."""
-    tried: Any = copy.deepcopy(config)
-    tried.inference_mode = True
-    if tried.peft_type == PeftType.ADALORA:  # sizes before it was pruned
-        tried.rank_pattern = None
+    copied: Any = copy.deepcopy(config)
+    copied.inference_mode = True
+    if copied.peft_type == PeftType.ADALORA:  # sizes before it was pruned
+        copied.rank_pattern = None
     trained = [(each, each.requires_grad) for each in model.parameters()]
     before = [(each, dict(each._modules), dict(each._parameters)) for each in model.modules()]
     base = {id(each) for each in (*model.parameters(), *model.buffers())}
     # Classes for a task expect transformers' models.
-    task = tried.task_type if isinstance(model, PreTrainedModel) else None
+    task = copied.task_type if isinstance(model, PreTrainedModel) else None
     kind = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(task or "", PeftModel)
     try:
         try:
             with no_untrue_warnings(""):
-                adapted: PeftModel = kind(model, tried, low_cpu_mem_usage=True)
+                adapted: PeftModel = kind(model, copied, low_cpu_mem_usage=True)
         except Exception as error:  # every method has errors of its own for a model that lacks layers
             raise _other_base(source / WEIGHTS, str(error)) from error
         tables: Any = [each for module in adapted.modules() for each in (module._parameters, module._buffers)]
@@ -182,7 +195,7 @@ def _without_values(model: nn.Module, config: PeftConfig, source: Path) -> Itera
                     tensors[name] = nn.Parameter(empty) if isinstance(each, nn.Parameter) else empty
         state = adapted.state_dict(keep_vars=True)
         expected = get_peft_model_state_dict(adapted, dict(state), save_embedding_layers=False)
-        yield _Tried(adapted, config, state, expected)
+        yield _MetaAdapter(adapted, config, state, expected)
     finally:
         for module, modules, parameters in before:  # PEFT's `unload` would leave modules to save in it
             module._modules, module._parameters = modules, parameters
@@ -191,33 +204,33 @@ def _without_values(model: nn.Module, config: PeftConfig, source: Path) -> Itera
             each.requires_grad_(requires)
 
 
-def _check_weights(file: Path, tried: _Tried, own: Collection[str]) -> set[str]:
-    """Refuse weights other than those that PEFT expects, and would place; see ``Received.written``."""
+def _check_weights(file: Path, meta: _MetaAdapter, own: Collection[str]) -> set[str]:
+    """Refuse weights other than those that PEFT expects, and would place; see ``Received.overwritten``."""
     _check_header(file)
-    named = base_model(tried.model).named_parameters()
+    named = base_model(meta.model).named_parameters()
     base = {_plain(name): each for name, each in named if not each.is_meta}
-    given, written, biases = dict[str, Tensor](), set[str](), set[str]()
+    given, overwritten, biases = dict[str, Tensor](), set[str](), set[str]()
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118
-                values, place, known = _values(opened, name, file), _plain(name), name in tried.expected
-                if known and tried.is_base(name):
+                values, place, known = _values(opened, name, file), _plain(name), name in meta.expected
+                if known and meta.is_base(name):
                     biases.add(name)
                 elif place in own or (not known and _same(base.get(place), values)):
-                    written.add(place)
-                elif tried.is_base(name):
+                    overwritten.add(place)
+                elif meta.is_base(name):
                     raise _no_part(file, name)
                 else:
                     given[name] = torch.empty_like(values, device="meta")
     except (SafetensorError, OSError) as error:
         raise ConfigurationError(f"cannot read {file}: {error}") from error
-    extra, missing = tried.place(given, file)
-    missing += [name for name in tried.expected if tried.is_base(name) and name not in biases]
+    extra, missing = meta.place(given, file)
+    missing += [name for name in meta.expected if meta.is_base(name) and name not in biases]
     if extra:
         raise _no_part(file, extra[0])
     if missing:
         raise ConfigurationError(f"{file} lacks {_said(missing[0])!r}, which {CONFIG} asks for")
-    return written | set(map(_plain, biases))
+    return overwritten | set(map(_plain, biases))
 
 
 def _check_header(file: Path) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import uvicorn
 
 from tenant_sdk.gateway import arrivals
+from tenant_sdk.gateway.admission import Door, Strangers
 from tenant_sdk.gateway.arrivals import Connections
-from tenant_sdk.gateway.doorkeeper import Door, Shares, Strangers
-from tenant_sdk.gateway.front import LEFT
+from tenant_sdk.gateway.fairness import Reservations
+from tenant_sdk.gateway.front import FLUSHED
 
 left: list[str] = []  # paths of answers that clients have taken
 KEYS = ("a-key-of-enough-letters", "another-key-of-enough")
@@ -29,7 +30,7 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
         length = (b"content-length", str(len(body)).encode())
         await send({"type": "http.response.start", "status": 200, "headers": [length]})
         await send({"type": "http.response.body", "body": body})
-        await scope["extensions"][LEFT]()
+        await scope["extensions"][FLUSHED]()
         left.append(scope["path"])
 
 
@@ -59,7 +60,9 @@ def asks(connection: socket.socket, key: int) -> bytes:
 
 
 door = Door(KEYS)
-connections = Connections(door, Shares(8, door.clients), Strangers(4), Shares(160 << 20, door.clients))
+connections = Connections(
+    door, Reservations(8, door.clients), Strangers(4), Reservations(160 << 20, door.clients)
+)
 sockets = [socket.create_server(("127.0.0.1", 0))]
 port = sockets[0].getsockname()[1]
 config = uvicorn.Config(

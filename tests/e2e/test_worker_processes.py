@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import tenant_sdk
 from provider import serve_in_process
-from provider.workers.link import REFUSED, SHARE, Share
+from provider.workers.link import ASSIGNMENT, REFUSED, Assignment
 from provider.workers.pool import place_groups
 from provider.workers.process import Process
 from shared.errors import ConnectionLost
@@ -263,7 +263,7 @@ def test_nothing_of_the_current_folder_is_run(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     made = Process(threading.Event())
     try:
-        made.link.send(SHARE, msgspec.msgpack.encode(Share(str(tmp_path), RING, "cpu", 1, {})))
+        made.link.send(ASSIGNMENT, msgspec.msgpack.encode(Assignment(str(tmp_path), RING, "cpu", 1, {})))
         assert made.link.receive(SECONDS)[0] == REFUSED  # there is no checkpoint
     finally:
         made.link.close()

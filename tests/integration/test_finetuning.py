@@ -441,7 +441,7 @@ def test_long_examples_fit_into_memory(
 
     def plan(*_: Any, **more: Any) -> Plan:
         asked.append(more)
-        return Plan(pieces=True, checkpointed=packing, window=None if packing else 8)
+        return Plan(chunked_loss=True, checkpointed=packing, window=None if packing else 8)
 
     monkeypatch.setattr("tenant_sdk.tuning.long_sequences.plan_step", plan)
     got, said = train(session, dataclasses.replace(usual, output=tmp_path / "fit", held_out=(data,)))

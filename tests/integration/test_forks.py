@@ -18,7 +18,7 @@ import torch
 from channels import channel_to, error_of, submit
 from conftest import RING, Executor
 from forking import as_in_a_new_namespace, bytes_sent, fork, in_child, refused
-from memory_sources import KINDS, SHAPES, Entropy, MemorySource, product
+from memory_sources import KEYS, SHAPES, Entropy, MemorySource, product
 from parity import load_local
 from raw_peers import SECONDS, Peer, eventually
 from ring_sessions import WAYS, Trio, one_time, products, seeds, session_in, taken_down
@@ -39,9 +39,9 @@ IDS = torch.arange(3, 11).view(1, 8)
 class MemoryBank(MemorySource):
     """Effects of masks, too."""
 
-    def effect(self, *kind: Any) -> list[torch.Tensor]:
-        *kind, (masks,) = kind
-        return [product(type(KINDS[0])(*kind), masks)]
+    def effect(self, *key: Any) -> list[torch.Tensor]:
+        *key, (masks,) = key
+        return [product(type(KEYS[0])(*key), masks)]
 
 
 def open_channels() -> list[WebsocketChannel]:
@@ -141,14 +141,14 @@ def test_a_child_gets_no_masks_and_uses_none_of_its_parents(kind: str) -> None:
     """Neither from the store nor a mask, or a key stream, that it has in its hands."""
     masks: Any = MASKS[kind]()
     for _ in range(2):
-        masks.take(KINDS[2], 3)
-    mask, stream = masks.take(KINDS[2], 3), MaskStream(bytes(32))
+        masks.take(KEYS[2], 3)
+    mask, stream = masks.take(KEYS[2], 3), MaskStream(bytes(32))
     first = stream.draw(1, 4)
 
     def child() -> None:
         refused(
-            lambda: masks.take(KINDS[2], 3),
-            lambda: masks.take(KINDS[0], 1),
+            lambda: masks.take(KEYS[2], 3),
+            lambda: masks.take(KEYS[0], 1),
             mask.request,
             lambda: list(mask.effects()),
             lambda: stream.draw(1, 4),
@@ -169,10 +169,10 @@ def test_a_child_gets_no_masks_and_uses_none_of_its_parents(kind: str) -> None:
 def test_a_child_that_nobody_told_of() -> None:
     """Forked by native code, it has another process id and nothing more to know itself by."""
     masks: Any = MASKS["one-time"]()
-    mask = masks.take(KINDS[0], 1)
+    mask = masks.take(KEYS[0], 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "getpid", lambda: 0)
-        refused(lambda: masks.take(KINDS[0], 1), mask.request)
+        refused(lambda: masks.take(KEYS[0], 1), mask.request)
     masks.close()
 
 

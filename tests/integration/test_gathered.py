@@ -18,7 +18,7 @@ from provider.engine.engine import Engine
 from provider.engine.latency import Shape
 from provider.executor.base import BaseExecutor
 from provider.workers.gathered import GatheredLane, GatheredLatency
-from provider.workers.link import Share
+from provider.workers.link import Assignment
 from provider.workers.pool import Sharding, WorkerPool
 from shared.errors import SymbiosisError, WireError
 from shared.latency import Line
@@ -147,7 +147,7 @@ def test_a_worker_that_cannot_load_ends_all(checkpoint: Callable[[str], Path]) -
     with pytest.raises(SymbiosisError, match="xpu"):
         WorkerPool(checkpoint("llama"), Sharding(["xpu"] * 2, threads=1, fsdp=True), numerics="float32")
     lane = GatheredLane(
-        "0", Share(str(checkpoint("llama")), "float32", "cpu", 1, {0: GROUP}), 2, lambda _: 1.0
+        "0", Assignment(str(checkpoint("llama")), "float32", "cpu", 1, {0: GROUP}), 2, lambda _: 1.0
     )
     try:
         os.kill(lane.workers[1].pid, signal.SIGKILL)

@@ -183,7 +183,7 @@ def test_packed_records_and_windows(
     window: int | None, session: tenant_sdk.Session, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if window:
-        plan = Plan(pieces=True, window=window)
+        plan = Plan(chunked_loss=True, window=window)
         monkeypatch.setattr("tenant_sdk.tuning.long_sequences.plan_step", lambda *_, **__: plan)
     training = options(
         records(text.parent, 8),

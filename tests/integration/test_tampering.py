@@ -25,7 +25,7 @@ import tenant_sdk
 from shared.errors import ModelMismatch, VerificationError, WireError
 from shared.wire.header import RINGS, Direction
 from tenant_sdk.model.virtual import VirtLinear
-from tenant_sdk.products.forecast import Kind
+from tenant_sdk.products.forecast import ProductKey
 from tenant_sdk.products.mask_sources import ExecutorSource
 from tenant_sdk.products.verification import Fingerprint, Verifier
 
@@ -249,7 +249,7 @@ class NoFingerprints:
     def __init__(self) -> None:
         self.asked = 0
 
-    def get(self, kind: Kind, product: Any) -> Fingerprint:
+    def get(self, key: ProductKey, product: Any) -> Fingerprint:
         self.asked += 1
         return Fingerprint(torch.empty(0), torch.empty(0))
 
@@ -260,7 +260,8 @@ def test_the_rate_is_honoured(rate: float) -> None:
     verifier = Verifier(NoFingerprints(), (), rate=rate, entropy=Entropy(1), parties="")
     count = 20_000
     drawn = sum(
-        verifier.fingerprint(Kind(0, FORWARD, 1), lambda *_: torch.empty(0)) is not None for _ in range(count)
+        verifier.fingerprint(ProductKey(0, FORWARD, 1), lambda *_: torch.empty(0)) is not None
+        for _ in range(count)
     )
     assert abs(drawn - rate * count) <= 5 * (rate * (1 - rate) * count) ** 0.5 + 1e-6
 

@@ -157,15 +157,15 @@ def test_a_full_disk_ends_the_transcript_and_nothing_else(
     with recorded.connect() as session:
         model = session.load_model(progress=False)
         expected = fixed_result(model, token_ids())
-        write, room = os.write, [5000]
+        write, remaining = os.write, [5000]
 
         def full(file: int, data: Any) -> int:
             if file != recorded.transcript._file:
                 return write(file, data)
-            if not room[0]:
+            if not remaining[0]:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            count = write(file, data[: room[0]])
-            room[0] -= count
+            count = write(file, data[: remaining[0]])
+            remaining[0] -= count
             return count
 
         monkeypatch.setattr(os, "write", full)

@@ -17,7 +17,7 @@ import tenant_sdk
 from provider.config import ServeConfig
 from provider.serve.provider import Provider
 from provider.workers.batch import Batch, Layout
-from provider.workers.link import BATCH, FORGET, MEMORY, SHARE, Link, LocalLink, Rows, Share
+from provider.workers.link import ASSIGNMENT, BATCH, FORGET, MEMORY, Assignment, Link, LocalLink, Rows
 from provider.workers.memory import Segment
 from security.recordings.transcript import read_transcript
 from security.views.adversaries import requests_of, worker_view
@@ -35,14 +35,14 @@ class Crossing:
         self.batches: list[tuple[Link, Batch, torch.Tensor]] = []
         self.memory: list[bytes] = []
         self.beside_rows = 0  # bytes that are not 0 in memory that nobody had used before
-        self._shares: dict[Link, Share] = {}
+        self._assignments: dict[Link, Assignment] = {}
         self._used: set[tuple[Link, int]] = set()
         send, lend, crossing = LocalLink.send, LocalLink.lend, self
 
         def sent(link: LocalLink, kind: int, content: bytes = b"", rows: Rows | None = None) -> None:
             crossing.messages.append((link, kind, content))
-            if kind == SHARE:
-                crossing._shares[link] = msgspec.msgpack.decode(content, type=Share)
+            if kind == ASSIGNMENT:
+                crossing._assignments[link] = msgspec.msgpack.decode(content, type=Assignment)
             if rows is not None:
                 crossing._batch(link, msgspec.msgpack.decode(content, type=Batch), rows)
             send(link, kind, content, rows)
@@ -55,9 +55,9 @@ class Crossing:
         patch.setattr(LocalLink, "lend", lent)
 
     def _batch(self, link: Link, batch: Batch, rows: Rows) -> None:
-        share = self._shares[link]
-        shape = GroupShape.of(share.groups[batch.group], share.numerics)
-        layout = Layout(batch.parts, batch.dtype, shape.plan(batch.direction, batch.members))
+        assignment = self._assignments[link]
+        shape = GroupShape.of(assignment.groups[batch.group], assignment.numerics)
+        layout = Layout(batch.requests, batch.dtype, shape.plan(batch.direction, batch.members))
         whole = rows.memory.whole.copy()
         self.memory.append(whole.tobytes())
         (block,) = layout.requests(rows.memory)
@@ -126,7 +126,7 @@ def test_a_worker_gets_its_rows_as_the_provider_received_them_and_nothing_else(
     assert len(requests) > 100
     for worker, link in zip(crew, links, strict=True):
         assert link is not None
-        view = worker_view(public, requests, worker.share.groups)
+        view = worker_view(public, requests, worker.assignment.groups)
         received = Counted()
         for seen in view.requests:
             received += counted((seen.group, seen.direction, seen.members), seen.raw)
@@ -139,11 +139,11 @@ def test_a_worker_gets_its_rows_as_the_provider_received_them_and_nothing_else(
 def check_messages(crossing: Crossing, token: str, workers: int) -> None:
     """Few kinds, each of which says what it must, and nobody's name or secret anywhere."""
     kinds = Counter(kind for _, kind, _ in crossing.messages)
-    assert {SHARE, MEMORY, BATCH} <= kinds.keys() <= {SHARE, MEMORY, FORGET, BATCH}
-    assert kinds[SHARE] == workers
+    assert {ASSIGNMENT, MEMORY, BATCH} <= kinds.keys() <= {ASSIGNMENT, MEMORY, FORGET, BATCH}
+    assert kinds[ASSIGNMENT] == workers
     for _, kind, content in crossing.messages:
-        if kind == SHARE:
-            assert msgspec.msgpack.encode(msgspec.msgpack.decode(content, type=Share)) == content
+        if kind == ASSIGNMENT:
+            assert msgspec.msgpack.encode(msgspec.msgpack.decode(content, type=Assignment)) == content
         elif kind == BATCH:  # which has no field for who asks, nor how urgent it is
             assert msgspec.msgpack.encode(msgspec.msgpack.decode(content, type=Batch)) == content
     everything = [content for _, _, content in crossing.messages] + crossing.memory

@@ -26,8 +26,8 @@ from provider.engine.engine import Engine
 from provider.engine.lanes import BatchResult, Request, RowRange
 from provider.executor.base import BaseExecutor
 from provider.workers import process, worker
-from provider.workers.link import REFUSED, Failure, LocalLink, Share
-from provider.workers.memory import Segments
+from provider.workers.link import REFUSED, Assignment, Failure, LocalLink
+from provider.workers.memory import SegmentPool
 from provider.workers.pool import Sharding, WorkerPool
 from provider.workers.process import Process
 from shared.errors import WireError
@@ -302,8 +302,8 @@ def test_a_share_for_which_there_is_no_memory_is_refused_in_a_sentence(
     monkeypatch.setattr(worker, "load", load)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        share = Share(str(checkpoint("llama")), RING, "cpu", 1, {})
-        worker.Worker(LocalLink(theirs))._share(share)
+        assignment = Assignment(str(checkpoint("llama")), RING, "cpu", 1, {})
+        worker.Worker(LocalLink(theirs))._assign(assignment)
         kind, content = LocalLink(ours).receive()
     assert kind == REFUSED
     told = msgspec.msgpack.decode(content, type=Failure).message
@@ -347,7 +347,7 @@ def test_a_link_with_a_high_descriptor() -> None:
 
 
 def test_memory_is_used_again_when_nobody_reads_it() -> None:
-    segments = Segments()
+    segments = SegmentPool()
     first, view = segments.take(5 << 20)
     answer = view.tensor(64, torch.int32, (2, 3))
     del view

@@ -46,8 +46,8 @@ def uniform(*shape: int) -> torch.Tensor:
     return torch.from_numpy(RNG.integers(-(2**31), 2**31, shape).astype(np.int32))
 
 
-def on_ring(rows: torch.Tensor, room: float = 2.0**21) -> torch.Tensor:
-    return quantize_rows(rows, exponents(rows.double().norm(dim=1), room))
+def on_ring(rows: torch.Tensor, max_norm: float = 2.0**21) -> torch.Tensor:
+    return quantize_rows(rows, exponents(rows.double().norm(dim=1), max_norm))
 
 
 def right(attack: Any, view: View, tokens: torch.Tensor = TOKENS) -> float:
@@ -130,8 +130,8 @@ def test_a_strong_adapter_on_a_ring() -> None:
     delta = normal(len(up), 8) @ normal(8, up.shape[1])
     delta *= 3 * (x @ up.T).norm() / (x @ delta.T).norm()
     z = silu(x @ gate.T) * (x @ (up + delta).T)
-    rooms = [capacity(public.manifest.groups[g].bounds[0], r.shape[1]) for g, r in ((into, x), (out, z))]
-    view = View(public, [seen(on_ring(x, rooms[0]), into), seen(on_ring(z, rooms[1]), out)])
+    max_norms = [capacity(public.manifest.groups[g].bounds[0], r.shape[1]) for g, r in ((into, x), (out, z))]
+    view = View(public, [seen(on_ring(x, max_norms[0]), into), seen(on_ring(z, max_norms[1]), out)])
     stolen = AdapterExtraction(0).attack(view, RNG)
     assert stolen.rank == 8
     assert float((stolen.delta - delta).norm() / delta.norm()) < 1e-3

@@ -38,7 +38,7 @@ def ring(checkpoint: Callable[[str], Path]) -> BaseExecutor:
 
 
 def policy(base: BaseExecutor, name: str = "opportunistic") -> Policy:
-    """With windows of one step of rows, so that every larger request is divided."""
+    """With products of one tile of rows, so that every larger request is divided."""
     return make_policy(name, LatencyModel(shapes_of(base.manifest.groups)), Objective(decode_seconds=1e-6))
 
 
@@ -261,11 +261,11 @@ def test_rows_that_are_no_numbers_fail_alone(checkpoint: Callable[[str], Path], 
 def test_a_divided_request_that_fails_leaves_nothing_behind(
     checkpoint: Callable[[str], Path], engines: Engines
 ) -> None:
-    """Its first window was computed, its second not: the rest is never asked for."""
+    """Its first rows were computed, the next were not: the rest is never asked for."""
     base = BaseExecutor(checkpoint("llama"), numerics="ring")
     engine = engines(base, lambda _: policy(base))
     chat, large = rows_of_group_0(base, 1), rows_of_group_0(base, 100)
-    engine.submit_threadsafe("chat", 0, *chat).result(60)  # somebody decodes: windows are small
+    engine.submit_threadsafe("chat", 0, *chat).result(60)  # somebody decodes: products are short
     honest = base.compute
 
     def once(*_: object) -> list[torch.Tensor]:
@@ -326,7 +326,7 @@ def test_who_leaves_is_not_multiplied(counted: Counted) -> None:
     waits = engine.submit_threadsafe("a", 1, *rows_of_group_0(base, 5))
     others = engine.submit_threadsafe("b", 2, *rows_of_group_0(base, 3))
     waiting(engine, 3)
-    engine.loop.call(lambda: engine.left("a", 1))
+    engine.loop.call(lambda: engine.session_ended("a", 1))
     with pytest.raises(ConnectionResetError):
         waits.result(60)
     assert not with_lane.done()  # its rows are in use

@@ -21,7 +21,7 @@ from simulated import (
 )
 
 from provider.engine.scheduler import (
-    PIECE_SECONDS,
+    PRODUCT_SECONDS,
     BatchKey,
     Objective,
     Opportunistic,
@@ -33,7 +33,7 @@ from shared.wire.header import Direction
 
 def largest_piece() -> float:
     """U of FlexLLM's lemma 1: the most virtual tokens that one piece costs."""
-    rows = int((PIECE_SECONDS - FIXED) / PER_ROW)
+    rows = int((PRODUCT_SECONDS - FIXED) / PER_ROW)
     return rows / GROUPS
 
 
@@ -106,9 +106,9 @@ def test_a_tenant_that_rested_saved_nothing_up() -> None:
 def test_who_does_not_fit_is_passed_over() -> None:
     """A tenant that is too far ahead keeps nobody else out of a product."""
     policy = Opportunistic(model(), Objective(decode_seconds=0.04))
-    policy.counters.joined("greedy")
+    policy.counters.started_waiting("greedy")
     policy.counters.charge("greedy", 1e6)
-    policy.counters.left("greedy")
+    policy.counters.stopped_waiting("greedy")
     policy.add(work("modest", rows=1), 0.0)
     policy.counters._tokens["modest"] = 0.0
     policy.add(work("greedy", rows=1), 0.0)
@@ -116,5 +116,5 @@ def test_who_does_not_fit_is_passed_over() -> None:
     policy.counters._tokens["other"] = 0.0
     batch = policy.next(1.0)
     assert isinstance(batch, list)
-    assert {piece.work.tenant for piece in batch} == {"modest", "other"}
+    assert {work_range.work.tenant for work_range in batch} == {"modest", "other"}
     assert isinstance(policy.next(1.0), list)

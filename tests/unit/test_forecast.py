@@ -8,31 +8,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.wire.header import Direction
-from tenant_sdk.products.forecast import Forecast, Kind, Order
+from tenant_sdk.products.forecast import Forecast, Order, ProductKey
 
-A, B, C, D = (Kind(group, Direction.FORWARD, 1) for group in range(4))
+A, B, C, D = (ProductKey(group, Direction.FORWARD, 1) for group in range(4))
 PLENTY = 1 << 40
 
 
-def forecast(*asked: tuple[Kind, int]) -> Forecast:
+def forecast(*asked: tuple[ProductKey, int]) -> Forecast:
     made = Forecast()
-    for kind, rows in asked:
-        made.asked(kind, rows)
+    for key, rows in asked:
+        made.note_request(key, rows)
     return made
 
 
 def next_order(
     made: Forecast,
-    stock: dict[Kind, int],
+    stock: dict[ProductKey, int],
     *,
     budget: int = PLENTY,
-    row_bytes: dict[Kind, int] | None = None,
+    row_bytes: dict[ProductKey, int] | None = None,
     batch_rows: int = 1,
 ) -> Order | None:
     return made.next_order(
         stock,
         budget_bytes=budget,
-        row_bytes=lambda kind: (row_bytes or {}).get(kind, 100),
+        row_bytes=lambda key: (row_bytes or {}).get(key, 100),
         batch_rows=batch_rows,
     )
 
@@ -46,11 +46,11 @@ def test_nothing_is_known_at_first() -> None:
 def test_a_round_comes_again_nearest_first() -> None:
     made = forecast((A, 2), (B, 3), (C, 4), (A, 2))
     assert list(made.round().items()) == [(B, 3), (C, 4), (A, 2)]
-    stock: dict[Kind, int] = {}
+    stock: dict[ProductKey, int] = {}
     ordered = []
     while (order := next_order(made, stock)) is not None:
         ordered.append(order)
-        stock[order.kind] = stock.get(order.kind, 0) + order.rows
+        stock[order.key] = stock.get(order.key, 0) + order.rows
     assert ordered == [Order(B, 3), Order(C, 4), Order(A, 2)]
 
 
@@ -68,12 +68,12 @@ def test_a_kind_that_follows_itself() -> None:
     assert next_order(made, {}) == Order(A, 1)
 
 
-def test_at_rest_as_many_rounds_as_the_budget_takes() -> None:
+def test_when_idle_as_many_rounds_as_the_budget_takes() -> None:
     made = forecast((A, 2), (B, 3), (A, 2))
-    stock: dict[Kind, int] = {}
+    stock: dict[ProductKey, int] = {}
     limits: dict[str, Any] = {"budget_bytes": 1000, "row_bytes": lambda _: 10, "batch_rows": 8}
     while (order := made.spare_order(stock, **limits)) is not None:
-        stock[order.kind] = stock.get(order.kind, 0) + order.rows
+        stock[order.key] = stock.get(order.key, 0) + order.rows
         assert abs(stock.get(A, 0) - stock.get(B, 0)) <= 32  # all kinds alike
     assert stock == {A: 50, B: 50}
     assert forecast((A, 2)).spare_order({}, **limits) is None
@@ -82,8 +82,8 @@ def test_at_rest_as_many_rounds_as_the_budget_takes() -> None:
 def test_a_new_habit_replaces_the_old() -> None:
     made = forecast((A, 64), (B, 64), (A, 64), (B, 64), (A, 64))
     for _ in range(2):  # from training to decoding
-        for kind in (C, D):
-            made.asked(kind, 1)
+        for key in (C, D):
+            made.note_request(key, 1)
     assert made.round() == {C: 1, D: 1}
 
 
@@ -115,29 +115,29 @@ def test_a_round_of_batches_takes_half_of_the_budget() -> None:
         assert order == Order(B, rows)
 
 
-KINDS = st.sampled_from([A, B, C, D])
+KEYS = st.sampled_from([A, B, C, D])
 
 
 @given(
-    asked=st.lists(st.tuples(KINDS, st.integers(1, 100)), max_size=12),
-    stock=st.dictionaries(KINDS, st.integers(0, 300)),
+    asked=st.lists(st.tuples(KEYS, st.integers(1, 100)), max_size=12),
+    stock=st.dictionaries(KEYS, st.integers(0, 300)),
     budget=st.integers(0, 100_000),
     batch_rows=st.integers(1, 64),
 )
 def test_whatever_was_asked(
-    asked: list[tuple[Kind, int]], stock: dict[Kind, int], budget: int, batch_rows: int
+    asked: list[tuple[ProductKey, int]], stock: dict[ProductKey, int], budget: int, batch_rows: int
 ) -> None:
     """Nothing is ordered that was never asked for, enough for the request and not too much; what is ordered
     is not surplus; and it ends."""
     made = forecast(*asked)
-    largest = dict.fromkeys((kind for kind, _ in asked), 0)
-    for kind, rows in asked:
-        largest[kind] = max(largest[kind], rows)
-    ordered: dict[Kind, int] = {}
+    largest = dict.fromkeys((key for key, _ in asked), 0)
+    for key, rows in asked:
+        largest[key] = max(largest[key], rows)
+    ordered: dict[ProductKey, int] = {}
     while (order := next_order(made, {**stock, **ordered}, budget=budget, batch_rows=batch_rows)) is not None:
-        assert 1 <= order.rows <= max(largest[order.kind], batch_rows)
-        before = ordered.get(order.kind, stock.get(order.kind, 0))
-        assert before < max(largest[order.kind], batch_rows)
-        ordered[order.kind] = before + order.rows
+        assert 1 <= order.rows <= max(largest[order.key], batch_rows)
+        before = ordered.get(order.key, stock.get(order.key, 0))
+        assert before < max(largest[order.key], batch_rows)
+        ordered[order.key] = before + order.rows
     assert ordered.keys() <= largest.keys()
     assert not set(made.surplus(ordered, batch_rows)) & set(ordered)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from shared.latency import Line
 from tenant_sdk.gateway.fairness import (
-    BESIDE,
     LATELY,
     LEAST_ROWS,
+    STEP_FACTOR_BUSY,
     Attention,
     Memory,
     Seen,
@@ -20,7 +20,8 @@ from tenant_sdk.gateway.fairness import (
     Wanted,
     giving_up,
     in_turn,
-    resting,
+    paused_sampling,
+    rows_per_client,
     second_prompts,
 )
 
@@ -62,7 +63,7 @@ def test_an_adapter_of_two_clients_has_one_place() -> None:
 
 
 def test_one_long_prompt_of_a_client_is_read_at_a_time() -> None:
-    running = [Wanted("a0", "a", reading=True)]
+    running = [Wanted("a0", "a", prefilling=True)]
     assert in_turn(running, [*several("a", 3, 1), *several("b", 2)], 32, 0, 2) == ["b0", "b1"]
     alone = in_turn(running, several("a", 3, 1), 32, 0, 2, several=False)
     assert alone == ["a1", "a2", "a3"]
@@ -72,9 +73,17 @@ def test_a_second_prompt_of_a_client_waits_for_the_first() -> None:
     """Rows for prompts are shared by client, and vLLM gives them to each prompt that has begun."""
     running = [
         Wanted("a0", "a"),
-        *(Wanted(name, name[0], reading=True) for name in ("a1", "a2", "b0", "a3")),
+        *(Wanted(name, name[0], prefilling=True) for name in ("a1", "a2", "b0", "a3")),
     ]
     assert second_prompts(running) == {"a2", "a3"}
+
+
+def test_rows_for_prompts_are_equal_by_client() -> None:
+    running = [Wanted("b0", "b"), *(Wanted(name, "a", prefilling=True) for name in ("a0", "a1"))]
+    assert rows_per_client(40, running, []) == 0  # one client's prompts have them all
+    assert rows_per_client(40, running, ["a", "b", "b"]) == 20
+    assert rows_per_client(40, running, ["b", "c"]) == 13
+    assert rows_per_client(1, running, ["b", "c"]) == 1  # 0 would be all of them
 
 
 def test_a_client_counts_for_a_while_after_its_last_sequence() -> None:
@@ -84,14 +93,14 @@ def test_a_client_counts_for_a_while_after_its_last_sequence() -> None:
     assert seen.count(["a"], LATELY) == 1
 
 
-def test_prompts_take_a_time_that_what_is_written_beside_them_sets() -> None:
-    def rows(line: Line, written: int, beside: bool) -> int:
+def test_prompts_take_a_time_that_decoding_sequences_set() -> None:
+    def rows(line: Line, decoding: int, busy: bool) -> int:
         steps = Steps(line, 1e-6)
-        return steps.rows(written, 0, steps.most(written, beside=beside), 512)
+        return steps.rows(decoding, 0, steps.most(decoding, busy=busy), 512)
 
     near, far = Line(0.018, 0.0005), Line(0.5, 0.0005)
     assert rows(near, 1, True) == 19
-    assert near.seconds(19) <= BESIDE * near.seconds(1)
+    assert near.seconds(19) <= STEP_FACTOR_BUSY * near.seconds(1)
     assert rows(near, 22, True) == 50  # beside many sequences, more
     assert rows(near, 1, False) == 56  # the next client waits for one such step at most
     assert rows(near, 0, True) == 56  # nobody waits for a token
@@ -105,15 +114,15 @@ def test_long_sequences_take_turns_by_what_they_attend_to(tokens: int, most: int
     steps, attention, got = Steps(Line(0.02, 0.0005), 3e-6), Attention(), Counter[str]()
     long = [Wanted(f"a{at}", "a", tokens=tokens) for at in range(min(31, most * 4))]
     plain, total, count = Wanted("b0", "b", tokens=20), 0.0, 2000
-    limit = steps.most(1 + len(long), 20, beside=True)
+    limit = steps.most(1 + len(long), 20, busy=True)
     for _ in range(count):
         spare = limit - steps.seconds(1 + len(long), 20)
-        rest = attention.resting([*long, plain], steps, spare, clients=2, lightest="b")
-        ran = [each for each in long if each.name not in rest]
-        assert "b0" not in rest
+        paused = attention.paused([*long, plain], steps, spare, clients=2, lightest="b")
+        ran = [each for each in long if each.name not in paused]
+        assert "b0" not in paused
         assert len(ran) <= most
         got.update(each.name for each in ran)
-        long = [each for each in long if each.name in rest] + ran
+        long = [each for each in long if each.name in paused] + ran
         total += steps.seconds(1 + len(ran), 20 + sum(each.tokens for each in ran))
     assert total / count <= limit
     assert len(got) == len(long)
@@ -122,7 +131,7 @@ def test_long_sequences_take_turns_by_what_they_attend_to(tokens: int, most: int
 
 def test_prompts_get_what_attention_leaves() -> None:
     steps = Steps(Line(0.02, 0.0005), 1e-6)
-    most = steps.most(2, 100, beside=True)
+    most = steps.most(2, 100, busy=True)
     assert steps.rows(2, 100, most, 512) == 23
     assert steps.rows(2, 10_000, most, 512) == 2 + LEAST_ROWS
 
@@ -157,8 +166,8 @@ def test_who_has_more_than_its_share_makes_room() -> None:
     assert giving_up(running, waiting, Memory(100, 10)) == ["a8", "a7"]
     assert giving_up(running, waiting[:1], Memory(100, 10)) == []
     # What runs already goes on first.
-    reading = Wanted("b", "b", reading=True, blocks=5, more=25)
-    assert giving_up([*running, reading], waiting, Memory(100, 5)) == ["a8", "a7"]
+    prefilling = Wanted("b", "b", prefilling=True, blocks=5, more=25)
+    assert giving_up([*running, prefilling], waiting, Memory(100, 5)) == ["a8", "a7"]
     within = [*running[:5], Wanted("b", "b", blocks=50, more=1)]
     assert giving_up(within, [], Memory(100, 0)) == ["b"]  # it alone has more than its share
     large = [Wanted("b0", "b", more=60)]
@@ -189,9 +198,9 @@ def test_what_runs_never_lacks_memory_beside_others(
 
 def test_a_clients_sequences_are_sampled_a_few_at_a_time() -> None:
     running = [(f"a{at}", "a") for at in range(5)] + [("b0", "b")]
-    assert resting(running, 2048) == set()
-    assert resting(running, 1 << 16) == {"a2", "a3", "a4"}
-    assert resting(running, 1 << 20) == {"a1", "a2", "a3", "a4"}
+    assert paused_sampling(running, 2048) == set()
+    assert paused_sampling(running, 1 << 16) == {"a2", "a3", "a4"}
+    assert paused_sampling(running, 1 << 20) == {"a1", "a2", "a3", "a4"}
 
 
 sequences = st.lists(
@@ -205,12 +214,12 @@ def test_what_begins_fits_and_somebody_always_does(
     running: list[tuple[str, int, bool]], waiting: list[tuple[str, int, bool]], seats: int, places: int
 ) -> None:
     run: list[Wanted] = []
-    for at, (client, adapter, reading) in enumerate(running[:seats]):
+    for at, (client, adapter, prefilling) in enumerate(running[:seats]):
         if (
             adapter in {0, *(each.adapter for each in run)}
             or len({each.adapter for each in run} - {0}) < places
         ):
-            run.append(Wanted(f"r{at}", client, adapter, reading))
+            run.append(Wanted(f"r{at}", client, adapter, prefilling))
     wait = [Wanted(f"w{at}", client, adapter) for at, (client, adapter, _) in enumerate(waiting)]
     begin = in_turn(run, wait, seats, places, 3)
     found = {each.name: each for each in wait}

@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 from tenant_sdk.gateway import front as in_front
-from tenant_sdk.gateway.beside import Beside
+from tenant_sdk.gateway.admission import Door, Queue, Refusal
 from tenant_sdk.gateway.constraints import Constraint
-from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal
-from tenant_sdk.gateway.front import LEFT, LOOKS, Front, Served, _failed
+from tenant_sdk.gateway.front import FLUSHED, LOOKS, Front, Served, _failed
+from tenant_sdk.gateway.helper_process import HelperProcess
+from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.quiet import leave_words_out
-from tenant_sdk.gateway.reading import Reader
-from tenant_sdk.gateway.requests import asked
+from tenant_sdk.gateway.requests import parse_request
 from tenant_sdk.gateway.status import REMEMBERED, Ended
 from tenant_sdk.gateway.trials import REMEMBERED as KEPT
 from tenant_sdk.gateway.trials import Trials
-from tenant_sdk.gateway.turns import Shared, Threads, Turns, asking
+from tenant_sdk.gateway.turns import CachedAnswer, Threads, Turns, current_client
 
 KEYS = ("a-key-of-enough-letters", "another-key-of-enough")
 TEXT = "/v1/completions"
@@ -104,7 +104,7 @@ def front(application: Any, folder: Path, most: int = 4, **options: Any) -> Fron
         queue=Queue(most, door.clients),
         folder=folder,
         retry_after=3,
-        served=Served(lambda: 64, **{"reader": Reader()} | options),
+        served=Served(lambda: 64, **{"parser": RequestParser()} | options),
     )
 
 
@@ -146,7 +146,7 @@ async def test_an_answer_has_its_place_until_it_has_left(tmp_path: Path, path: s
     application, left = Working(), asyncio.Event()
     application.go.set()
     there = front(application, tmp_path)
-    client = await Client(there, path, extensions={LEFT: left.wait}).says(BODY)
+    client = await Client(there, path, extensions={FLUSHED: left.wait}).says(BODY)
     assert client.status == 200
     assert there._queue.under_way + there._looks.total == 1
     left.set()
@@ -229,7 +229,7 @@ async def test_paths_that_are_not_named_are_closed(tmp_path: Path, path: str) ->
 
 
 class Slow:
-    """A judge that takes until the test says so."""
+    """A checker that takes until the test says so."""
 
     def __init__(self, why: str = "") -> None:
         self.go, self.why, self.cancelled, self.asked = asyncio.Event(), why, 0, list[Constraint]()
@@ -246,20 +246,20 @@ class Slow:
 
 @awaited
 async def test_a_client_that_leaves_cancels_its_trial(tmp_path: Path) -> None:
-    judge, application = Slow(), Working()
-    there = front(application, tmp_path, judge=lambda: judge)
+    checker, application = Slow(), Working()
+    there = front(application, tmp_path, constraint_checker=lambda: checker)
     client = await Client(there).says(CONSTRAINED)
-    assert judge.asked == [("regex", "a")]
+    assert checker.asked == [("regex", "a")]
     await client.leaves()
-    assert (judge.cancelled, client.sent, application.scopes) == (1, [], [])
+    assert (checker.cancelled, client.sent, application.scopes) == (1, [], [])
     assert there._queue.under_way == 0
 
 
 @awaited
 async def test_a_constraint_that_is_refused_reaches_nothing(tmp_path: Path) -> None:
-    judge, application = Slow("too large"), Working()
-    judge.go.set()
-    client = await Client(front(application, tmp_path, judge=lambda: judge)).says(CONSTRAINED)
+    checker, application = Slow("too large"), Working()
+    checker.go.set()
+    client = await Client(front(application, tmp_path, constraint_checker=lambda: checker)).says(CONSTRAINED)
     assert (client.status, application.scopes) == (400, [])
     assert b"the regex is refused: too large" in client.sent[1]["body"]
 
@@ -327,31 +327,31 @@ async def test_large_bodies_are_read_in_turns(tmp_path: Path) -> None:
     application = Working()
     application.go.set()
     there = front(application, tmp_path)
-    async with there._readers.taken("0"):
+    async with there._parsing_turns.taken("0"):
         large = await Client(there).says(BODY + b" " * in_front.SMALL_BODY_BYTES)
         assert large.sent == []
         assert (await Client(there, key=1).says(BODY)).status == 200
     await large.task
     assert large.status == 200
-    await there._served.reader.close()  # type: ignore[attr-defined]
+    await there._served.parser.close()  # type: ignore[attr-defined]
 
 
 @awaited
 async def test_large_bodies_are_read_beside_the_server() -> None:
-    reader = Reader()
-    found = await reader(TEXT, CONSTRAINED, 64)
-    assert found == asked(TEXT, CONSTRAINED, 64)
+    parser = RequestParser()
+    found = await parser(TEXT, CONSTRAINED, 64)
+    assert found == parse_request(TEXT, CONSTRAINED, 64)
     many = b'{"prompt": [' + b"[1]," * 31 + b"[1]]}" + b" " * in_front.SMALL_BODY_BYTES
-    assert (await reader(TEXT, many, 64)).sequences == 32  # type: ignore[union-attr]
-    assert await reader(TEXT, b"[" * 10**6, 64) == asked(TEXT, b"[" * 10**6, 64)
-    assert reader._process is not None
-    reader._process.kill()
-    await reader._process.wait()
-    refused = await reader(TEXT, BODY, 64)
+    assert (await parser(TEXT, many, 64)).sequences == 32  # type: ignore[union-attr]
+    assert await parser(TEXT, b"[" * 10**6, 64) == parse_request(TEXT, b"[" * 10**6, 64)
+    assert parser._process is not None
+    parser._process.kill()
+    await parser._process.wait()
+    refused = await parser(TEXT, BODY, 64)
     assert isinstance(refused, Refusal)
     assert refused.status == 503
-    assert await reader(TEXT, BODY, 64) == asked(TEXT, BODY, 64)
-    await reader.close()
+    assert await parser(TEXT, BODY, 64) == parse_request(TEXT, BODY, 64)
+    await parser.close()
 
 
 @awaited
@@ -359,11 +359,11 @@ async def test_few_constraints_are_not_tried_again(monkeypatch: pytest.MonkeyPat
     """The engine has forgotten the others, and compiles them without turns."""
     tried = list[str]()
 
-    async def ask(_: Beside, message: bytes) -> bytes:
+    async def ask(_: HelperProcess, message: bytes) -> bytes:
         tried.append(json.loads(message)[1])
         return b""
 
-    monkeypatch.setattr(Beside, "ask", ask)
+    monkeypatch.setattr(HelperProcess, "ask", ask)
     trials = Trials(Path("none"), 1, 0)
     many = [Constraint("regex", str(at)) for at in range(KEPT + 1)]
     for each in [*many[:-1], many[0], many[0], many[-1], many[1], many[0]]:
@@ -395,7 +395,7 @@ async def test_figures_are_made_once_for_all_who_ask() -> None:
         made.append(1)
         return b"%d" % len(made)
 
-    figures = Shared(make, 1.0, lambda: now[0])
+    figures = CachedAnswer(make, 1.0, lambda: now[0])
     assert await asyncio.gather(*(figures() for _ in range(50))) == [b"1"] * 50
     now[0] = 5.99
     assert await figures() == b"1"
@@ -441,11 +441,11 @@ def test_threads_are_shared_in_turns() -> None:
     threads, done, go = Threads(2), list[str](), threading.Event()
 
     def of(client: str, work: Callable[[], Any]) -> Future[Any]:
-        token = asking.set(client)
+        token = current_client.set(client)
         try:
             return threads.submit(work)
         finally:
-            asking.reset(token)
+            current_client.reset(token)
 
     long = [of("hostile", lambda: go.wait(60)) for _ in range(9)]
     long[5].cancel()

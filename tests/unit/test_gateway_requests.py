@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tenant_sdk.gateway.admission import Refusal
 from tenant_sdk.gateway.constraints import (
     CHOICES,
     MEMBERS,
@@ -15,8 +16,7 @@ from tenant_sdk.gateway.constraints import (
     _check_schema,
     constraint,
 )
-from tenant_sdk.gateway.doorkeeper import Refusal
-from tenant_sdk.gateway.requests import PARTS, Asked, asked
+from tenant_sdk.gateway.requests import PARTS, ParsedRequest, parse_request
 
 CONTEXT = 64
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -29,9 +29,9 @@ NUMBERED = {"function": {"name": "f", "parameters": {"const": int("9" * 21)}}}
 TOOL = {"type": "function", "function": {"name": "f", "description": "x" * 10**5}}
 
 
-def ask(path: str, body: Any) -> Asked | Refusal:
+def ask(path: str, body: Any) -> ParsedRequest | Refusal:
     usual = {TEXT: {"prompt": "x"}, CHAT: {"messages": MESSAGES}}.get(path, {})
-    return asked(path, json.dumps(usual | body).encode(), CONTEXT)
+    return parse_request(path, json.dumps(usual | body).encode(), CONTEXT)
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])
@@ -139,16 +139,16 @@ def test_what_is_too_much(path: str, body: Any, why: str) -> None:
     ],
 )
 def test_what_is_not_too_much(path: str, body: Any) -> None:
-    assert isinstance(ask(path, body), Asked)
+    assert isinstance(ask(path, body), ParsedRequest)
 
 
 def test_prompts_count_together() -> None:
     """Up to twice the context, or as many as are always taken."""
     many = {"prompt": [[1] * 10_000] * 2}
     for context, refused in ((10_000, False), (9_999, True)):
-        found = asked(TEXT, json.dumps(many | {"max_tokens": 1}).encode(), context)
+        found = parse_request(TEXT, json.dumps(many | {"max_tokens": 1}).encode(), context)
         assert isinstance(found, Refusal) is refused
-    texts = asked(TEXT, json.dumps({"prompt": ["x" * 2000] * 17}).encode(), 1000)
+    texts = parse_request(TEXT, json.dumps({"prompt": ["x" * 2000] * 17}).encode(), 1000)
     assert isinstance(texts, Refusal)
     assert "up to 17000 tokens; those of a request have 16384" in texts.message
 
@@ -156,10 +156,10 @@ def test_prompts_count_together() -> None:
 def test_what_vllm_reads_is_what_was_read_here() -> None:
     body = {"user": "u", "store": True, "priority": None, "max_tokens": None, "n": 2, "temperature": 0.5}
     wanted = ask(TEXT, body)
-    assert isinstance(wanted, Asked)
+    assert isinstance(wanted, ParsedRequest)
     assert json.loads(wanted.body) == {"prompt": "x", "max_tokens": None, "n": 2, "temperature": 0.5}
     chat = ask(CHAT, {"messages": [{"role": "user", "content": "x", "audio": {"id": 1}}]})
-    assert isinstance(chat, Asked)
+    assert isinstance(chat, ParsedRequest)
     assert json.loads(chat.body) == {"messages": MESSAGES}
 
 
@@ -176,7 +176,7 @@ def test_what_vllm_reads_is_what_was_read_here() -> None:
 )
 def test_constraints(field: str, value: Any, kind: str, text: str) -> None:
     wanted = ask(CHAT, {field: value})
-    assert isinstance(wanted, Asked)
+    assert isinstance(wanted, ParsedRequest)
     assert wanted.constraint == (kind, text)
     assert wanted.constraint is not None
     assert json.loads(wanted.body)["structured_outputs"] == wanted.constraint.as_field()
@@ -185,7 +185,7 @@ def test_constraints(field: str, value: Any, kind: str, text: str) -> None:
 
 def test_no_constraint() -> None:
     wanted = ask(CHAT, {"response_format": {"type": "text"}, "structured_outputs": None})
-    assert isinstance(wanted, Asked)
+    assert isinstance(wanted, ParsedRequest)
     assert wanted.constraint is None
 
 

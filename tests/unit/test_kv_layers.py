@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from transformers.cache_utils import DynamicLayer
 
 from shared.errors import ConfigurationError
+from tenant_sdk.sequences.kv_budget import KvBudget
 from tenant_sdk.sequences.kv_layers import BLOCK, Buffer, DiskLayer, HostLayer, on_device
-from tenant_sdk.sequences.kv_room import Room
 from tenant_sdk.sequences.spill import Spill
 
 HEADS, WIDTH = 2, 4
@@ -35,8 +35,8 @@ def states(tokens: int, batch: int = 1, seed: int = 0) -> tuple[torch.Tensor, to
 
 
 def disk(layers: int = 1, budget: int = 0) -> list[DiskLayer]:
-    room = Room(Spill(), budget)
-    return [DiskLayer(room) for _ in range(layers)]
+    kv_budget = KvBudget(Spill(), budget)
+    return [DiskLayer(kv_budget) for _ in range(layers)]
 
 
 STEPS = st.one_of(
@@ -142,18 +142,18 @@ def test_memory_is_two_layers_whatever_there_is_on_the_disk() -> None:
         for layer in layers:
             layer.update(*states(BLOCK, seed=number))
     one = sum(each.numel() * 4 for each in layers[0].update(*states(1)))
-    assert layers[0]._room.nbytes < 2.7 * one
-    assert layers[0]._room.spill.nbytes > 7.5 * one
+    assert layers[0]._kv_budget.nbytes < 2.7 * one
+    assert layers[0]._kv_budget.spill.nbytes > 7.5 * one
 
 
 def test_cropped_blocks_give_their_places_back() -> None:
     (layer,) = disk()
     layer.update(*states(4 * BLOCK))
-    taken = layer._room.spill.nbytes
+    taken = layer._kv_budget.spill.nbytes
     for number in range(5):
         layer.crop(-3 * BLOCK - 1)
         layer.update(*states(3 * BLOCK + 1, seed=number))
-    assert layer._room.spill.nbytes == taken
+    assert layer._kv_budget.spill.nbytes == taken
 
 
 def test_the_file_is_closed_with_the_last_layer() -> None:
@@ -161,13 +161,13 @@ def test_the_file_is_closed_with_the_last_layer() -> None:
     for layer in layers:
         layer.update(*states(BLOCK))
         layer.update(*states(1))
-    close = layers[0]._room.spill.close
-    room = weakref.ref(layers[0]._room)
-    layers[0]._room._readers.shutdown()
+    close = layers[0]._kv_budget.spill.close
+    kv_budget = weakref.ref(layers[0]._kv_budget)
+    layers[0]._kv_budget._readers.shutdown()
     gc.disable()
     try:
         del layers, layer
-        assert room() is None  # at once, not when garbage is looked for
+        assert kv_budget() is None  # at once, not when garbage is looked for
     finally:
         gc.enable()
     assert not close.alive
@@ -269,6 +269,6 @@ def test_a_read_that_fails_is_told(tmp_path: Path) -> None:
     layers = disk(2)
     for layer in layers:
         layer.update(*states(BLOCK))
-    os.ftruncate(layers[0]._room.spill._file, 0)
+    os.ftruncate(layers[0]._kv_budget.spill._file, 0)
     with pytest.raises(EOFError):
         layers[1].update(*states(1))

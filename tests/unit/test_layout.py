@@ -16,8 +16,8 @@ OURS_ALLOWED = {
     "provider": {"provider", "shared"},
     "security": set(PACKAGES),
 }
-# Of each package, from below: a room imports rooms in front of it.
-ROOMS = {
+# Of each package, from below: a subpackage imports those in front of it.
+SUBPACKAGES = {
     "shared": [
         "errors",
         "encoded",
@@ -100,7 +100,7 @@ NO_IO = [
     "tenant_sdk/connection/replicas/backoff.py",
     "tenant_sdk/connection/replicas/retrying.py",
     "tenant_sdk/gateway/constraints.py",
-    "tenant_sdk/gateway/doorkeeper.py",
+    "tenant_sdk/gateway/admission.py",
     "tenant_sdk/gateway/requests.py",
     "tenant_sdk/connection/replicas/replica_set.py",
     "tenant_sdk/products/forecast.py",
@@ -143,14 +143,14 @@ def test_shared_needs_few_libraries() -> None:
         assert foreign <= SHARED_LIBRARIES, f"{path} imports {foreign - SHARED_LIBRARIES}"
 
 
-@pytest.mark.parametrize("package", ROOMS)
-def test_rooms_import_only_what_lies_below_them(package: str) -> None:
-    order = ROOMS[package]
+@pytest.mark.parametrize("package", SUBPACKAGES)
+def test_subpackages_import_only_what_lies_below_them(package: str) -> None:
+    order = SUBPACKAGES[package]
     for path in sources(package):
-        room = path.relative_to(ROOT / package).with_suffix("").parts[0]
-        if room == "__init__":
+        subpackage = path.relative_to(ROOT / package).with_suffix("").parts[0]
+        if subpackage == "__init__":
             continue
-        below = order[: order.index(room) + 1]
+        below = order[: order.index(subpackage) + 1]
         for node in ast.walk(ast.parse(path.read_text())):
             module = node.module if isinstance(node, ast.ImportFrom) else None
             parts = (module or "").split(".")

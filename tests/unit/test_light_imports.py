@@ -197,11 +197,11 @@ except ImportError:
 SERVING = """
 import sys
 import msgspec
-from provider.workers.link import Share
+from provider.workers.link import Assignment
 from provider.workers.worker import load
 from shared.wire.messages import GroupInfo
 groups = msgspec.json.decode(sys.argv[2], type=dict[int, GroupInfo])
-load(Share(sys.argv[1], "float32", "cpu", 1, groups, digest=True))
+load(Assignment(sys.argv[1], "float32", "cpu", 1, groups, digest=True))
 """
 
 

@@ -22,12 +22,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_sources import KINDS, SHAPES, Entropy, MemorySource, columns, product
+from memory_sources import KEYS, SHAPES, Entropy, MemorySource, columns, product
 from raw_peers import eventually
 
 from shared.errors import ConfigurationError, ConnectionLost, RequestTimeout
 from shared.ring.mask_stream import MaskStream
-from tenant_sdk.products.forecast import Kind
+from tenant_sdk.products.forecast import ProductKey
 from tenant_sdk.products.masks import BATCH_ROWS, ORDERS_UNDER_WAY, Mask, OneTimeMasks
 
 MIB = 1 << 20
@@ -42,14 +42,14 @@ def one_time_masks(*sources: MemorySource, budget: int = MIB, seed: int = 0) -> 
         store.close()
 
 
-def row_bytes(kind: Kind) -> int:
+def row_bytes(key: ProductKey) -> int:
     """Of an effect from one source."""
-    return SHAPES[kind.group].plan(kind.direction, kind.members).answer_columns * 4
+    return SHAPES[key.group].plan(key.direction, key.members).answer_columns * 4
 
 
-def effect_of(taken: Mask, kind: Kind, rows: int) -> torch.Tensor:
+def effect_of(taken: Mask, key: ProductKey, rows: int) -> torch.Tensor:
     """What is to be taken off the answer, of all sources together: int32 [rows, 2 N]."""
-    total = torch.zeros((rows, row_bytes(kind) // 4), dtype=torch.int32)
+    total = torch.zeros((rows, row_bytes(key) // 4), dtype=torch.int32)
     seen = 0
     for part, effects in taken.effects():
         assert part.start == seen
@@ -60,12 +60,12 @@ def effect_of(taken: Mask, kind: Kind, rows: int) -> torch.Tensor:
     return total
 
 
-def in_store(store: OneTimeMasks, kinds: list[Kind], rows: int) -> None:
+def in_store(store: OneTimeMasks, keys: list[ProductKey], rows: int) -> None:
     """Wait until effects of so many rows of each kind are there."""
 
     def there() -> bool:
         with store._changed:
-            return store._under_way == 0 and all(store._stock.get(kind, 0) >= rows for kind in kinds)
+            return store._under_way == 0 and all(store._stock.get(key, 0) >= rows for key in keys)
 
     eventually(there)
 
@@ -75,27 +75,27 @@ def at_rest(store: OneTimeMasks) -> None:
     eventually(lambda: store._under_way == 0)
 
 
-def take(store: OneTimeMasks, kind: Kind, rows: int) -> Mask:
+def take(store: OneTimeMasks, key: ProductKey, rows: int) -> Mask:
     """The mask of a whole request."""
-    taken = store.take(kind, rows)
-    store.asked(kind, rows)
+    taken = store.take(key, rows)
+    store.note_request(key, rows)
     return taken
 
 
-def use(store: OneTimeMasks, kind: Kind, rows: int) -> torch.Tensor:
+def use(store: OneTimeMasks, key: ProductKey, rows: int) -> torch.Tensor:
     """A whole request; its mask."""
-    taken = take(store, kind, rows)
+    taken = take(store, key, rows)
     mask = taken.request()
-    assert torch.equal(effect_of(taken, kind, rows), product(kind, mask))
+    assert torch.equal(effect_of(taken, key, rows), product(key, mask))
     return mask
 
 
 # -- once -----------------------------------------------------------------------------------------
 
 
-def test_a_pad_hands_over_its_mask_once() -> None:
+def test_a_mask_hands_over_its_mask_once() -> None:
     with one_time_masks(MemorySource()) as store:
-        taken = take(store, KINDS[0], 3)
+        taken = take(store, KEYS[0], 3)
         taken.request()
         with pytest.raises(RuntimeError, match="twice"):
             taken.request()
@@ -105,7 +105,7 @@ def test_a_pad_hands_over_its_mask_once() -> None:
 def test_a_mask_cannot_be_copied(again: Callable[[Any], Any]) -> None:
     """Or a copy would hand over the mask that has been handed over."""
     with one_time_masks(MemorySource()) as store:
-        taken = take(store, KINDS[0], 3)
+        taken = take(store, KEYS[0], 3)
         with pytest.raises(TypeError, match="hand it over again"):
             again(taken)
 
@@ -114,7 +114,7 @@ def test_a_mask_exists_nowhere_once_rows_were_added() -> None:
     """The rows are added to the mask's own memory, and nothing else holds it or its seed."""
     source = MemorySource()
     with one_time_masks(source) as store:
-        taken = take(store, KINDS[2], 13)  # a size of this test's own: tensors of others may still be about
+        taken = take(store, KEYS[2], 13)  # a size of this test's own: tensors of others may still be about
         mask = taken.request()
         kept = mask.clone()
         mask += 1
@@ -122,13 +122,13 @@ def test_a_mask_exists_nowhere_once_rows_were_added() -> None:
         gc.collect()
         everywhere = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.dtype == torch.int32]
         assert not any(o is not kept and o.shape == kept.shape and torch.equal(o, kept) for o in everywhere)
-        (seed,) = {order.seed for order in source.orders if order.kind == KINDS[2]}
+        (seed,) = {order.seed for order in source.orders if order.key == KEYS[2]}
         source.orders.clear()
         assert not any(o is not seed and o == seed for o in gc.get_objects() if type(o) is bytes)
 
 
-KIND_AND_ROWS = st.tuples(st.integers(0, len(KINDS) - 1), st.integers(1, 9))
-WORK = st.lists(st.lists(KIND_AND_ROWS, max_size=8), min_size=1, max_size=4)
+KEY_AND_ROWS = st.tuples(st.integers(0, len(KEYS) - 1), st.integers(1, 9))
+WORK = st.lists(st.lists(KEY_AND_ROWS, max_size=8), min_size=1, max_size=4)
 
 
 @settings(max_examples=40)
@@ -140,26 +140,26 @@ def test_no_stretch_of_a_key_stream_serves_twice(
     once, with its own effect, and every seed has one order."""
     source = MemorySource(limit)
 
-    def run(requests: list[tuple[int, int]]) -> list[tuple[Kind, torch.Tensor, torch.Tensor]]:
+    def run(requests: list[tuple[int, int]]) -> list[tuple[ProductKey, torch.Tensor, torch.Tensor]]:
         done = []
         for index, rows in requests:
-            kind = KINDS[index]
-            taken = take(store, kind, rows)
-            done.append((kind, taken.request(), effect_of(taken, kind, rows)))
+            key = KEYS[index]
+            taken = take(store, key, rows)
+            done.append((key, taken.request(), effect_of(taken, key, rows)))
         return done
 
     with one_time_masks(source, budget=budget) as store, ThreadPoolExecutor(len(work)) as threads:
         results = [each for future in [threads.submit(run, one) for one in work] for each in future.result()]
     assert len({order.seed for order in source.orders}) == len(source.orders)
-    expansions: dict[tuple[Kind, bytes], tuple[bytes, int]] = {}
+    expansions: dict[tuple[ProductKey, bytes], tuple[bytes, int]] = {}
     for order in source.orders:
-        drawn = MaskStream(order.seed).draw(order.rows, columns(order.kind))
+        drawn = MaskStream(order.seed).draw(order.rows, columns(order.key))
         for at, row in enumerate(drawn):
-            expansions[order.kind, row.numpy().tobytes()] = order.seed, at
+            expansions[order.key, row.numpy().tobytes()] = order.seed, at
     used = []
-    for kind, masks, effects in results:
-        assert torch.equal(effects, product(kind, masks))
-        used += [expansions[kind, row.numpy().tobytes()] for row in masks]
+    for key, masks, effects in results:
+        assert torch.equal(effects, product(key, masks))
+        used += [expansions[key, row.numpy().tobytes()] for row in masks]
     assert len(set(used)) == len(used) == sum(rows for one in work for _, rows in one)
 
 
@@ -171,17 +171,17 @@ def test_several_sources_have_seeds_of_their_own(
     """The mask is the sum of what each expands to, and no source's part alone."""
     sources = [MemorySource(limit) for limit in limits]
     with one_time_masks(*sources, budget=budget) as store:
-        masks = [use(store, KINDS[i], rows) for one in work for i, rows in one]
+        masks = [use(store, KEYS[i], rows) for one in work for i, rows in one]
         at_rest(store)
     seeds = [{order.seed for order in source.orders} for source in sources]
     assert not seeds[0] & seeds[1]
-    asked = [sorted((order.kind, order.rows) for order in source.orders) for source in sources]
+    asked = [sorted((order.key, order.rows) for order in source.orders) for source in sources]
     assert asked[0] == asked[1]
     alone = {
         row.numpy().tobytes()
         for source in sources
         for order in source.orders
-        for row in MaskStream(order.seed).draw(order.rows, columns(order.kind))
+        for row in MaskStream(order.seed).draw(order.rows, columns(order.key))
     }
     rows = [row.numpy().tobytes() for mask in masks for row in mask]
     assert len(set(rows)) == len(rows)
@@ -189,17 +189,17 @@ def test_several_sources_have_seeds_of_their_own(
 
 
 def test_rows_of_an_effect_that_failed_are_given_to_nobody() -> None:
-    """A taken whose effect does not come fails; the next one has a fresh mask."""
+    """A mask whose effect does not come fails; the next one has a fresh mask."""
     source = MemorySource()
     with one_time_masks(source) as store:
         source.error = RequestTimeout("no answer")
-        failed = take(store, KINDS[0], 2)
+        failed = take(store, KEYS[0], 2)
         lost = failed.request()
         for _ in range(2):
             with pytest.raises(RequestTimeout, match="no answer"):
-                effect_of(failed, KINDS[0], 2)
+                effect_of(failed, KEYS[0], 2)
         source.error = None
-        masks = [use(store, KINDS[0], 2) for _ in range(3)]
+        masks = [use(store, KEYS[0], 2) for _ in range(3)]
     assert not any(torch.equal(row, other) for row in lost for mask in masks for other in mask)
 
 
@@ -212,34 +212,34 @@ def test_an_interrupted_draw_spoils_its_batch_alone(monkeypatch: pytest.MonkeyPa
         draw(self, rows, columns)
         raise KeyboardInterrupt
 
-    kind = KINDS[2]
+    key = KEYS[2]
     with one_time_masks(source) as store:
         for _ in range(3):
-            use(store, kind, 2)
-        in_store(store, [kind], 10)
+            use(store, key, 2)
+        in_store(store, [key], 10)
         with monkeypatch.context() as patch:
             patch.setattr(MaskStream, "draw", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                take(store, kind, 2)
+                take(store, key, 2)
         for _ in range(5):
-            use(store, kind, 2)
+            use(store, key, 2)
         with store._changed:
-            assert store._stock[kind] == sum(batch.left for batch in store._store[kind])
+            assert store._stock[key] == sum(batch.remaining for batch in store._store[key])
 
 
-def test_a_pad_across_several_orders() -> None:
+def test_a_mask_across_several_orders() -> None:
     source = MemorySource(limit=4)
     with one_time_masks(source, budget=0) as store:
-        use(store, KINDS[3], 3)
-        use(store, KINDS[3], 11)
+        use(store, KEYS[3], 3)
+        use(store, KEYS[3], 11)
     assert [order.rows for order in source.orders] == [3, 4, 4, 3]
 
 
 def test_a_forked_process_gets_no_masks() -> None:
     """It would continue the same key streams as its parent, and so use masks twice."""
     with one_time_masks(MemorySource()) as store:
-        use(store, KINDS[0], 1)
-        use(store, KINDS[0], 1)
+        use(store, KEYS[0], 1)
+        use(store, KEYS[0], 1)
         at_rest(store)
         read, write = os.pipe()
         with warnings.catch_warnings():
@@ -248,7 +248,7 @@ def test_a_forked_process_gets_no_masks() -> None:
         if child == 0:
             told = b"a mask"
             try:
-                take(store, KINDS[0], 1)
+                take(store, KEYS[0], 1)
             except ConnectionLost:
                 told = b"refused"
             except BaseException as error:
@@ -260,7 +260,7 @@ def test_a_forked_process_gets_no_masks() -> None:
         assert os.read(read, 1000) == b"refused"
         os.close(read)
         os.close(write)
-        use(store, KINDS[0], 1)
+        use(store, KEYS[0], 1)
 
 
 def test_at_least_one_source() -> None:
@@ -275,13 +275,13 @@ def test_effects_of_a_round_that_repeats_are_there_before_they_are_asked_for() -
     source = MemorySource()
     with one_time_masks(source) as store:
         for _ in range(2):
-            for kind in KINDS:
-                use(store, kind, 1)
-        in_store(store, KINDS, 3)
+            for key in KEYS:
+                use(store, key, 1)
+        in_store(store, KEYS, 3)
         source.gate.clear()  # from here on nothing can be fetched
         for _ in range(3):
-            for kind in KINDS:
-                use(store, kind, 1)
+            for key in KEYS:
+                use(store, key, 1)
         source.gate.set()
 
 
@@ -290,18 +290,18 @@ def test_one_order_serves_many_rows_of_decoding() -> None:
     steps = 200
     with one_time_masks(source) as store:
         for step in range(steps):
-            for kind in KINDS:
-                use(store, kind, 1)
+            for key in KEYS:
+                use(store, key, 1)
             if step > 0:
-                in_store(store, KINDS, 1)
+                in_store(store, KEYS, 1)
     # The first two rounds, then batches.
     ordered = sum(order.rows for order in source.orders)
-    assert len(source.orders) <= 3 * len(KINDS) + ordered / BATCH_ROWS
+    assert len(source.orders) <= 3 * len(KEYS) + ordered / BATCH_ROWS
 
 
-def test_at_rest_the_budget_is_filled_if_asked_for() -> None:
+def test_when_idle_the_budget_is_filled_if_asked_for() -> None:
     """And only then: while requests come, a source is asked for what comes next."""
-    budget = 4 * BATCH_ROWS * sum(map(row_bytes, KINDS))
+    budget = 4 * BATCH_ROWS * sum(map(row_bytes, KEYS))
     for fill in (False, True):
         now = [10.0]
         store = OneTimeMasks(
@@ -309,53 +309,53 @@ def test_at_rest_the_budget_is_filled_if_asked_for() -> None:
             [MemorySource()],
             budget_bytes=budget,
             entropy=Entropy(0),
-            fill_at_rest=fill,
+            fill_when_idle=fill,
             clock=lambda now=now: now[0],  # type: ignore[misc]
         )
         try:
             for _ in range(2):
-                for kind in KINDS:
-                    use(store, kind, 1)
-            in_store(store, KINDS, BATCH_ROWS)
+                for key in KEYS:
+                    use(store, key, 1)
+            in_store(store, KEYS, BATCH_ROWS)
             before = store.rows_ahead
-            assert before <= 2 * BATCH_ROWS * len(KINDS)
+            assert before <= 2 * BATCH_ROWS * len(KEYS)
             now[0] += 1.0
             with store._changed:
                 store._satisfied = False
                 store._changed.notify_all()
             eventually(lambda store=store: store._satisfied)  # type: ignore[misc]
-            assert store.rows_ahead > 3 * BATCH_ROWS * len(KINDS) if fill else store.rows_ahead == before
-            assert store._left_bytes >= 0
+            assert store.rows_ahead > 3 * BATCH_ROWS * len(KEYS) if fill else store.rows_ahead == before
+            assert store._remaining_bytes >= 0
         finally:
             store.close()
 
 
-def test_what_is_fetched_at_rest_replaces_nothing() -> None:
+def test_what_is_fetched_when_idle_replaces_nothing() -> None:
     """Requests of one kind alone, as when a gateway looks whether its provider is back."""
     now = [10.0]
     store = OneTimeMasks(
         SHAPES,
         [MemorySource()],
-        budget_bytes=4 * BATCH_ROWS * sum(map(row_bytes, KINDS)),
+        budget_bytes=4 * BATCH_ROWS * sum(map(row_bytes, KEYS)),
         entropy=Entropy(0),
-        fill_at_rest=True,
+        fill_when_idle=True,
         clock=lambda: now[0],
     )
     try:
         for _ in range(2):
-            for kind in KINDS:
-                use(store, kind, 1)
+            for key in KEYS:
+                use(store, key, 1)
         now[0] += 1.0
-        in_store(store, KINDS, 3 * BATCH_ROWS)
-        before = {kind: store._stock[kind] for kind in KINDS[1:]}
+        in_store(store, KEYS, 3 * BATCH_ROWS)
+        before = {key: store._stock[key] for key in KEYS[1:]}
         for _ in range(3):
-            use(store, KINDS[0], 1)
+            use(store, KEYS[0], 1)
         now[0] += 1.0
         with store._changed:
             store._satisfied = False
             store._changed.notify_all()
         eventually(lambda: store._satisfied)
-        assert {kind: store._stock[kind] for kind in KINDS[1:]} == before
+        assert {key: store._stock[key] for key in KEYS[1:]} == before
     finally:
         store.close()
 
@@ -368,12 +368,12 @@ def test_the_budget_is_kept(budget: int, rows: int) -> None:
     used = 0
     with one_time_masks(*sources, budget=budget) as store:
         for _ in range(6):
-            for kind in KINDS:
-                use(store, kind, rows)
-                used += 2 * rows * row_bytes(kind)
+            for key in KEYS:
+                use(store, key, rows)
+                used += 2 * rows * row_bytes(key)
                 at_rest(store)
                 ordered = [order for source in sources for order in source.orders]
-                assert 0 <= sum(o.rows * row_bytes(o.kind) for o in ordered) - used <= budget
+                assert 0 <= sum(o.rows * row_bytes(o.key) for o in ordered) - used <= budget
 
 
 def test_memory_follows_the_budget() -> None:
@@ -389,8 +389,8 @@ def test_memory_follows_the_budget() -> None:
 
     with one_time_masks(Watched(), budget=budget) as store:
         for _ in range(150):
-            for kind in KINDS:
-                use(store, kind, 1)
+            for key in KEYS:
+                use(store, key, 1)
             at_rest(store)
             living = [effect for ref in alive if (effect := ref()) is not None]
             assert sum(effect.nbytes for effect in living) <= 1.5 * budget
@@ -403,16 +403,16 @@ def test_too_small_a_budget_works_on_demand(budget: int, caplog: pytest.LogCaptu
     source = MemorySource()
     with caplog.at_level(logging.WARNING), one_time_masks(source, budget=budget) as store:
         for _ in range(4):
-            for kind in KINDS:
-                use(store, kind, 50)
+            for key in KEYS:
+                use(store, key, 50)
             at_rest(store)
-    assert [order.rows for order in source.orders] == [50] * 4 * len(KINDS)
+    assert [order.rows for order in source.orders] == [50] * 4 * len(KEYS)
     warnings = [record.message for record in caplog.records]
     if budget:
         (warning,) = warnings
         assert "of 50 rows" in warning
         needed = float(warning.partition("which take ")[2].split()[0])
-        assert needed == pytest.approx(50 * row_bytes(KINDS[1]) / MIB, abs=0.05)
+        assert needed == pytest.approx(50 * row_bytes(KEYS[1]) / MIB, abs=0.05)
     else:
         assert not warnings
 
@@ -422,16 +422,16 @@ def test_a_source_that_fails_is_not_asked_on_and_on() -> None:
     takes = 30
     with one_time_masks(source) as store:
         for _ in range(2):
-            for kind in KINDS:
-                use(store, kind, 1)
+            for key in KEYS:
+                use(store, key, 1)
         at_rest(store)
         before = len(source.orders)
         source.error = ConnectionLost("gone")
         failures = 0
         for at in range(takes * BATCH_ROWS):
-            taken = take(store, KINDS[at % len(KINDS)], 1)
+            taken = take(store, KEYS[at % len(KEYS)], 1)
             try:
-                effect_of(taken, KINDS[at % len(KINDS)], 1)
+                effect_of(taken, KEYS[at % len(KEYS)], 1)
             except ConnectionLost:
                 failures += 1
             if failures == takes:
@@ -439,32 +439,32 @@ def test_a_source_that_fails_is_not_asked_on_and_on() -> None:
         assert failures == takes
         at_rest(store)
         # What a request needs, and what was under way besides, for each of them.
-        assert len(source.orders) - before <= (takes + len(KINDS) * BATCH_ROWS) * (1 + ORDERS_UNDER_WAY)
+        assert len(source.orders) - before <= (takes + len(KEYS) * BATCH_ROWS) * (1 + ORDERS_UNDER_WAY)
         asked = len(source.orders)
         source.error = None
-        for at in range(3 * BATCH_ROWS * len(KINDS)):  # and it is asked again when what is there is used up
-            use(store, KINDS[at % len(KINDS)], 1)
+        for at in range(3 * BATCH_ROWS * len(KEYS)):  # and it is asked again when what is there is used up
+            use(store, KEYS[at % len(KEYS)], 1)
         assert len(source.orders) > asked
 
 
 def test_another_habit_is_fetched_ahead_although_the_store_is_full_of_the_old() -> None:
     """From training to decoding: gradients' effects are of no more use, and must make room."""
     source = MemorySource()
-    decoding = KINDS[2:4]
-    training = [kind for kind in KINDS if kind not in decoding]
-    budget = 64 * sum(row_bytes(kind) for kind in training)
+    decoding = KEYS[2:4]
+    training = [key for key in KEYS if key not in decoding]
+    budget = 64 * sum(row_bytes(key) for key in training)
     with one_time_masks(source, budget=budget) as store:
         for _ in range(2):
-            for kind in training:
-                use(store, kind, 60)
+            for key in training:
+                use(store, key, 60)
         in_store(store, training, 60)
         for _ in range(2):
-            for kind in decoding:
-                use(store, kind, 1)
+            for key in decoding:
+                use(store, key, 1)
         in_store(store, decoding, 1)
         source.gate.clear()
-        for kind in decoding:
-            use(store, kind, 1)
+        for key in decoding:
+            use(store, key, 1)
         source.gate.set()
 
 
@@ -480,21 +480,21 @@ def test_closing_ends_every_thread_also_under_way() -> None:
     sources = MemorySource(), MemorySource()
     with one_time_masks(*sources) as store:
         for _ in range(2):
-            for kind in KINDS:
-                use(store, kind, 1)
+            for key in KEYS:
+                use(store, key, 1)
         for source in sources:
             source.gate.clear()
-        waiting = [take(store, KINDS[0], 200) for _ in range(2 * ORDERS_UNDER_WAY)]  # also behind others
+        waiting = [take(store, KEYS[0], 200) for _ in range(2 * ORDERS_UNDER_WAY)]  # also behind others
         assert mask_threads()
     assert all(source.closed for source in sources)
     eventually(lambda: not mask_threads())
     for taken in waiting:
         with pytest.raises(ConnectionLost):
-            effect_of(taken, KINDS[0], 200)
+            effect_of(taken, KEYS[0], 200)
 
 
 def test_a_closed_session_has_no_more_masks() -> None:
     with one_time_masks(MemorySource()) as store:
-        use(store, KINDS[0], 1)
+        use(store, KEYS[0], 1)
     with pytest.raises(ConnectionLost, match="closed"):
-        take(store, KINDS[0], 1)
+        take(store, KEYS[0], 1)

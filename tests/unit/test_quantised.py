@@ -19,7 +19,7 @@ from test_more_architectures import TABLE, build
 from transformers.quantizers.base import HfQuantizer
 
 from provider.catalog.discovery import discover
-from provider.executor import room
+from provider.executor import memory_check
 from provider.executor.base import BaseExecutor
 from shared import compat
 from shared.checkpoint import Checkpoint
@@ -330,8 +330,8 @@ def test_a_conversion_that_does_not_fit_is_refused_first(
     quantised: Callable[[str, str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = quantised("fp8", "mistral")
-    needed = room.BASE_BYTES + Checkpoint(folder).stored.largest_conversion
-    monkeypatch.setattr(room, "available_memory", lambda: (needed - 1, "this test"))
+    needed = memory_check.BASE_BYTES + Checkpoint(folder).stored.largest_conversion
+    monkeypatch.setattr(memory_check, "available_memory", lambda: (needed - 1, "this test"))
     monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("something was read"))
     with pytest.raises(ConfigurationError, match=r"not enough memory to load fp8.*\(this test\)"):
         BaseExecutor(folder, numerics="float32")

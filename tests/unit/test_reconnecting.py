@@ -87,7 +87,7 @@ class World:
         """The channel that a request is sent again on, after the last one broke."""
         self.connection.latest.broken = True
         closed = self.connection._closing.is_set()
-        step = (request or self.request()).failed(error, self.now, url=URL, timeout=60.0, closed=closed)
+        step = (request or self.request()).after_error(error, self.now, url=URL, timeout=60.0, closed=closed)
         if isinstance(step, GiveUp):
             raise step.error
         return self.connection._open_since(step.since, error)

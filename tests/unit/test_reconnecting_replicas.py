@@ -75,7 +75,7 @@ def lose(connection: Any, error: SymbiosisError = LEAVING, request: RequestPolic
     connection.latest.broken = True
     now, policy = connection._clock.now(), connection.policy
     request = request or RequestPolicy(policy.patience, now, policy.chance, Reminder())
-    step = request.failed(error, now, url=connection.url, timeout=60.0)
+    step = request.after_error(error, now, url=connection.url, timeout=60.0)
     if isinstance(step, GiveUp):
         raise step.error
     return connection._open_since(step.since, error)

@@ -66,7 +66,7 @@ def test_who_fails_is_ejected_for_longer_each_time_until_it_answers() -> None:
     for name in ("a", "b"):
         policy.opened(name, now, 1.0)
     for _ in range(8):
-        policy.failed("a", now, GONE)
+        policy.eject("a", now, GONE)
         began = now
         while drawn(policy, now, 50).keys() == {"b"}:
             now += 0.5
@@ -75,15 +75,15 @@ def test_who_fails_is_ejected_for_longer_each_time_until_it_answers() -> None:
     assert lasted == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
     assert (lasted[0], lasted[-1]) == (FIRST_EJECTION, MOST_EJECTION)
     policy.answered("a")
-    policy.failed("a", now, GONE)
+    policy.eject("a", now, GONE)
     assert policy.choose(now + FIRST_EJECTION) == "a"
 
 
 def test_if_all_are_ejected_the_one_that_is_soonest_free() -> None:
     policy = replicas("a", "b", "c")
-    policy.failed("a", 0.0, GONE, refused=True)
-    policy.failed("b", 0.0, GONE)
-    policy.failed("c", 0.1, GONE)
+    policy.eject("a", 0.0, GONE, refused=True)
+    policy.eject("b", 0.0, GONE)
+    policy.eject("c", 0.1, GONE)
     assert drawn(policy, 0.2, 20).keys() == {"b"}
     assert policy.choose(0.2, {"b"}) == "c"
     assert policy.choose(0.2, {"b", "c"}) is None  # it would say no again
@@ -94,16 +94,16 @@ def test_if_all_are_ejected_the_one_that_is_soonest_free() -> None:
 def test_who_asks_for_time_gets_it_if_another_can_be_tried() -> None:
     full = ConnectError("no room", retry_after=8.0)
     policy = replicas("a", "b")
-    policy.failed("a", 0.0, full)
-    policy.failed("b", 0.0, GONE)
+    policy.eject("a", 0.0, full)
+    policy.eject("b", 0.0, GONE)
     assert policy.choose(1.0, {"b"}) is None  # a has said when
     assert policy.choose(7.9, {"b"}) is None
     assert policy.choose(8.0, {"b"}) == "a"
-    assert policy.asked(1.0) == 0.0
-    policy.failed("b", 1.0, ConnectError("no room", retry_after=4.0))
-    assert policy.asked(2.0) == 3.0
+    assert policy.requested_wait(1.0) == 0.0
+    policy.eject("b", 1.0, ConnectError("no room", retry_after=4.0))
+    assert policy.requested_wait(2.0) == 3.0
     alone = replicas("a")
-    alone.failed("a", 0.0, full)
+    alone.eject("a", 0.0, full)
     assert alone.choose(0.1) == "a"  # there is nobody else
 
 
@@ -114,7 +114,7 @@ def test_who_leaves_is_forgotten_and_who_stays_is_not() -> None:
     policy.update(["b", "c"])
     assert policy.names == ["b", "c"]
     assert policy.choose(1.0) == "c"
-    policy.failed("a", 1.0, GONE)  # its end may be noticed later
+    policy.eject("a", 1.0, GONE)  # its end may be noticed later
     policy.opened("a", 1.0, 1.0)
     policy.answered("a")
     assert policy.names == ["b", "c"]
@@ -124,24 +124,24 @@ def test_who_leaves_is_forgotten_and_who_stays_is_not() -> None:
 
 def test_why_none_can_be_used() -> None:
     policy = replicas("wss://a", "wss://b")
-    policy.failed("wss://a", 0.0, NobodyListens("cannot connect to a:1: Connection refused; does it run?"))
-    policy.failed("wss://b", 0.0, None)
+    policy.eject("wss://a", 0.0, NobodyListens("cannot connect to a:1: Connection refused; does it run?"))
+    policy.eject("wss://b", 0.0, None)
     assert policy.why() == (
         "wss://a: cannot connect to a:1: Connection refused, wss://b: its connection broke"
     )
     assert not policy.refused
     assert policy.error().message == f"none of 2 replicas can be used: {policy.why()}"
-    policy.failed("wss://b", 0.0, NobodyListens("wss://b: gone"))
+    policy.eject("wss://b", 0.0, NobodyListens("wss://b: gone"))
     assert policy.why().endswith("refused, wss://b: gone")  # its name once
     assert isinstance(policy.error(), NobodyListens)
     for name in policy.names:
-        policy.failed(name, 0.0, AuthenticationError("no"), refused=True)
+        policy.eject(name, 0.0, AuthenticationError("no"), refused=True)
     assert policy.refused
     assert isinstance(policy.error(), AuthenticationError)
-    policy.failed("wss://b", 0.0, TlsError("no"), refused=True)
+    policy.eject("wss://b", 0.0, TlsError("no"), refused=True)
     assert type(policy.error()) is ConnectError
     alone = replicas("a")
-    alone.failed("a", 0.0, GONE)
+    alone.eject("a", 0.0, GONE)
     assert (alone.error(), alone.why()) == (GONE, "the connection broke")
 
 

@@ -83,13 +83,13 @@ def test_bounds_of_many_extreme_elements() -> None:
 @given(bound=st.integers(0, 1 << 45), width=st.integers(1, 1 << 31))
 def test_capacity_leaves_room_for_rounding(bound: int, width: int) -> None:
     try:
-        room = capacity(bound, width)
+        max_norm = capacity(bound, width)
     except ValueError:
         assert bound**0.5 * (width**0.5 / 2 + 1) > LIMIT * (1 - 1e-9)
         return
-    assert 1 <= room <= MAX_NORM
+    assert 1 <= max_norm <= MAX_NORM
     if bound:
-        assert (Fraction(room) + Fraction(width**0.5) / 2) * Fraction(bound**0.5) < LIMIT + Fraction(1, 2)
+        assert (Fraction(max_norm) + Fraction(width**0.5) / 2) * Fraction(bound**0.5) < LIMIT + Fraction(1, 2)
 
 
 def test_what_is_too_wide() -> None:
@@ -102,22 +102,24 @@ def test_what_is_too_wide() -> None:
 
 
 @given(matrices(), st.floats(1, MAX_NORM))
-def test_steps_are_the_smallest_or_one_more(values: torch.Tensor, room: float) -> None:
+def test_steps_are_the_smallest_or_one_more(values: torch.Tensor, max_norm: float) -> None:
     rows = values.float()
     norms = norms_of(rows)
-    found = exponents(norms, room)
+    found = exponents(norms, max_norm)
     assert (found.dtype, found.shape) == (torch.int32, norms.shape)
     assert [Fraction(step) for step in steps(found).tolist()] == [step_of(e) for e in found.tolist()]
     for norm, e in zip(norms.tolist(), found.tolist(), strict=True):
         if norm:
             # An eighth of an octave, and the margin.
-            assert Fraction(room) * Fraction(7, 8) * Fraction(8, 9) < Fraction(norm) / step_of(e) <= room
+            assert (
+                Fraction(max_norm) * Fraction(7, 8) * Fraction(8, 9) < Fraction(norm) / step_of(e) <= max_norm
+            )
 
 
 @given(matrices(most=4), st.floats(1, MAX_NORM))
-def test_rows_are_rounded_to_the_nearest_ties_to_even(values: torch.Tensor, room: float) -> None:
+def test_rows_are_rounded_to_the_nearest_ties_to_even(values: torch.Tensor, max_norm: float) -> None:
     rows = values.float()
-    e = exponents(norms_of(rows), room)
+    e = exponents(norms_of(rows), max_norm)
     got = quantize_rows(rows, e)
     assert got.dtype == torch.int32
     for row, power, integers in zip(rows.tolist(), e.tolist(), got.tolist(), strict=True):
@@ -194,8 +196,8 @@ def test_the_longest_rows_that_fit_just_fit(inputs: int) -> None:
     """Lengths that step through the last floats below the largest norm of an exponent."""
     planes = torch.full((2, 1, inputs), -127, dtype=torch.int8)
     limit = bounds(planes)
-    room = capacity(limit.forward, inputs)
-    element = torch.tensor(room / inputs**0.5).float()
+    max_norm = capacity(limit.forward, inputs)
+    element = torch.tensor(max_norm / inputs**0.5).float()
     steps = [element]
     for _ in range(20):
         steps.append(torch.nextafter(steps[-1], torch.tensor(0.0)))

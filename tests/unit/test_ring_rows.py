@@ -18,7 +18,7 @@ from shared.ring.rows import hide, reveal
 
 NATIVE = pytest.mark.skipif(ring_native.LIBRARY is None, reason="there is no native code here")
 FLOAT_MAX = float(torch.finfo(torch.float32).max)
-ROOM = 1e6
+NORM = 1e6
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -75,19 +75,19 @@ def wrapped(value: int) -> int:
     seed=SEEDS,
     count=st.integers(1, 9),
     widths=st.lists(st.integers(1, 20), min_size=1, max_size=4),
-    room=st.sampled_from([1.0, 3.7, ROOM, MAX_NORM]),
+    max_norm=st.sampled_from([1.0, 3.7, NORM, MAX_NORM]),
     scaled=st.booleans(),
     checked=st.booleans(),
 )
 def test_integers_are_added_to_masks(
-    seed: int, count: int, widths: list[int], room: float, scaled: bool, checked: bool
+    seed: int, count: int, widths: list[int], max_norm: float, scaled: bool, checked: bool
 ) -> None:
     generator, columns = seeded(seed), sum(widths)
     rows, mask = float_rows(generator, count, columns), integers(generator, count, columns)
     scales = torch.rand(columns, generator=generator) if scaled else None
     factor = longs(generator, columns) if checked else None
     requests, blocks = mask.clone(), blocks_of(rows, widths)
-    result = hide(blocks, scales, room, requests, factor)
+    result = hide(blocks, scales, max_norm, requests, factor)
     assert result is not None
     exponents, expected = result
     assert (exponents.dtype, exponents.shape) == (torch.int32, (count,))
@@ -98,7 +98,7 @@ def test_integers_are_added_to_masks(
         step = steps(exponents)[i].item()
         norm = sum(Fraction(x) ** 2 for x in row)
         if norm:
-            assert (Fraction(room) * 7 / 9) ** 2 < norm / Fraction(step) ** 2 <= Fraction(room) ** 2
+            assert (Fraction(max_norm) * 7 / 9) ** 2 < norm / Fraction(step) ** 2 <= Fraction(max_norm) ** 2
         exact = [round(x * (1 / step)) for x in row]
         assert torch.equal(requests[i], mask[i] + torch.tensor(exact, dtype=torch.int32))
         if factor is not None and expected is not None:
@@ -118,7 +118,7 @@ def test_integers_are_the_same_bits_both_ways(scaled: bool) -> None:
             torch.set_num_threads(number)
             try:
                 masked = mask.clone()
-                result = hide(blocks_of(rows, [100, 233]), scales, ROOM, masked, factor)
+                result = hide(blocks_of(rows, [100, 233]), scales, NORM, masked, factor)
             finally:
                 torch.set_num_threads(threads)
             assert result is not None
@@ -134,15 +134,15 @@ def test_integers_are_the_same_bits_both_ways(scaled: bool) -> None:
 @pytest.mark.parametrize("at", [0, 199])
 def test_rows_that_are_not_finite(bad: float, at: int) -> None:
     rows = torch.ones((200, 300))
-    assert hide([rows], None, ROOM, torch.zeros((200, 300), dtype=torch.int32), None) is not None
+    assert hide([rows], None, NORM, torch.zeros((200, 300), dtype=torch.int32), None) is not None
     rows[at, 7] = bad
-    assert hide([rows], None, ROOM, torch.zeros((200, 300), dtype=torch.int32), None) is None
+    assert hide([rows], None, NORM, torch.zeros((200, 300), dtype=torch.int32), None) is None
 
 
 def test_rows_that_scales_make_infinite() -> None:
     rows, scales = torch.full((2, 3), 1e38), torch.tensor([1.0, 2.0, 4.0])
-    assert hide([rows], None, ROOM, torch.zeros((2, 3), dtype=torch.int32), None) is not None
-    assert hide([rows], scales, ROOM, torch.zeros((2, 3), dtype=torch.int32), None) is None
+    assert hide([rows], None, NORM, torch.zeros((2, 3), dtype=torch.int32), None) is not None
+    assert hide([rows], scales, NORM, torch.zeros((2, 3), dtype=torch.int32), None) is None
 
 
 @given(seed=SEEDS, count=st.integers(2, 9))
@@ -150,11 +150,11 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(seed: int, count: int) -> N
     generator = seeded(seed)
     rows, factor = float_rows(generator, count, 21), longs(generator, 21)
     together = torch.zeros((count, 21), dtype=torch.int32)
-    result = hide(blocks_of(rows, [21]), None, ROOM, together, factor)
+    result = hide(blocks_of(rows, [21]), None, NORM, together, factor)
     assert result is not None
     for i in range(count):
         alone = torch.zeros((1, 21), dtype=torch.int32)
-        one = hide(blocks_of(rows[i : i + 1], [21]), None, ROOM, alone, factor)
+        one = hide(blocks_of(rows[i : i + 1], [21]), None, NORM, alone, factor)
         assert one is not None
         assert torch.equal(alone[0], together[i])
         assert one[0][0] == result[0][i]
@@ -165,7 +165,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(seed: int, count: int) -> N
 
 def test_no_rows() -> None:
     none = torch.empty((0, 4), dtype=torch.int32)
-    result = hide([torch.empty((0, 4))], None, ROOM, none, None)
+    result = hide([torch.empty((0, 4))], None, NORM, none, None)
     assert result is not None
     assert result[0].shape == (0,)
     answers = torch.empty((0, 6), dtype=torch.int32)
@@ -268,7 +268,7 @@ def test_masks_leave_no_trace(seed: int, sources: int, forward: bool) -> None:
     results = []
     for masks in ([], [integers(generator, 5, 12) for _ in range(sources)]):
         requests = sum(masks, torch.zeros((5, 12), dtype=torch.int32))
-        result = hide(blocks_of(rows, [5, 7]), None, ROOM, requests, factor)
+        result = hide(blocks_of(rows, [5, 7]), None, NORM, requests, factor)
         assert result is not None
         answers = (requests.long() @ planes.T).to(torch.int32)
         effects = [(mask.long() @ planes.T).to(torch.int32) for mask in masks]
@@ -282,12 +282,12 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     """Some come from peers, and native code would go where they lead."""
     x, wide = torch.ones(2, 6), torch.ones(2, 9)
     request, factor = torch.zeros((2, 6), dtype=torch.int32), torch.ones(6, dtype=torch.int64)
-    hidden = (None, ROOM, request, factor)
+    hidden = (None, NORM, request, factor)
     assert hide([x], *hidden) is not None
     for blocks in ([wide], [x, x], [x[:1]], [x.double()], [torch.ones(6, 2).T], []):
         with pytest.raises(ValueError, match=r"wanted|as wide as"):
             hide(blocks, *hidden)
-    for changes in ((torch.ones(5), ROOM, request, factor), (None, ROOM, request, factor[:5])):
+    for changes in ((torch.ones(5), NORM, request, factor), (None, NORM, request, factor[:5])):
         with pytest.raises(ValueError, match="wanted"):
             hide([x], *changes)
     good = {
@@ -318,9 +318,9 @@ def test_rows_of_another_device_are_refused() -> None:
     """Native code would read where they are not; those of ``meta`` are nowhere."""
     x, request = torch.ones(2, 6), torch.zeros((2, 6), dtype=torch.int32)
     with pytest.raises(ValueError, match="not of meta"):
-        hide([x.to("meta")], None, ROOM, request, None)
+        hide([x.to("meta")], None, NORM, request, None)
     with pytest.raises(ValueError, match="not of meta"):
-        hide([x], None, ROOM, request.to("meta"), None)
+        hide([x], None, NORM, request.to("meta"), None)
     answers, exponents = torch.zeros((2, 12), dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="not of meta"):
         reveal(answers, [answers.to("meta")], exponents, None, [x], None, None)

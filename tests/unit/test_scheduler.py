@@ -28,9 +28,9 @@ from simulated import (
 from provider.engine.latency import LatencyModel, Shape
 from provider.engine.scheduler import (
     INTERACTIVE_SECONDS,
-    PIECE_SECONDS,
+    PRODUCT_SECONDS,
     QUIET_SECONDS,
-    SHORT_PIECE_SECONDS,
+    SHORT_PRODUCT_SECONDS,
     Batch,
     BatchKey,
     DecodedTokens,
@@ -58,7 +58,7 @@ def test_requests_of_one_kind_share_a_product() -> None:
     batches = [policy.next(1.0), policy.next(1.0)]
     assert all(isinstance(batch, list) for batch in batches)
     assert policy.next(1.0) is None
-    found = [{piece.work for piece in batch} for batch in batches if isinstance(batch, list)]
+    found = [{each.work for each in batch} for batch in batches if isinstance(batch, list)]
     assert sorted(map(len, found)) == [3, 3]
     assert set.union(*found) == set(asked)
 
@@ -113,14 +113,17 @@ def test_a_large_request_is_divided_and_comes_back_whole() -> None:
     policy = Opportunistic(model())
     request = work(rows=5000, what=FINETUNING)
     policy.add(request, 0.0)
-    pieces = []
+    ranges = []
     while (batch := policy.next(0.0)) is not None:
         assert isinstance(batch, list)
-        assert FIXED + PER_ROW * rows_of(batch) <= PIECE_SECONDS
-        pieces += batch
-    assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces)][:-1]
-    assert pieces[-1].stop == 5000
-    assert all((piece.stop - piece.start) % 16 == 0 for piece in pieces[:-1])
+        assert FIXED + PER_ROW * rows_of(batch) <= PRODUCT_SECONDS
+        ranges += batch
+    assert [each.start for each in ranges] == [
+        0,
+        *(each.stop for each in ranges),
+    ][:-1]
+    assert ranges[-1].stop == 5000
+    assert all((each.stop - each.start) % 16 == 0 for each in ranges[:-1])
 
 
 def next_batch(policy: Policy, now: float) -> Batch:
@@ -136,42 +139,44 @@ def seconds_of(batch: Batch) -> float:
 
 @pytest.mark.parametrize("what", [PREFILL, FINETUNING])
 @pytest.mark.parametrize("other", [PREFILL, DECODE])
-def test_pieces_are_shorter_while_somebody_else_may_wait_for_a_token(
+def test_products_are_shorter_while_somebody_else_may_wait_for_a_token(
     what: RequestClass, other: RequestClass
 ) -> None:
     policy = Opportunistic(model())
 
     def seconds(now: float) -> float:
-        """Of the next piece of a large request."""
+        """Of the next product of a large request."""
         request = work("large", rows=5000, what=what, now=now)
         policy.add(request, now)
         batch = next_batch(policy, now)
-        assert [piece.work for piece in batch] == [request]
+        assert [each.work for each in batch] == [request]
         policy.drop(request)
         return seconds_of(batch)
 
-    assert SHORT_PIECE_SECONDS < seconds(0.0) <= PIECE_SECONDS
+    assert SHORT_PRODUCT_SECONDS < seconds(0.0) <= PRODUCT_SECONDS
     policy.add(work("chat", rows=17 if other == PREFILL else 1, what=other, now=1.0), 1.0)
     next_batch(policy, 1.1)
-    assert seconds(1.2 + QUIET_SECONDS) <= SHORT_PIECE_SECONDS
-    assert seconds(1.2 + INTERACTIVE_SECONDS) > SHORT_PIECE_SECONDS
+    assert seconds(1.2 + QUIET_SECONDS) <= SHORT_PRODUCT_SECONDS
+    assert seconds(1.2 + INTERACTIVE_SECONDS) > SHORT_PRODUCT_SECONDS
 
 
-def test_no_piece_is_so_short_that_reading_its_weight_is_most_of_it() -> None:
+def test_no_product_is_so_short_that_reading_its_weight_is_most_of_it() -> None:
     """A weight that comes slowly from memory is not read again for every few rows."""
     slow = LatencyModel(SHAPES)
     for group in range(GROUPS):
-        slow.set(group, Direction.FORWARD, Line(SHORT_PIECE_SECONDS / 2, 1e-3))
+        slow.set(group, Direction.FORWARD, Line(SHORT_PRODUCT_SECONDS / 2, 1e-3))
     policy = Opportunistic(slow)
     policy.add(work("a", rows=5000, what=PREFILL), 0.0)
     policy.add(work("b", rows=5000, what=PREFILL), 0.0)
     rows = rows_of(next_batch(policy, 0.0))
-    assert SHORT_PIECE_SECONDS < slow.seconds(0, Direction.FORWARD, 3, rows) <= 4 * SHORT_PIECE_SECONDS / 2
+    assert (
+        SHORT_PRODUCT_SECONDS < slow.seconds(0, Direction.FORWARD, 3, rows) <= 4 * SHORT_PRODUCT_SECONDS / 2
+    )
     assert rows == 64
 
 
 def test_a_prompt_that_has_begun_goes_on() -> None:
-    """A piece of each in turn would have all wait for the last."""
+    """Some rows of each in turn would have all wait for the last."""
     policy = Opportunistic(model())
     prompts = [work(name, rows=2000, what=PREFILL) for name in "abc"]
     for prompt in prompts:
@@ -180,7 +185,7 @@ def test_a_prompt_that_has_begun_goes_on() -> None:
     order = []
     while (batch := policy.next(0.01)) is not None:
         assert isinstance(batch, list)
-        order += [piece.work for piece in batch]
+        order += [each.work for each in batch]
     assert [each for each, _ in groupby(order)] == prompts
     assert len(order) > 3
 
@@ -191,18 +196,18 @@ def test_who_still_waits_for_a_token_is_not_forgotten() -> None:
     policy.add(work("tune", rows=100_000, what=FINETUNING), 0.0)
     policy.add(work("chat", rows=17, what=PREFILL), 0.0)
     late = 2 * INTERACTIVE_SECONDS
-    assert seconds_of(next_batch(policy, late)) <= SHORT_PIECE_SECONDS
-    assert seconds_of(next_batch(policy, late)) <= SHORT_PIECE_SECONDS
+    assert seconds_of(next_batch(policy, late)) <= SHORT_PRODUCT_SECONDS
+    assert seconds_of(next_batch(policy, late)) <= SHORT_PRODUCT_SECONDS
     policy.add(work("other", group=1, now=late), late)
     late += 2 * INTERACTIVE_SECONDS
-    while [piece.work.tenant for piece in next_batch(policy, late)] != ["other"]:
+    while [each.work.tenant for each in next_batch(policy, late)] != ["other"]:
         pass
     policy.finished([work("other", group=1, now=late).take(1)], 1.0, late + 1.0)  # a long product
     assert seconds_of(next_batch(policy, late + 1.0)) < 0.02
 
 
 def test_no_product_holds_up_a_decode_for_longer_than_its_part() -> None:
-    """While somebody decodes, windows of fine-tuning leave room for the next decode; a late token less."""
+    """While somebody decodes, products of fine-tuning leave time for the next decode; a late token less."""
     policy = Opportunistic(model(), Objective(decode_seconds=0.04))  # 5 ms a request
     batches = simulate(
         policy,
@@ -214,8 +219,8 @@ def test_no_product_holds_up_a_decode_for_longer_than_its_part() -> None:
     )
     chat_began = 0.01
     for at, batch in batches:
-        if at > chat_began and any(piece.work.tenant == "tune" for piece in batch):
-            assert FIXED + PER_ROW * rows_of(batch) <= DecodedTokens.MOST_ROOM * 0.005 - FIXED
+        if at > chat_began and any(each.work.tenant == "tune" for each in batch):
+            assert FIXED + PER_ROW * rows_of(batch) <= DecodedTokens.MOST_FACTOR * 0.005 - FIXED
 
 
 def test_decodes_meet_their_objective_beside_fine_tuning_which_keeps_the_rest() -> None:
@@ -235,17 +240,17 @@ def test_decodes_meet_their_objective_beside_fine_tuning_which_keeps_the_rest() 
     assert kept / alone > 0.6
 
 
-def test_room_follows_what_tokens_take() -> None:
+def test_the_time_factor_follows_what_tokens_take() -> None:
     made = DecodedTokens(0.1)
     for group in [0, 1, 2, 3] * 20:  # twice as long as they may
         made.answered("a", group, 0.05)
     assert (made.met, made.late) == (0, 19)
-    assert made.room < 0.2
+    assert made.time_factor < 0.2
     for group in [0, 1, 2, 3] * 1000:  # in time: room again, but carefully
         made.answered("b", group, 0.01)
-        assert made.room < 1 or made.met > 100
+        assert made.time_factor < 1 or made.met > 100
     assert (made.met, made.late) == (999, 19)
-    assert made.room == DecodedTokens.MOST_ROOM
+    assert made.time_factor == DecodedTokens.MOST_FACTOR
 
 
 def test_sessions_of_one_tenant_have_tokens_of_their_own() -> None:
@@ -301,7 +306,7 @@ def test_alone_is_first_come_first_served() -> None:
     served = []
     while (batch := policy.next(0.0)) is not None:
         assert isinstance(batch, list)
-        served.append([(piece.work, piece.start, piece.stop) for piece in batch])
+        served.append([(each.work, each.start, each.stop) for each in batch])
     assert served == [[(request, 0, request.rows)] for request in asked]
 
 
@@ -363,7 +368,7 @@ def test_every_row_is_served_once_and_the_queue_ends_empty(
                 now = decision
                 yield
                 continue
-            assert len({piece.work.key for piece in decision}) == 1
+            assert len({each.work.key for each in decision}) == 1
             for request, start, stop in decision:
                 assert rows[request] == start < stop <= request.rows
                 rows[request] = stop
@@ -400,7 +405,7 @@ def test_a_request_that_failed_is_forgotten(
     served = set()
     while (batch := policy.next(10.0)) is not None:
         assert isinstance(batch, list)
-        served |= {piece.work for piece in batch}
+        served |= {each.work for each in batch}
     assert served == set(asked) - failed
 
 

@@ -1,4 +1,4 @@
-"""Losses by pieces and by windows against the whole: the same up to the order of additions."""
+"""Losses by chunks and by windows against the whole: the same up to the order of additions."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def step(model: nn.Module, **inputs: Any) -> tuple[float, dict[str, torch.Tensor
 
 
 def windows(model: nn.Module, window: int | None, **options: Any) -> tenant_sdk.LongTuning:
-    """In windows, or the loss by pieces alone."""
+    """In windows, or the loss by chunks alone."""
     tuning = tenant_sdk.long_tuning(model, LENGTH, window=window or 1, **options)
     if window is None:
-        tuning.use(Plan(pieces=True))
+        tuning.use(Plan(chunked_loss=True))
     return tuning
 
 
@@ -243,7 +243,7 @@ def test_on_disk_and_asked_again() -> None:
         (Place.DISK, Place.MEMORY),
         (Place.NOWHERE, Place.DISK),
     ):
-        tuning.use(Plan(pieces=True, window=16, answers=answers, states=states))
+        tuning.use(Plan(chunked_loss=True, window=16, answers=answers, states=states))
         assert worst_error(step(model, **batch())[1], expected) < CLOSE
     assert tuning._spill is not None
     taken = tuning._spill.nbytes
@@ -282,7 +282,7 @@ def test_checkpointing_that_a_plan_switched_on_goes_with_it() -> None:
     own = set(vars(model.base_model.model))
     for answers in (Place.MEMORY, Place.DISK):
         tuning = windows(model, None)
-        tuning.use(Plan(pieces=True, checkpointed=True, answers=answers))
+        tuning.use(Plan(chunked_loss=True, checkpointed=True, answers=answers))
         got_loss, got = step(model, **batch())
         assert got_loss == pytest.approx(loss, abs=1e-5)
         assert worst_error(got, expected) < CLOSE
@@ -307,8 +307,8 @@ def test_long_masks_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenant_sdk.sequences.pieces.LEAST_PIECE", 13)
-    monkeypatch.setattr("tenant_sdk.sequences.pieces.PIECE_BYTES", 0)
+    monkeypatch.setattr("tenant_sdk.sequences.chunked_loss.LEAST_CHUNK", 13)
+    monkeypatch.setattr("tenant_sdk.sequences.chunked_loss.CHUNK_BYTES", 0)
     check(add_lora(make_model("gemma2")).eval(), None, 16)
 
 

@@ -159,7 +159,7 @@ class ReconnectingConnection:
                 return answer
             except SymbiosisError as error:
                 pending, now = None, clock.now()
-                step = retry.failed(
+                step = retry.after_error(
                     error, now, url=self.url, timeout=channel.timeout, closed=self._closing.is_set()
                 )
                 try:
@@ -183,14 +183,14 @@ class ReconnectingConnection:
 
     def close(self) -> None:
         """End it; it is not opened again, and nobody waits any longer. In a forked child, nothing."""
-        if self._made_here.left:
+        if self._made_here.in_child:
             return
         self._closing.set()
         self._channel.close()
 
     def stop_waiting(self) -> None:
         """Wait for nobody any longer, but go on with an open channel. In a forked child, nothing."""
-        if not self._made_here.left:
+        if not self._made_here.in_child:
             self._closing.set()
 
     def _wait(self, until: float) -> None:
@@ -266,7 +266,7 @@ class ReconnectingConnection:
         except SymbiosisError as error:
             if concerns_all(error):
                 raise
-            self._say(self.policy.failed(name, self._clock.now(), error))
+            self._say(self.policy.replica_failed(name, self._clock.now(), error))
             return None
         now = self._clock.now()
         self.policy.opened(name, channel.peer, now, now - started)

@@ -21,12 +21,12 @@ MOST_EJECTION = 60.0
 class _Replica:
     """What is known of one."""
 
-    __slots__ = ("asked_until", "ejected_until", "error", "failures", "measured_at", "refused", "seconds")
+    __slots__ = ("ejected_until", "error", "failures", "measured_at", "refused", "seconds", "wait_until")
 
     def __init__(self) -> None:
         self.seconds, self.measured_at = 0.0, float("-inf")
         self.failures = 0  # since it last answered
-        self.ejected_until = self.asked_until = 0.0  # the latter: asking before is in vain
+        self.ejected_until = self.wait_until = 0.0  # the latter: asking before is in vain
         self.error: SymbiosisError | None = None  # the last one
         self.refused = False  # for good, as far as it can be seen
 
@@ -62,20 +62,20 @@ class ReplicaSet:
             Of those that are not ejected one without a figure, or the quicker of two. If all are ejected, the
             one for the shortest time. None: all were tried, or trying them is in vain for now.
         """
-        left = {name: each for name, each in self._all.items() if name not in tried}
-        due = {name: each for name, each in left.items() if each.asked_until <= now}
+        others = {name: each for name, each in self._all.items() if name not in tried}
+        due = {name: each for name, each in others.items() if each.wait_until <= now}
         if due or tried:  # if nobody else is there to try, the first try is at once
-            left = due
-        free = [name for name, each in left.items() if each.ejected_until <= now]
+            others = due
+        free = [name for name, each in others.items() if each.ejected_until <= now]
         if not free:
-            return min(left, key=lambda name: left[name].ejected_until, default=None)
-        unknown = [name for name in free if now - left[name].measured_at > STALE_SECONDS]
+            return min(others, key=lambda name: others[name].ejected_until, default=None)
+        unknown = [name for name in free if now - others[name].measured_at > STALE_SECONDS]
         if unknown:
             return self._draw(unknown)
         one = self._draw(free)
         free.remove(one)
         other = self._draw(free) if free else one
-        return min(one, other, key=lambda name: left[name].seconds)
+        return min(one, other, key=lambda name: others[name].seconds)
 
     def opened(self, name: str, now: float, seconds: float) -> None:
         """Connecting and greeting took so long. That it works only an answer shows."""
@@ -89,10 +89,10 @@ class ReplicaSet:
         """It works: what it failed in before is forgotten."""
         each = self._all.get(name)
         if each is not None:
-            each.failures, each.ejected_until, each.asked_until = 0, 0.0, 0.0
+            each.failures, each.ejected_until, each.wait_until = 0, 0.0, 0.0
             each.error, each.refused = None, False
 
-    def failed(
+    def eject(
         self,
         name: str,
         now: float,
@@ -111,13 +111,13 @@ class ReplicaSet:
         each = self._all.get(name)
         if each is None:
             return
-        asked = (error.retry_after if error is not None else None) or 0.0
+        requested = (error.retry_after if error is not None else None) or 0.0
         if refused:
-            asked = max(asked, MOST_EJECTION)
+            requested = max(requested, MOST_EJECTION)
         doubled = min(MOST_EJECTION, FIRST_EJECTION * 2.0 ** min(each.failures, 9))
         each.failures += 1
-        each.ejected_until = now + max(doubled, asked)
-        each.asked_until = now if at_once else now + asked
+        each.ejected_until = now + max(doubled, requested)
+        each.wait_until = now if at_once else now + requested
         each.error, each.refused = error, refused
 
     @property
@@ -125,9 +125,9 @@ class ReplicaSet:
         """Whether all of them refused for good."""
         return all(each.refused for each in self._all.values())
 
-    def asked(self, now: float) -> float:
+    def requested_wait(self, now: float) -> float:
         """Seconds before which every replica has asked not to be tried again."""
-        return max(0.0, min((each.asked_until for each in self._all.values()), default=0.0) - now)
+        return max(0.0, min((each.wait_until for each in self._all.values()), default=0.0) - now)
 
     def why(self) -> Message:
         """Why none can be used; of several, each with its name."""

@@ -18,11 +18,11 @@ from shared.errors import (
     Message,
     ModelMismatch,
     NobodyListens,
+    Placeholder,
     RequestRefused,
     RequestTimeout,
     SymbiosisError,
     TlsError,
-    Word,
 )
 from tenant_sdk.connection.replicas.backoff import pause
 from tenant_sdk.connection.replicas.replica_set import ReplicaSet, what_happened
@@ -30,13 +30,13 @@ from tenant_sdk.connection.replicas.replica_set import ReplicaSet, what_happened
 REMIND_SECONDS = 10.0  # between two warnings
 # Of one request: it may be what the executor dies of, or that may break connections on purpose.
 MOST_REPEATS = 20
-MOST_ENDED = 5  # parts of an executor with one request on them: it may be what they die of
+MAX_WORKER_LOSSES = 5  # workers of an executor with one request on them: it may be what they die of
 
 # Why an executor puts a request off, in the words of its log entry.
 _REASONS = {
     "overloaded": "is overloaded, or this tenant over its quota",
-    "unavailable": "lost a part of itself with this request on it",
-    "restarting": "is starting a part of itself again",
+    "unavailable": "lost a worker with this request on it",
+    "restarting": "is starting a worker again",
 }
 
 
@@ -123,11 +123,11 @@ class RequestPolicy:
         self._patience, self._chance, self._reminder = patience, chance, reminder
         self._asked = now
         self._began, self._refusals = now, 0  # on this channel
-        self._ended = 0  # parts of the executor, with this request on them
+        self._worker_losses = 0  # with this request on them
         self._lost_since: float | None = None
         self._lost = 0  # times
 
-    def failed(
+    def after_error(
         self, error: SymbiosisError, now: float, *, url: str, timeout: float, closed: bool = False
     ) -> SendAgain | Reconnect | GiveUp:
         """What to do after an error.
@@ -163,8 +163,8 @@ class RequestPolicy:
         reason = _REASONS.get(error.code)
         if reason is None or error.retry_after is None:
             return GiveUp(error)
-        self._ended += error.code == "unavailable"
-        if self._ended > MOST_ENDED:
+        self._worker_losses += error.code == "unavailable"
+        if self._worker_losses > MAX_WORKER_LOSSES:
             return GiveUp(error)
         at = now + pause(self._refusals, error.retry_after, self._chance())
         if error.code == "restarting":
@@ -174,7 +174,7 @@ class RequestPolicy:
                         Message(
                             "{} {}, and was not done after {:.0f} s; to wait longer, give {patience}",
                             *(url, reason, now - self._asked),
-                            patience=Word("SECONDS"),
+                            patience=Placeholder("SECONDS"),
                         )
                     )
                 )
@@ -222,7 +222,7 @@ class ReconnectPolicy:
         if not self._rounds:
             self._away_since = now
         self._cause = error or self._cause
-        self._replicas.failed(self.replica, now, error, at_once=not self._rounds)
+        self._replicas.eject(self.replica, now, error, at_once=not self._rounds)
         if not self.patience:
             self._tried.clear()
 
@@ -250,14 +250,14 @@ class ReconnectPolicy:
             return GiveUp(ConnectionLost("this party has no replicas any more"))
         if since is None or not self.patience or self._replicas.refused:
             return GiveUp(self._replicas.error())
-        left, why = since + self.patience - now, self._replicas.why()
-        if left <= 0:
+        remaining, why = since + self.patience - now, self._replicas.why()
+        if remaining <= 0:
             who = f"all {count} replicas were" if count > 1 else f"{self.url} was"
             error = ConnectionLost(
                 Message(
                     "{} tried again and again for {}: {}; to wait longer, give {patience}",
                     *(who, duration(now - since), why),
-                    patience=Word("SECONDS"),
+                    patience=Placeholder("SECONDS"),
                 )
             )
             error.__cause__ = self._cause
@@ -265,12 +265,12 @@ class ReconnectPolicy:
         note = None
         if self.reminder.due(now):
             who = f"all {count} replicas are" if count > 1 else f"{self.url} is"
-            note = Note(logging.WARNING, f"{who} away ({why}); waiting up to {duration(left)}")
-        seconds = pause(self._rounds - 1, self._replicas.asked(now), self.chance())
+            note = Note(logging.WARNING, f"{who} away ({why}); waiting up to {duration(remaining)}")
+        seconds = pause(self._rounds - 1, self._replicas.requested_wait(now), self.chance())
         self._tried.clear()
-        return Wait(now + min(left, seconds), note)
+        return Wait(now + min(remaining, seconds), note)
 
-    def failed(self, name: str, now: float, error: SymbiosisError) -> Note | None:
+    def replica_failed(self, name: str, now: float, error: SymbiosisError) -> Note | None:
         """A replica cannot be used; another one may be."""
         away, note = went_away(error), None
         if away:
@@ -281,7 +281,7 @@ class ReconnectPolicy:
         ):
             self._warned_of.add(name)
             note = Note(logging.WARNING, f"{name} is not used: {error.message}")
-        self._replicas.failed(name, now, error, refused=not away)
+        self._replicas.eject(name, now, error, refused=not away)
         return note
 
     def opened(self, name: str, url: str, now: float, seconds: float) -> None:

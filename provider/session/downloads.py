@@ -12,14 +12,14 @@ import torch
 _Read = tuple[Callable[[], torch.Tensor], "Future[torch.Tensor]"]
 
 
-class Reader:
+class Downloads:
     """Reads one thing after the other in a thread of its own; tenants take turns.
 
     A row of a quantised expert costs what the whole expert does: whoever asks for many waits for them alone.
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reader")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="downloads")
         self._waiting: dict[str, deque[_Read]] = {}  # by tenant; the first one is next
         self._lock = threading.Lock()
 

@@ -1,6 +1,6 @@
-"""The loss of a long sequence by pieces of tokens: its logits never exist as a whole.
+"""The loss of a long sequence by chunks of tokens: its logits never exist as a whole.
 
-A piece's gradient is made at once, so that its logits can go: each piece is one product of the head each way,
+A chunk's gradient is made at once, so that its logits can go: each chunk is one product of the head each way,
 if that is at the executor.
 """
 
@@ -16,13 +16,13 @@ from torch.autograd.function import once_differentiable
 
 from tenant_sdk.sequences.stack import Stack
 
-PIECE_BYTES = 64 << 20  # of a piece's logits in float32; a few times as much is needed for a moment
-LEAST_PIECE = 64  # tokens
+CHUNK_BYTES = 64 << 20  # of a chunk's logits in float32; a few times as much is needed for a moment
+LEAST_CHUNK = 64  # tokens
 
 
-def piece_tokens(vocabulary: int) -> int:
-    """How many tokens a piece has."""
-    return max(LEAST_PIECE, PIECE_BYTES // (4 * vocabulary))
+def chunk_tokens(vocabulary: int) -> int:
+    """How many tokens a chunk has."""
+    return max(LEAST_CHUNK, CHUNK_BYTES // (4 * vocabulary))
 
 
 @dataclass
@@ -59,15 +59,15 @@ class Loss:
         Returns:
             The gradient [B, T, D] of their sum, if that is wanted.
         """
-        tokens = piece_tokens(self.stack.model.config.get_text_config().vocab_size)
+        tokens = chunk_tokens(self.stack.model.config.get_text_config().vocab_size)
         rows, aims = hidden.detach().reshape(-1, hidden.shape[-1]), labels.reshape(-1)
         gradient = torch.empty_like(rows) if self.wanted else None
         for at in range(0, len(rows), tokens):
             with torch.set_grad_enabled(self.wanted):
-                piece = rows[at : at + tokens].requires_grad_(self.wanted)
-                loss = self._of(piece, aims[at : at + tokens])
+                chunk = rows[at : at + tokens].requires_grad_(self.wanted)
+                loss = self._of(chunk, aims[at : at + tokens])
             if gradient is not None:
-                own, *others = torch.autograd.grad(loss, [piece, *self.parameters], allow_unused=True)
+                own, *others = torch.autograd.grad(loss, [chunk, *self.parameters], allow_unused=True)
                 gradient[at : at + tokens] = own
                 self.gradients = add_up(self.gradients, others)
             self.sum = self.sum + loss.detach()
@@ -98,7 +98,7 @@ def items_of(labels: torch.Tensor, given: Any) -> torch.Tensor | int | float:
     return given.to(labels.device) if isinstance(given, torch.Tensor) else given
 
 
-class LossInPieces(torch.autograd.Function):
+class ChunkedLoss(torch.autograd.Function):
     """The loss of the last layer's outputs, whose gradient is there as soon as it is."""
 
     @staticmethod

@@ -57,7 +57,7 @@ class _Ahead:
     reading: list[Future[None]]
 
 
-class Room:
+class KvBudget:
     """Where keys and values of a cache's layers lie.
 
     Each layer is in memory as a whole while the budget lasts, so that attention reads it where it is. Then
@@ -145,8 +145,8 @@ class Room:
         turned = self._layers[after + 1 :] + self._layers[: after + 1]
         layers = (layer for each in turned if (layer := each()) is not None and layer.blocks)
         if (layer := next(layers, None)) is not None:
-            room = layer.get_seq_length() + more + BLOCK
-            out = self._scratches[self._next].views(layer.shapes(room), layer.dtype, layer.device)
+            tokens = layer.get_seq_length() + more + BLOCK
+            out = self._scratches[self._next].views(layer.shapes(tokens), layer.dtype, layer.device)
             self._ahead = _Ahead(layer.index, out, self._begin(layer.blocks, out))
 
     def forget(self) -> None:

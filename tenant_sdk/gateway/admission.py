@@ -20,6 +20,7 @@ from shared.errors import (
     VerificationError,
     WireError,
 )
+from tenant_sdk.gateway.fairness import Reservations
 
 MOST_ADAPTERS = 1024  # names, of all clients
 RECENT = 32  # requests that an estimate goes by
@@ -78,77 +79,6 @@ def told(failure: str, message: str, retry_after: int) -> Refusal:
 
 
 @dataclass
-class Shares:
-    """What clients share, of which a part stays free for each of the others.
-
-    Args:
-        most: taken at once.
-        clients: how many there may be.
-    """
-
-    most: int
-    clients: int = 1
-    taken: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def own(self) -> int:
-        """What stays free for each client, until it takes it: one at least, if there is one for each."""
-        if self.clients == 1 or self.most < self.clients:
-            return 0
-        return max(1, self.most // (2 * self.clients))
-
-    @property
-    def largest(self) -> int:
-        """The most that one client can have."""
-        return self.most - self.own * (self.clients - 1)
-
-    @property
-    def total(self) -> int:
-        """Taken by all."""
-        return sum(self.taken.values())
-
-    def take(self, client: str, count: int) -> bool:
-        """Whether a client could; it gives back what it took."""
-        others = [min(self.own, taken) for other, taken in self.taken.items() if other != client]
-        kept = self.own * (self.clients - 1) - sum(others)
-        if self.total + count + kept > self.most:
-            return False
-        self.taken[client] = self.taken.get(client, 0) + count
-        return True
-
-    def give_back(self, client: str, count: int) -> None:
-        """What ``take`` took."""
-        self.taken[client] -= count
-
-
-@dataclass
-class Allowance:
-    """Seconds of a processor that each client may use between the steps of all sequences.
-
-    Args:
-        most: saved up at most, and had at the beginning.
-        each_step: more with every step.
-    """
-
-    most: float
-    each_step: float
-    _left: dict[str, float] = field(default_factory=dict)
-
-    def step(self) -> None:
-        """All sequences have gone on by one step."""
-        self._left = {
-            client: left + self.each_step
-            for client, left in self._left.items()
-            if left + self.each_step < self.most
-        }
-
-    def spend(self, client: str, seconds: float) -> bool:
-        """Whether a client had as much; it is taken all the same."""
-        self._left[client] = self._left.get(client, self.most) - seconds
-        return self._left[client] >= 0
-
-
-@dataclass
 class Strangers:
     """Connections that have shown no key yet: the one that has been here longest makes room for another.
 
@@ -190,7 +120,7 @@ class Queue:
 
     def __post_init__(self) -> None:
         """Nobody is there yet."""
-        self._shares = Shares(self.most, self.clients)
+        self._shares = Reservations(self.most, self.clients)
 
     @property
     def under_way(self) -> int:

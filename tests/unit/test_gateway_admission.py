@@ -20,12 +20,13 @@ from shared.errors import (
 )
 from tenant_sdk.gateway import front as in_front
 from tenant_sdk.gateway import serving
-from tenant_sdk.gateway.doorkeeper import Allowance, Door, Failure, Queue, Refusal, Shares, Strangers, told
+from tenant_sdk.gateway.admission import Door, Failure, Queue, Refusal, Strangers, told
+from tenant_sdk.gateway.fairness import Allowance, Reservations
 from tenant_sdk.gateway.front import Front, Served
 from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.gateway.page import PAGE
-from tenant_sdk.gateway.reading import Reader
-from tenant_sdk.gateway.requests import Asked, asked
+from tenant_sdk.gateway.parsing import RequestParser
+from tenant_sdk.gateway.requests import ParsedRequest, parse_request
 from tenant_sdk.gateway.status import Status, client_of, request_name
 from tenant_sdk.session.options import SessionConfig
 
@@ -153,11 +154,11 @@ def test_a_sequence_says_whose_it_is(client: str) -> None:
 
 
 def test_shares_of_many_clients() -> None:
-    shares = Shares(3, clients=5)  # fewer than one for each: nothing can be kept free
+    shares = Reservations(3, clients=5)  # fewer than one for each: nothing can be kept free
     assert [shares.take("0", 1) for _ in range(4)] == [True, True, True, False]
     shares.give_back("0", 3)
     assert shares.take("1", 3)
-    shares = Shares(5, clients=4)
+    shares = Reservations(5, clients=4)
     assert [shares.take("0", 1) for _ in range(3)] == [True, True, False]
     assert all(shares.take(client, 1) for client in "123")
 
@@ -183,8 +184,8 @@ def test_the_stranger_that_waited_longest_makes_room() -> None:
 )
 def test_sequences_of_a_request(body: Any, count: int) -> None:
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    wanted = asked(path, json.dumps(body).encode(), 64)
-    assert isinstance(wanted, Asked)
+    wanted = parse_request(path, json.dumps(body).encode(), 64)
+    assert isinstance(wanted, ParsedRequest)
     assert wanted.sequences == count
 
 
@@ -204,7 +205,7 @@ def test_sequences_of_a_request(body: Any, count: int) -> None:
     ],
 )
 def test_what_could_be_read_otherwise_is_refused(body: bytes) -> None:
-    refusal = asked("/v1/completions", body, 64)
+    refusal = parse_request("/v1/completions", body, 64)
     assert isinstance(refusal, Refusal)
     assert refusal.status == 400
 
@@ -252,7 +253,7 @@ def run(
 
 def front(application: Any, folder: Path, most: int = 1, **options: Any) -> Front:
     known = {name: options.pop(name) for name in Served._fields if name in options}
-    served = Served(**{"reader": Reader(), "context": lambda: 64} | known)
+    served = Served(**{"parser": RequestParser(), "context": lambda: 64} | known)
     options = {"clock": lambda: 1.0, "door": Door(), "queue": Queue(most)} | options
     return Front(application, folder=folder, retry_after=3, served=served, **options)
 

@@ -30,7 +30,7 @@ from tenant_sdk import Session
 from tenant_sdk.connection import websocket_channel
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
-from tenant_sdk.products.forecast import Kind
+from tenant_sdk.products.forecast import ProductKey
 from tenant_sdk.products.mask_sources import ExecutorSource
 
 pytest_plugins = ("ring_fixtures", "transport_fixtures")
@@ -38,15 +38,15 @@ pytest_plugins = ("ring_fixtures", "transport_fixtures")
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 ROWS = 100
 PIECES = 7  # of 16 rows, and the last of 4
-KINDS = [  # group 0 is q, k and v; group 3 has one member, whose width is another
-    Kind(0, FORWARD, 0b111),
-    Kind(0, FORWARD, 0b101),
-    Kind(0, BACKWARD, 0b111),
-    Kind(0, BACKWARD, 0b010),
-    Kind(3, FORWARD, 1),
-    Kind(3, BACKWARD, 1),
+KEYS = [  # group 0 is q, k and v; group 3 has one member, whose width is another
+    ProductKey(0, FORWARD, 0b111),
+    ProductKey(0, FORWARD, 0b101),
+    ProductKey(0, BACKWARD, 0b111),
+    ProductKey(0, BACKWARD, 0b010),
+    ProductKey(3, FORWARD, 1),
+    ProductKey(3, BACKWARD, 1),
 ]
-QKV = KINDS[0]
+QKV = KEYS[0]
 
 Cut = Callable[[bool], None]
 
@@ -69,18 +69,18 @@ def test_on_one_machine_nothing_is_cut(trio: Callable[[str], Trio]) -> None:
         assert session.executor.channel.piece_bytes == 0
 
 
-def floats(session: Session, kind: Kind, seed: int = 0) -> list[torch.Tensor]:
+def floats(session: Session, key: ProductKey, seed: int = 0) -> list[torch.Tensor]:
     """Rows to ask for."""
-    shape = session.executor.shapes[kind.group]
+    shape = session.executor.shapes[key.group]
     widths = [shape.inputs]
-    if kind.direction == BACKWARD:
-        widths = [shape.outputs[i] for i in member_indices(kind.members)]
+    if key.direction == BACKWARD:
+        widths = [shape.outputs[i] for i in member_indices(key.members)]
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn((ROWS, width), generator=generator) for width in widths]
 
 
-def product(session: Session, kind: Kind, seed: int = 0) -> list[torch.Tensor]:
-    return session.products.submit(*kind, floats(session, kind, seed)).result()
+def product(session: Session, key: ProductKey, seed: int = 0) -> list[torch.Tensor]:
+    return session.products.submit(*key, floats(session, key, seed)).result()
 
 
 def same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
@@ -94,12 +94,12 @@ def test_pieces_give_what_a_whole_request_gives(
     way: str, pad_rows: int, trio: Callable[[str], Trio], checkpoint: Callable[[str], Path], cut: Cut
 ) -> None:
     with session_in(way, trio("llama"), checkpoint("llama"), pad_rows=pad_rows) as session:
-        for kind in KINDS:
+        for key in KEYS:
             cut(False)
-            whole = product(session, kind)
+            whole = product(session, key)
             before = session.stats
             cut(True)
-            assert same(product(session, kind), whole)
+            assert same(product(session, key), whole)
             after = session.stats
             assert after.requests - before.requests == (8 if pad_rows else PIECES)
             assert after.rows - before.rows == (128 if pad_rows else ROWS)
@@ -115,17 +115,17 @@ def test_pieces_over_every_transport(
     masked: dict[str, Any] = {"privacy": "one-time", "mask_sources": [f"local:{folder}"]}
     base = BaseExecutor(folder, numerics=RING)
     with here.connect("tls", **masked) as tls, here.connect(transport, **masked) as session:
-        for kind in KINDS:
-            integers = MaskStream(bytes(32)).draw(ROWS, sum(b.shape[1] for b in floats(session, kind)))
+        for key in KEYS:
+            integers = MaskStream(bytes(32)).draw(ROWS, sum(b.shape[1] for b in floats(session, key)))
             cut(False)
-            expected = product(tls, kind)
+            expected = product(tls, key)
             for on in (False, True):
                 cut(on)
                 before = session.stats.requests
-                assert same(product(session, kind), expected)
+                assert same(product(session, key), expected)
                 assert session.stats.requests - before == (PIECES if on else 1)
-                bare = session.executor.submit(Operation.PRODUCT, *kind, [integers])
-                assert same(bare.result(), base.compute(*kind, [integers]))
+                bare = session.executor.submit(Operation.PRODUCT, *key, [integers])
+                assert same(bare.result(), base.compute(*key, [integers]))
 
 
 def test_pieces_are_sent_before_anybody_waits(
@@ -161,11 +161,11 @@ def test_a_wrong_answer_in_any_piece(
 ) -> None:
     provider, source, _ = trio("llama")
     middle = proxy(provider)
-    kind = Kind(0, direction, 0b111)
+    key = ProductKey(0, direction, 0b111)
     with one_time(middle.executor, source, mask_budget_mib=0) as session:
-        product(session, kind)
+        product(session, key)
         cut(True)
-        product(session, kind)  # which the proxy leaves as it is
+        product(session, key)  # which the proxy leaves as it is
         verified, passing = session.stats.verified_rows, count()
 
         def lie(message: Message, body: bytes) -> bytes:
@@ -174,13 +174,13 @@ def test_a_wrong_answer_in_any_piece(
             return put((-1, -1), lambda value: value ^ 1)(message, body)
 
         middle.changes.append(lie)
-        pending = session.products.submit(*kind, floats(session, kind))
+        pending = session.products.submit(*key, floats(session, key))
         for _ in range(2):
             with pytest.raises(VerificationError):
                 pending.result()
         assert session.stats.verified_rows == verified
         with pytest.raises(VerificationError):
-            product(session, kind)
+            product(session, key)
 
 
 @pytest.mark.parametrize("noticed", [False, True])
@@ -227,14 +227,14 @@ def test_effects_in_other_parts_than_pieces(
     cut: Cut,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kind = Kind(0, direction, 0b111)
+    key = ProductKey(0, direction, 0b111)
     with one_time(*trio("llama"), mask_budget_mib=0) as session:
-        expected = product(session, kind)
+        expected = product(session, key)
         cut(True)
         monkeypatch.setattr(ExecutorSource, "max_rows", lambda *_: limit)
         before = session.stats.effect_requests
-        assert same(product(session, kind), expected)
-        sizes = [piece.stop - piece.start for piece in session.executor.pieces(*kind, ROWS)]
+        assert same(product(session, key), expected)
+        sizes = [piece.stop - piece.start for piece in session.executor.pieces(*key, ROWS)]
         assert session.stats.effect_requests - before == 2 * sum(-(-size // limit) for size in sizes)
 
 
@@ -258,16 +258,16 @@ def test_threads_that_send_pieces_at_once(
 ) -> None:
     provider, source, _ = trio("llama")
     with one_time(provider, source, mask_budget_mib=0) as session:
-        expected = {kind: product(session, kind) for kind in KINDS}
+        expected = {key: product(session, key) for key in KEYS}
         cut(True)
         together = threading.Barrier(2)
 
-        def ask(kinds: list[Kind]) -> None:
-            for kind in kinds:
+        def ask(keys: list[ProductKey]) -> None:
+            for key in keys:
                 together.wait(SECONDS)
-                assert same(product(session, kind), expected[kind])
+                assert same(product(session, key), expected[key])
 
-        for future in [threads.submit(ask, kinds) for kinds in (KINDS, KINDS[::-1])]:
+        for future in [threads.submit(ask, keys) for keys in (KEYS, KEYS[::-1])]:
             assert error_of(future) is None
 
 

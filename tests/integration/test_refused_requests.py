@@ -11,48 +11,17 @@ import pytest
 import torch
 from channels import ask, channel_to
 from clocks import SimulatedClock
-from hypothesis import given
-from hypothesis import strategies as st
 from raw_peers import ERROR, Peer
 from ring_sessions import Trio, one_time, products, seeds, taken_down
 
-from shared.errors import RequestRefused, peer_seconds
+from shared.errors import RequestRefused
 from shared.wire.header import Direction, Operation
 from tenant_sdk.connection import channel as channel_module
 from tenant_sdk.connection.replicas import reconnecting
-from tenant_sdk.connection.replicas.backoff import GROWTH_ENDS, LEAST, pause
 from tenant_sdk.connection.replicas.reconnecting import ReconnectingConnection, single_replica
 from tenant_sdk.connection.stats import Stats
 
 pytest_plugins = ("ring_fixtures",)
-
-CHANCE = st.floats(0, 1, exclude_max=True)
-
-
-@given(attempt=st.integers(0, 10_000), asked=st.floats(0, 1e6), chance=CHANCE)
-def test_a_pause_is_never_shorter_than_asked_or_than_the_floor(
-    attempt: int, asked: float, chance: float
-) -> None:
-    least = max(asked, LEAST)
-    assert least <= pause(attempt, asked, chance) <= 1.5 * max(asked, GROWTH_ENDS)
-    assert pause(attempt, asked, chance) <= pause(attempt + 1, asked, chance)
-    assert pause(attempt, asked, 0.0) <= pause(attempt, asked, chance)
-
-
-def test_pauses_double_up_to_a_limit() -> None:
-    assert [pause(attempt, 1e-9, 0.0) for attempt in range(4)] == [0.05, 0.1, 0.2, 0.4]
-    assert pause(10_000, 0.0, 0.0) == GROWTH_ENDS
-    assert pause(0, 1.0, 0.5) == pytest.approx(1.25)
-
-
-@pytest.mark.parametrize("nonsense", [-1.0, -1e-300, math.nan, math.inf, -math.inf, None])
-def test_seconds_that_cannot_be_are_none(nonsense: float | None) -> None:
-    assert peer_seconds(nonsense) is None
-
-
-@pytest.mark.parametrize(("seconds", "waited"), [(0.0, 0.0), (1e-9, 1e-9), (3.0, 3.0), (1e308, 3600.0)])
-def test_seconds_that_can_be(seconds: float, waited: float) -> None:
-    assert peer_seconds(seconds) == waited
 
 
 def test_a_negative_time_from_an_executor_is_none(tls_dir: Path) -> None:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import msgspec
 
-from tenant_sdk.gateway.beside import Beside, answer
-from tenant_sdk.gateway.doorkeeper import Refusal
-from tenant_sdk.gateway.requests import Asked, asked
+from tenant_sdk.gateway.admission import Refusal
+from tenant_sdk.gateway.helper_process import HelperProcess, answer
+from tenant_sdk.gateway.requests import ParsedRequest, parse_request
 
 _Request = tuple[str, bytes, int]
-_Answer = tuple[Asked | None, Refusal | None]
+_Answer = tuple[ParsedRequest | None, Refusal | None]
 
 
-class Reader(Beside):
-    """``requests.asked`` elsewhere; one call at a time."""
+class RequestParser(HelperProcess):
+    """``requests.parse_request`` elsewhere; one call at a time."""
 
     def __init__(self) -> None:
-        super().__init__("tenant_sdk.gateway.reading")
+        super().__init__("tenant_sdk.gateway.parsing")
 
-    async def __call__(self, path: str, body: bytes, context: int) -> Asked | Refusal:
-        """See ``requests.asked``."""
+    async def __call__(self, path: str, body: bytes, context: int) -> ParsedRequest | Refusal:
+        """See ``requests.parse_request``."""
         told = await self.ask(msgspec.msgpack.encode((path, body, context)))
         if told is None:
             return Refusal(503, "overloaded", "the request could not be read; try again", 1)
@@ -28,7 +28,7 @@ class Reader(Beside):
 
 
 def _read(message: bytes) -> bytes:
-    found = asked(*msgspec.msgpack.decode(message, type=_Request))
+    found = parse_request(*msgspec.msgpack.decode(message, type=_Request))
     pair = (None, found) if isinstance(found, Refusal) else (found, None)
     return msgspec.msgpack.encode(pair)
 

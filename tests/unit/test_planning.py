@@ -13,10 +13,10 @@ from tenant_sdk.sequences.planning import GIB, WINDOWS, Place, Plan, Shapes, pla
 
 # A Llama of 12 layers, d = 768, and one of 32 layers, d = 4096, in float32.
 SMALL = Shapes(
-    layers=12, saved=45_000, answers=31_744, hidden=3_072, attended=6_144, logits=128_000, piece=256 << 20
+    layers=12, saved=45_000, answers=31_744, hidden=3_072, attended=6_144, logits=128_000, chunk=256 << 20
 )
 LARGE = Shapes(
-    layers=32, saved=400_000, answers=172_000, hidden=16_384, attended=32_768, logits=128_000, piece=256 << 20
+    layers=32, saved=400_000, answers=172_000, hidden=16_384, attended=32_768, logits=128_000, chunk=256 << 20
 )
 MUCH = 1 << 50
 HAS = 0.5  # GiB that the process has
@@ -34,7 +34,7 @@ def test_nothing_is_done_where_all_fits() -> None:
 def test_one_thing_after_another() -> None:
     """As sequences get longer, in the same memory."""
     found = [plan(length, 4) for length in (1024, 3072, 4250, 5120, 65536)]
-    ways = [(p.pieces, p.checkpointed, p.window, p.answers, p.states) for p in found]
+    ways = [(p.chunked_loss, p.checkpointed, p.window, p.answers, p.states) for p in found]
     assert ways[0] == (False, False, None, Place.MEMORY, Place.MEMORY)
     assert ways[1] == (True, False, None, Place.MEMORY, Place.MEMORY)
     assert ways[2] == (True, True, None, Place.MEMORY, Place.MEMORY)
@@ -121,4 +121,4 @@ def test_plans_fit(length: int, batch: int, memory: float, shapes: Shapes) -> No
         return
     assert found.memory <= memory * GIB
     assert found.window is None or 1 <= found.window <= WINDOWS[0]
-    assert found.pieces or not (found.checkpointed or found.window)
+    assert found.chunked_loss or not (found.checkpointed or found.window)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shared.errors import Argument, ConfigurationError, Message, Word
+from shared.errors import Argument, ConfigurationError, Message, Placeholder
 from shared.options import Flag, flags_of
 from tenant_sdk.command_line.main import NAMES, app
 from tenant_sdk.gateway.options import GatewayOptions
@@ -19,7 +19,7 @@ from tenant_sdk.gateway.options import GatewayOptions
 ROOT = Path(__file__).parents[2]
 
 
-FILE = Word("FILE")
+FILE = Placeholder("FILE")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ FILE = Word("FILE")
             "client_certificate=(FILE, FILE)",
             "--client-certificate FILE --client-key FILE",
         ),
-        (Message("{token}, as", token=Word("TOKEN")), "token=TOKEN, as", "--token-env VAR, as"),
+        (Message("{token}, as", token=Placeholder("TOKEN")), "token=TOKEN, as", "--token-env VAR, as"),
         (Message("{mask_source_ca}: give"), "mask_source_ca: give", "--mask-source-ca: give"),
         (Message("{ca}", ca=Path("a b")), "ca='a b'", "--ca a b"),
         # Values are not looked into, whatever they hold.
@@ -57,7 +57,11 @@ FILE = Word("FILE")
             "--ca {ca}, or privacy='x'",
         ),
         (Message("{}", Message("{ca}", ca=FILE)) + "; {ca}", "ca=FILE; {ca}", "--ca FILE; {ca}"),
-        (Message("{model_class}", model_class=Word("CLASS")), "model_class=CLASS", "model_class=CLASS"),
+        (
+            Message("{model_class}", model_class=Placeholder("CLASS")),
+            "model_class=CLASS",
+            "model_class=CLASS",
+        ),
     ],
 )
 def test_how_an_option_is_shown(message: Message, python: str, shown: str) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shared.errors import ConfigurationError, Message, Word
+from shared.errors import ConfigurationError, Message, Placeholder
 
 if TYPE_CHECKING:  # torch itself may be what does not fit
     from shared.wire.messages import GroupInfo
@@ -19,11 +19,11 @@ GIB = 2.0**30
 ADVICE = Message(
     "choose a smaller model or a machine with more memory, raise the limit, or have each of several hosts "
     "serve a part of the layers ({part})",
-    part=Word("k/n"),
+    part=Placeholder("k/n"),
 )
 
 
-def check_room(
+def check_memory(
     model: str,
     groups: Sequence[GroupInfo],
     weight_bytes: int,

@@ -12,7 +12,7 @@ NICENESS = 10  # sequences that are computed come first
 _LENGTH = 4  # bytes in front of each message
 
 
-class Beside:
+class HelperProcess:
     """A module of this package as a process, which answers one message after the other; see ``answer``.
 
     Args:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from commands import BASE_MODEL, ENVIRONMENT
 
-from provider.executor import room
+from provider.executor import memory_check
 from provider.executor.base import BaseExecutor
 from provider.executor.loading import NUMERICS
-from provider.executor.room import BASE_BYTES, available_memory, check_room, memory_errors
+from provider.executor.memory_check import BASE_BYTES, available_memory, check_memory, memory_errors
 from shared.errors import ConfigurationError
 from shared.wire.messages import GroupInfo
 
@@ -39,7 +39,7 @@ def test_weights_take_what_was_estimated(
 ) -> None:
     said: list[tuple[list[GroupInfo], int]] = []
     monkeypatch.setattr(
-        "provider.executor.base.check_room", lambda _, groups, size, **more: said.append((groups, size))
+        "provider.executor.base.check_memory", lambda _, groups, size, **more: said.append((groups, size))
     )
     executor = BaseExecutor(checkpoint("llama"), numerics=numerics)
     _, (groups, size) = said  # the first is about conversions alone
@@ -55,9 +55,9 @@ def test_what_does_not_fit_is_refused(checkpoint: Callable[[str], Path]) -> None
     groups = BaseExecutor(checkpoint("llama"), numerics="ring").manifest.groups
     sizes = [member.outputs * group.inputs for group in groups for member in group.members]
     needed = 2 * sum(sizes) + 4 * max(sizes) + BASE_BYTES
-    check_room("a-model", groups, 2, lambda: (needed, "enough"))
+    check_memory("a-model", groups, 2, lambda: (needed, "enough"))
     with pytest.raises(ConfigurationError) as caught:
-        check_room("a-model", groups, 2, lambda: (needed - 1, "this test"))
+        check_memory("a-model", groups, 2, lambda: (needed - 1, "this test"))
     said = str(caught.value)
     assert "not enough memory to load a-model: needs about 0.25 GiB (weights 0.00 GiB + 0.25 GiB" in said
     assert "0.25 GiB available (this test)" in said
@@ -102,8 +102,8 @@ def test_the_least_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         ("stat", "anon 1\ninactive_file 100000\n"),
     ):
         (tmp_path / f"memory.{name}").write_text(text)
-    assert room._of_group(tmp_path) == (500_000.0, "limit of its cgroup")
+    assert memory_check._of_group(tmp_path) == (500_000.0, "limit of its cgroup")
     (tmp_path / "memory.max").write_text("max\n")
-    assert room._of_group(tmp_path)[0] == float("inf")
+    assert memory_check._of_group(tmp_path)[0] == float("inf")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1, 1))
     assert available_memory()[1].startswith("limit of its address space")
