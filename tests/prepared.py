@@ -82,11 +82,15 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
     def _look(self, timeout: float | None) -> None:
         """Learn how it ended, if that is known in time; other threads may ask as well."""
-        if self.returncode is not None or not select.select([self._status], [], [], timeout)[0]:
+        if self.returncode is not None:
+            return
+        assert self._status is not None
+        ended = select.poll()  # select() knows no descriptors above 1023
+        ended.register(self._status, select.POLLIN)
+        if not ended.poll(None if timeout is None else timeout * 1000):
             return
         with self._waitpid_lock:  # type: ignore[attr-defined]
             if self.returncode is None:
-                assert self._status is not None
                 told = os.read(self._status, 4)
                 self.returncode = struct.unpack("i", told)[0] if told else -signal.SIGKILL
                 os.close(self._status)
