@@ -35,9 +35,10 @@ $(VENV)/.installed: pyproject.toml setup.py shared/ring/product.c shared/ring/pr
 	  { echo 'Python 3.11 or later is needed; name one with: make PYTHON=/path/to/python3'; exit 1; }
 	@echo 'Installing into $(VENV); this takes a minute or a few.'
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' | \
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]' | \
 	  awk '/^Collecting/ { sub(/[^A-Za-z0-9_.-].*/, "", $$2); printf "%s ", $$2; fflush() } \
 	       /^Installing collected/ { printf "\nunpacking\n"; fflush() }'
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true # pip uses one processor; packages have files for other Pythons
 	@touch $@
 
 $(TOKENIZERS)/.installed: requirements-tokenizers.txt tests/real_tokenizers.py $(VENV)/.installed
