@@ -60,7 +60,8 @@ def pytest_collection() -> Generator[None, Any, Any]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of the release tier."""
     for item in items:
-        if item.path.relative_to(Path(__file__).parent).as_posix() in RELEASE:
+        file = item.path.relative_to(Path(__file__).parent).as_posix()
+        if not RELEASE.keys().isdisjoint({file, f"{file}::{item.name.partition('[')[0]}"}):
             item.add_marker("release")
 
 

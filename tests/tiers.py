@@ -1,12 +1,14 @@
-"""Which tests only `make release` runs, and why they can wait that long.
+"""Which files, or single tests, only `make release` runs, and why they can wait that long.
 
-Each of these files takes half a minute to three minutes. What it tests has quicker tests in `make test` too,
-or depends on files that seldom change.
+Each takes ten seconds to three minutes. What it tests has quicker tests in `make test` too, or depends on
+files that seldom change.
 """
 
 from __future__ import annotations
 
 _AUDIT = "audits with controls; the attacks themselves are in tests/unit/test_audit_*.py"
+_COMPOSE = "test_replica_processes.py stops one too"
+_DEMOS = "two more demos; integration/test_workers.py compares bits"
 _LONG = "every way of a feature; tests/unit has its policies"
 
 RELEASE: dict[str, str] = {
@@ -17,8 +19,14 @@ RELEASE: dict[str, str] = {
     "e2e/test_audit_routes.py": _AUDIT,
     "e2e/test_audit_structure.py": _AUDIT,
     "e2e/test_audit_supplies.py": _AUDIT,
+    "e2e/test_compose.py::test_a_tenant_goes_on_when_a_replica_is_stopped": _COMPOSE,
+    "e2e/test_demo.py::test_workers_give_the_same_adapter": _DEMOS,
     "e2e/test_descriptors.py": "executors that run out of descriptors, in files that seldom change",
     "e2e/test_expert_workers.py": "experts on workers; integration tests have each alone",
+    "e2e/test_dev.py::test_a_tenant_goes_on_after_a_restart": "as test_restarts.py",
+    "e2e/test_gateway.py::test_guesses_change_neither_tokens_nor_rows": "a gateway that guesses, which is off by default",
+    "e2e/test_gateway.py::test_lm_eval": "a client; test_langchain and openai's are others",
+    "e2e/test_gateway.py::test_products_of_adapters_are_made_once": "a script of files that seldom change",
     "e2e/test_gateway_isolation.py": "hostile clients; bounds and shares are in tests/unit/test_gateway_*.py",
     "e2e/test_gateway_models.py": "many architectures in a gateway; test_gateway.py has one",
     "e2e/test_gpu_benchmark.py": "a benchmark",
@@ -35,5 +43,6 @@ RELEASE: dict[str, str] = {
     "integration/test_gathered.py": "FSDP, a baseline to compare with",
     "integration/test_long_generation.py": _LONG,
     "integration/test_long_tuning.py": _LONG,
+    "integration/test_made_weights.py::test_workers_make_their_own": "workers of quantised checkpoints",
     "integration/test_resuming.py": "all ten methods, to the bit; finetuning and trainer tests resume one",
 }

@@ -78,8 +78,11 @@ def test_the_demo_and_its_failure(tmp_path: Path) -> None:
         assert summary["gateway_gives_same_tokens"]
         assert told["tokens"]["base_model"] == remote["text_before"]
 
-    shared = start("--output", tmp_path / "shared", "--workers", "2", "--no-gateway", *SMALL)
-    out, _ = shared.communicate(timeout=300)
-    assert shared.returncode == 0, out
-    one, other = (tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("well", "shared"))
+
+def test_workers_give_the_same_adapter(tmp_path: Path) -> None:
+    for name, more in (("one", ()), ("shared", ("--workers", "2"))):
+        process = start("--output", tmp_path / name, "--no-gateway", *more, *SMALL)
+        out, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, out
+    one, other = (tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("one", "shared"))
     assert one.read_bytes() == other.read_bytes()

@@ -463,7 +463,7 @@ def test_the_provider_dies_and_comes_back(
         time.sleep(0.1)
 
 
-def test_guessed_tokens_are_the_same_and_rows_constant_and_it_ends_when_asked(
+def test_guesses_change_neither_tokens_nor_rows(
     start: Start, masks: Executor, model: Path, tmp_path: Path
 ) -> None:
     """Prompt lookup finds much in a text that repeats itself, and nothing elsewhere."""
