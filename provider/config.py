@@ -189,8 +189,9 @@ class ServeConfig:
         float,
         Option(
             _LIMITS,
-            "Age, 10 % more or less, at which the executor ends a session as soon as none of its requests "
-            "is under way. The tenant's SDK connects again, perhaps to another replica. 0: never.",
+            "Maximum age of a session, 10 % more or less. The executor ends an older session as soon as none "
+            "of its requests is under way. The tenant's SDK connects again, perhaps to another replica. 0: "
+            "no maximum.",
             least=0,
         ),
     ] = 0.0
@@ -276,8 +277,8 @@ class ServeConfig:
         Path | None,
         Option(
             _OBSERVED,
-            "Folder for a recording of tenants' messages, for an audit. The manifest tells tenants. The "
-            "mask source of {dev} records nothing.",
+            "Folder for a recording of tenants' messages, for an audit. The manifest tells tenants that the "
+            "executor records. The mask source of {dev} records nothing.",
         ),
     ] = None
     dev: Annotated[

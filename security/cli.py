@@ -97,9 +97,10 @@ def run(
     memory. Attacks on three gateways take some three minutes more. They need an environment with vLLM;
     without it, claims about gateways are skipped.
 
-    A control is the same attack without the defence. Exit status 0: every claim that was not skipped holds,
-    and every control succeeded ("weak": perhaps by chance, in so few trials). 1: a claim does not hold, or a
-    control failed, so that failed attacks prove nothing. 2: an error; nothing is known.
+    A control is the same attack without the defence. A control is "weak" if it had so few trials that it may
+    have succeeded by chance. Exit status 0: every claim that was not skipped holds, and every control
+    succeeded, if only weakly. 1: a claim does not hold, or a control failed, so that failed attacks prove
+    nothing. 2: an error; nothing is known.
     """
     for path, what in ((model, "model"), (text, "text")):
         if not path.exists():

@@ -143,7 +143,12 @@ class GatewayOptions:
     ] = ""
     draft_tokens: Annotated[
         int | None,
-        Option(_MODEL, f"Most tokens that are guessed at once. Default: {DRAFT_TOKENS}.", least=1, most=16),
+        Option(
+            _MODEL,
+            f"Maximum number of tokens that are guessed at once. Default: {DRAFT_TOKENS}.",
+            least=1,
+            most=16,
+        ),
     ] = None
     ready_file: Annotated[
         Path | None,

@@ -58,8 +58,9 @@ class SessionConfig:
             "URL of the executor: wss://host:port, or, for an executor on this machine, ipc:// and the "
             "absolute path of its directory (serve --local-dir). Several URLs, in a list or separated by "
             "commas, are replicas: executors of one operator and model. The session uses one replica at a "
-            "time, but all executors of parts (serve --part k/n). Several addresses of a host name are "
-            "replicas too. In Python, also the result of provider.serve_in_process.",
+            "time. If executors serve parts (serve --part k/n), it uses one of each part. Several "
+            "addresses of a host name are replicas too. In Python, also the result of "
+            "provider.serve_in_process.",
             unit="URL",
         ),
     ] = ""
@@ -108,10 +109,10 @@ class SessionConfig:
         Option(
             EXECUTORS,
             "Party that computes the effects of masks: the URL of an executor (or its replicas, as above) "
-            "that another operator runs with the same weights; or the checkpoint, local:FOLDER or "
-            "local:hub:NAME[@REVISION], to compute them here. With one-time masks, rows stay hidden if one "
-            "mask source does not collude with the provider. A noise-bank takes one, by default the "
-            "provider, which then sees every mask.",
+            "that another operator runs with the same weights. With local:FOLDER or "
+            "local:hub:NAME[@REVISION], this machine computes them from that checkpoint. With one-time "
+            "masks, rows stay hidden if one mask source does not collude with the provider. A noise-bank "
+            "takes one, by default the provider, which then sees every mask.",
             unit="URL",
             single="mask_source",
         ),
@@ -129,8 +130,9 @@ class SessionConfig:
         str | Path | Sequence[str | Path | None] | None,
         Option(
             EXECUTORS,
-            "PEM file of the mask source's certificate authority, or the word system for the operating "
-            "system's; for several, that of each. Required if {ca} is given, else system.",
+            "PEM file of the mask source's certificate authority, or the word system for the authorities of "
+            "the operating system. For several mask sources, that of each. Required if {ca} is given. "
+            "Default without {ca}: system.",
             unit="FILE",
             single="mask_source_ca",
         ),
@@ -149,8 +151,8 @@ class SessionConfig:
         Option(
             TRUST,
             "Accept this sign that provider and mask sources have the same operator: "
-            f"{', '.join(SIGNS)}; or all of them, for a trial. One-time masks hide nothing from an "
-            "operator of both.",
+            f"{', '.join(SIGNS)}. {ALL}: accept every sign, for a trial. One-time masks hide nothing from "
+            "an operator of both.",
             choices=(*SIGNS, ALL),
             unit="SIGN",
             single="allow_same",
@@ -244,8 +246,9 @@ class SessionConfig:
         Option(
             VERIFICATION,
             "File that symbiosis-tenant fingerprint made from weights that you trust. Default: a local: "
-            "mask source computes the fingerprints, else the executors do, under masks. The executors' show "
-            "any later deviation, but not whether the weights were right from the start.",
+            "mask source computes the fingerprints, else the executors do, under masks. Fingerprints that "
+            "executors compute show any later deviation, but not whether the weights were right from the "
+            "start.",
             unit="FILE",
         ),
     ] = None

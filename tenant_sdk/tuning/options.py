@@ -27,9 +27,9 @@ class ReadingOptions:
         int,
         Option(
             _DATA,
-            "Tokens in a block of plain text, and most tokens in a record. Longer records with `text` are "
-            "split, others left out; both are reported. If memory is short, long sequences are computed in "
-            "windows.",
+            "Tokens in a block of plain text, and maximum number of tokens in a record. Longer records with "
+            "`text` are split, and other longer records are left out; both are reported. If memory is short, "
+            "long sequences are computed in windows.",
             least=2,
             unit="TOKENS",
         ),
@@ -103,7 +103,7 @@ class TrainingOptions(ReadingOptions):
         float | None,
         Option(
             _TRAINING,
-            "Memory that this process may use. Default: what it uses when the training begins, and 80 % of "
+            "Memory that this process may use. Default: what it uses when the training begins, plus 80 % of "
             "the free memory.",
             unit="GIB",
         ),
@@ -132,7 +132,7 @@ class TrainingOptions(ReadingOptions):
         str | None,
         Option(
             _ADAPTER,
-            "Base model that the adapter's configuration names, for use without an executor.",
+            "Base model to name in the adapter's configuration, for loading the adapter without an executor.",
             unit="FOLDER|hub:NAME[@REVISION]",
         ),
     ] = None
