@@ -24,7 +24,7 @@ RELEASE: dict[str, str] = {
     "e2e/test_descriptors.py": "executors that run out of descriptors, in files that seldom change",
     "e2e/test_expert_workers.py": "experts on workers; integration tests have each alone",
     "e2e/test_dev.py::test_a_tenant_goes_on_after_a_restart": "as test_restarts.py",
-    "e2e/test_gateway.py::test_guesses_change_neither_tokens_nor_rows": "a gateway that guesses, which is off by default",
+    "e2e/test_gateway.py::test_guesses_change_neither_tokens_nor_rows": "an option that is off by default",
     "e2e/test_gateway.py::test_lm_eval": "a client; test_langchain and openai's are others",
     "e2e/test_gateway.py::test_products_of_adapters_are_made_once": "a script of files that seldom change",
     "e2e/test_gateway_isolation.py": "hostile clients; bounds and shares are in tests/unit/test_gateway_*.py",
