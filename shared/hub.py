@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shared.errors import CheckpointError
+from shared.gguf import folder_of, is_gguf
 
 log = logging.getLogger(__name__)
 
@@ -84,15 +85,17 @@ def asked_of_hub(name: str | Path) -> HubId | None:
 
 
 def checkpoint_folder(name: str | Path) -> Path:
-    """The folder of a checkpoint that is given as one, or as a model of a hub, which is downloaded once.
+    """The folder of a checkpoint that is given as one, as a model of a hub or as a GGUF file.
+
+    A model of a hub is downloaded once, and a file is made into a folder once.
 
     Raises:
-        CheckpointError: see ``asked_of_hub``; the hub has no such model, or none that can be used, or cannot
-            be asked.
+        CheckpointError: see ``asked_of_hub`` and ``shared.gguf.folder_of``; the hub has no such model, or
+            none that can be used, or cannot be asked.
     """
     wanted = asked_of_hub(name)
     if wanted is None:
-        return Path(name)
+        return folder_of(Path(name)) if is_gguf(Path(name)) else Path(name)
     folder = _download(wanted)
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(

@@ -36,6 +36,7 @@ _FEW, _LABELS = 1024, 1 << 20  # of anything is no matter; of labels
 _MODULES = 32  # of a model for each of its tensors, at most
 BUILD_SECONDS = 30.0  # models of a thousand layers take a few
 _ARCHITECTURES = 16  # that a configuration names; each is imported
+_DENSE = (torch.float32, torch.float16, torch.bfloat16)
 _UNKNOWN = 1 << 14  # tensors, where a configuration stands alone
 
 
@@ -161,8 +162,9 @@ def recipes_of(tensors: Tensors, model: PreTrainedModel) -> dict[str, Recipe]:
             f"{tensors.folder} is quantised, and only other versions of transformers can make dense weights "
             "of it; the log says what is missing in this one"
         )
-    if said is None:
-        return _by_rules(tensors, model, found, None)
+    plain = _by_rules(tensors, model, found, None)
+    if said is None or _are_dense(tensors, model, plain):
+        return plain
     from shared.quantised import check_complete, quantizer_of
 
     recipes = _by_rules(tensors, model, found, quantizer_of(said))
@@ -171,6 +173,20 @@ def recipes_of(tensors: Tensors, model: PreTrainedModel) -> dict[str, Recipe]:
     used = {key for recipe in recipes.values() for key in recipe.all_keys}
     check_complete(set(tensors.names()) - used, used)
     return recipes
+
+
+def _are_dense(tensors: Tensors, model: PreTrainedModel, plain: Mapping[str, Recipe]) -> bool:
+    """Whether a checkpoint holds dense weights alone, whatever its configuration says.
+
+    Programs that make dense weights of quantised ones often leave the configuration as it was.
+    """
+    used = {key: name for name, recipe in plain.items() for key in recipe.all_keys}
+    state = model.state_dict()
+    return used.keys() == set(tensors.names()) and all(
+        dtype in _DENSE and (plain[name].converter is not None or shape == state[name].shape)
+        for key, name in used.items()
+        for shape, dtype in [tensors.layout(key)]
+    )
 
 
 def _by_rules(

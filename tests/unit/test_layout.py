@@ -33,6 +33,7 @@ SUBPACKAGES = {
         "imports",
         "interruption",
         "compat",
+        "gguf",
         "hub",
         "wire",
         "quantised",
