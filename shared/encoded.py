@@ -14,7 +14,8 @@ from shared.errors import ConfigurationError
 # What decoding raises of text that is none, of another encoding, or nested without an end.
 UNREADABLE = (msgspec.DecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError)
 
-_TEXTS = (".json", ".jinja", ".jsonl", ".model", ".txt")  # besides weights, in a folder of a checkpoint
+# In a checkpoint's folder; all other files are texts, of the model or its tokenizer.
+OF_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
 _LARGEST_TEXT = 64 << 20
 DIGITS = 20  # in a row; making a number of them takes the square of their count
 # Nothing that was matched is tried again, so this takes as long as the text is.
@@ -47,7 +48,7 @@ def check_texts(folder: Path) -> None:
         ConfigurationError: a file other than those of weights is larger than any such file is.
     """
     for file in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")):
-        if file.suffix in _TEXTS and file.is_file() and file.stat().st_size > _LARGEST_TEXT:
+        if file.suffix not in OF_WEIGHTS and file.is_file() and file.stat().st_size > _LARGEST_TEXT:
             raise ConfigurationError(
                 f"{file} is larger than {_LARGEST_TEXT:,} bytes, which no file of this kind is"
             )

@@ -112,7 +112,7 @@ def _convert(file: Path, folder: Path, called: str) -> None:
         raise CheckpointError(
             f"transformers cannot read {called}: {str(error)[:300] or repr(error)}"
         ) from error
-    model.hf_quantizer = None  # or transformers refuses to write it, although its weights are dense
+    vars(model).pop("hf_quantizer")  # or transformers refuses to write it, although its weights are dense
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     config = folder / _DONE

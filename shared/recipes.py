@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ import msgspec
 import torch
 
 from shared import compat
+from shared.configuration import without_loading
 from shared.encoded import UNREADABLE
 from shared.errors import CheckpointError
 from shared.interruption import Interrupted, interrupted
@@ -289,9 +291,13 @@ def config_in(folder: Path, tensors: int = _UNKNOWN) -> PreTrainedConfig:
             "only models whose folder holds all of them are served"
         )
     _check_counts(values, max(_FEW, tensors), f"{folder}/config.json")
-    config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
-    )
+    clean = without_loading(values, f"{folder}/config.json")
+    with tempfile.TemporaryDirectory(prefix="symbiosis-") as alone, bounded_build(folder, tensors):
+        (Path(alone) / "config.json").write_text(json.dumps(clean))
+        config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(
+            alone, local_files_only=True, trust_remote_code=False
+        )
+    config.name_or_path = str(folder)
     return config
 
 

@@ -67,9 +67,9 @@ def mark_of(folder: Path) -> object:
     for name in (CONFIG, WEIGHTS, RECORD):
         try:
             state = (folder / name).stat()
-            found.append((state.st_mtime_ns, state.st_size, state.st_ino))
+            found.append((state.st_mtime_ns, state.st_ctime_ns, state.st_size, state.st_ino))
         except OSError:
-            found.append((0, 0, 0))
+            found.append((0, 0, 0, 0))
     return found
 
 

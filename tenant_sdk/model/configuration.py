@@ -20,22 +20,13 @@ import msgspec
 import transformers
 from transformers import AutoConfig, GenerationConfig, LevitConfig, PreTrainedConfig
 
+from shared.configuration import BACKBONES, DEEPEST, FETCHING, LABELS, harmless, keeps, label, number
 from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, ModelMismatch
 from shared.options import closest
 from shared.wire.messages import Manifest
 from tenant_sdk.connection.remote import RemoteExecutor
 
-# Keys by which transformers finds something to load or to run. Numbers under such names are harmless.
-_LOADS = re.compile(
-    r"^_|auto_map|backbone|timm|path|url|file|repo|kernel|implementation|quantiz|tokenizer|processor|"
-    r"checkpoint|pretrained_|compile|cache_",
-    re.IGNORECASE,
-)
-_KERNELS = re.compile(r"^(conv|tdnn)_kernel$")  # lists of how wide convolutions are
-_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+ -]{0,63}")  # no separator of a path or a URL
-_LABELS = ("id2label", "label2id")
-_LABEL = re.compile(r"[^/\\:\x00-\x1f]{1,128}")  # what a class is called: words, and no path or URL
 # Numbers that no layer accounts for: places in a text, how far a token sees, and ids of tokens. Nothing is
 # made of as many.
 _PLACES = re.compile(
@@ -50,19 +41,15 @@ _CHUNKS = re.compile(
 )
 _IMAGES = re.compile(r"image_size|img_size|crop_size|pinpoints", re.IGNORECASE)  # an image's sides, in pixels
 _PAD_TOGETHER = re.compile(r"attn_chunk_length$", re.IGNORECASE)  # to what all of these divide
-# Built or run, these load compiled code from a public hub.
-_FETCHING = ("mra", "rwkv", "sam3_video", "yoso")
 # Which fill a table in a Python loop as long as their configuration says, before any shape can be compared.
 _LOOPING = ("videomae",)
 # Which fill a table of positions in a Python loop: so long that it takes a few seconds.
 _FILLING, _FILLED = ("distilbert", "flaubert", "marian", "pegasus", "roformer", "xlm"), 1 << 13
-# Parts of a model that its configuration describes, and that are built of it like any other part.
-_BACKBONES = ("sam3_vit_model",)
 # Of configuration classes themselves: they would give one key's value to another.
 _OF_CLASSES = ("attribute_map", "sub_configs", "model_type_map")
 # Of ``Session.load_model``, but for overrides.
 ARGUMENTS = ("dtype", "offload_head", "exclude", "model_class", "base", "progress")
-_DEEPEST, _LARGEST = 6, 1 << 24
+_LARGEST = 1 << 24
 _PIXELS = 4096
 _FEW = 1024  # of anything is no matter, and defaults may be larger than a small model
 # A width, a rate, a scale. A vocabulary is as wide, however narrow the rest of a model is; so a manifest of
@@ -152,8 +139,16 @@ def _check_overrides(config: Any, overrides: Mapping[str, Any]) -> None:
             )
 
 
-def generation_configuration(data: bytes | None, config: Any) -> GenerationConfig:
-    """Token ids and lengths of a peer's ``generation_config.json``, or the configuration's token ids.
+def generation_configuration(
+    data: bytes | None, config: Any, whose: str = "the executor's "
+) -> GenerationConfig:
+    """Token ids and lengths of a ``generation_config.json``, or the configuration's token ids.
+
+    How text is generated stays out: guesses, say, would make the number of rows depend on the text.
+
+    Args:
+        data: the file; None: there is none.
+        whose: it is, for errors.
 
     Raises:
         ModelMismatch: they are no ids and lengths.
@@ -161,13 +156,13 @@ def generation_configuration(data: bytes | None, config: Any) -> GenerationConfi
     if data is None:
         given = {name: _of(config, name) for name in TOKENS}
     else:
-        raw = _object(data, "generation_config.json")
+        raw = _object(data, "generation_config.json", whose)
         given = {name: raw.get(name) for name in (*TOKENS, *LENGTHS)}
     for name, value in given.items():
         several = value if isinstance(value, list) and name in TOKENS else [value]
         for each in several:
             if each is not None and (type(each) is not int or not 0 <= each < 1 << 31):
-                raise ModelMismatch(f"the executor's generation_config.json: {name} cannot be {each!r:.40}")
+                raise ModelMismatch(f"{whose}generation_config.json: {name} cannot be {each!r:.40}")
     return GenerationConfig(**{name: value for name, value in given.items() if value is not None})
 
 
@@ -221,11 +216,11 @@ class _Limits:
         return _FEW if _CHUNKS.search(key) else max(self.widest, _WIDE)
 
 
-def _object(data: bytes, name: str) -> dict[str, Any]:
+def _object(data: bytes, name: str, whose: str = "the executor's ") -> dict[str, Any]:
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
     except UNREADABLE as error:
-        raise ModelMismatch(f"the executor's {name} is refused: {str(error)[:200]}") from error
+        raise ModelMismatch(f"{whose}{name} is refused: {str(error)[:200]}") from error
 
 
 def _clean(value: Any, limits: _Limits, key: str, depth: int, lists: int = 0) -> Any:
@@ -234,18 +229,17 @@ def _clean(value: Any, limits: _Limits, key: str, depth: int, lists: int = 0) ->
     Raises:
         ModelMismatch: a number that no layer accounts for, or nested too deeply.
     """
-    if depth > _DEEPEST:
+    if depth > DEEPEST:
         raise ModelMismatch(f"the executor's configuration: {key[:80]} is nested too deeply")
     if isinstance(value, dict) and value.keys() == {"__float__"} and value["__float__"] in _INFINITE:
         return value
     if isinstance(value, dict):
         return {
-            name: _label(name, each) if key in _LABELS else _clean(each, limits, name, depth + 1)
+            name: label(name, each) if key in LABELS else _clean(each, limits, name, depth + 1)
             for name, each in value.items()
-            if (_LABEL.fullmatch(name) if key in _LABELS else _harmless(each) and _WORD.fullmatch(name))
-            and (not _LOADS.search(name) or _number(each) or _widths(name, each) or _described(name, each))
+            if keeps(key, name, each)
         }
-    if key == "model_type" and value in _FETCHING:
+    if key == "model_type" and isinstance(value, str) and value in FETCHING:
         raise ModelMismatch(
             f"{value} models fetch code when they are built or run; they are not built for a peer"
         )
@@ -263,7 +257,7 @@ def _clean(value: Any, limits: _Limits, key: str, depth: int, lists: int = 0) ->
         ):
             raise ModelMismatch(f"the executor's configuration: {key[:80]} repeats too much")
         # An empty word keeps the places of what follows it.
-        kept = [each for each in value if each == "" or _harmless(each)]
+        kept = [each for each in value if each == "" or harmless(each)]
         return [_clean(each, limits, key, depth + 1, lists + 1) for each in kept]
     if isinstance(value, int) and _PAD_TOGETHER.search(key) and abs(value) & abs(value) - 1:
         raise ModelMismatch(
@@ -280,29 +274,9 @@ def _clean(value: Any, limits: _Limits, key: str, depth: int, lists: int = 0) ->
     return value
 
 
-def _label(name: str, value: Any) -> Any:
-    """A class's name or number; another name if it is neither, for names are counted."""
-    fine = isinstance(value, int) or (isinstance(value, str) and _LABEL.fullmatch(value))
-    return value if fine else f"LABEL_{name[:20]}"
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _widths(key: str, value: Any) -> bool:
-    """Whether this is how wide several convolutions are."""
-    return bool(_KERNELS.search(key)) and isinstance(value, list) and all(map(_number, value))
-
-
-def _described(key: str, value: Any) -> bool:
-    """Whether this is the configuration of a part, without anything to load."""
-    return key == "backbone_config" and isinstance(value, dict) and value.get("model_type") in _BACKBONES
-
-
 def _is_built(backbone: Any) -> bool:
     """Whether a model has no backbone, or one that is built of the peer's configuration."""
-    return backbone is None or getattr(backbone, "model_type", None) in _BACKBONES
+    return backbone is None or getattr(backbone, "model_type", None) in BACKBONES
 
 
 def _parts(config: PreTrainedConfig) -> Iterator[Any]:
@@ -352,7 +326,7 @@ def _check_strides(config: Any) -> None:
     kernels, strides = _of(config, "conv_kernel"), _of(config, "conv_stride")
     if not (isinstance(kernels, list | tuple) and isinstance(strides, list | tuple)):
         return
-    if not all(map(_number, strides)) or any(2 * step < k for k, step in zip(kernels, strides, strict=False)):
+    if not all(map(number, strides)) or any(2 * step < k for k, step in zip(kernels, strides, strict=False)):
         raise ModelMismatch(
             f"the executor's configuration: conv_stride {str(strides)[:80]} is too short for conv_kernel "
             f"{str(kernels)[:80]}; it would make more rows of the same sound"
@@ -364,7 +338,3 @@ def _of(config: Any, name: str, default: Any = None) -> Any:
         return getattr(config, name, default)
     except RuntimeError as error:  # layers have one each, and transformers refuses to choose
         raise ModelMismatch(f"the executor's configuration has several {name}: {str(error)[:200]}") from error
-
-
-def _harmless(value: Any) -> bool:
-    return not isinstance(value, str) or _WORD.fullmatch(value) is not None

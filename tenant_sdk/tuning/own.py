@@ -21,19 +21,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import logging as transformers_logging
 
 from shared.checkpoint import Checkpoint
-from shared.encoded import check_texts
+from shared.encoded import OF_WEIGHTS, check_texts
 from shared.errors import CheckpointError, ConfigurationError, Message, ModelMismatch
 from shared.hub import checkpoint_folder, lies_within
-from shared.recipes import bounded_build, config_in
-from tenant_sdk.model.configuration import read_configuration
+from shared.recipes import bounded_build, config_in, quantisation_of
+from tenant_sdk.model.configuration import generation_configuration, read_configuration
 from tenant_sdk.model.loading import check_causal
 from tenant_sdk.model.naming import find_base, name_model
 from tenant_sdk.session.session import Session
 from tenant_sdk.storage import ADAPTER_CONFIG, disk_errors
 from tenant_sdk.trust.attestation import open_checkpoint
 from tenant_sdk.tuning.sampling import ends_of
-
-_OF_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
 
 
 def load(
@@ -99,16 +97,12 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
         tensors = len(Checkpoint(folder).names())
         config = config_in(folder, tensors)
         check_causal(session.executor, config)
-        for said in (config._attn_implementation, getattr(config, "_experts_implementation", "")):
-            if "/" in str(said):  # transformers would ask a hub for it, and run it
-                raise CheckpointError(
-                    "{}/config.json names code of a hub to be run: remove the implementation {}",
-                    *(str(folder), repr(said)[:80]),
-                )
         with torch.device("meta"), bounded_build(folder, tensors):
             AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        if said := quantisation_of(folder):
+            config.quantization_config = said
         model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="float32", use_safetensors=True, **local
+            folder, config=config, dtype="float32", use_safetensors=True, **local
         )
     except (ImportError, OSError, ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(
@@ -125,6 +119,9 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
                 error.told,
             )
         ) from error
+    generates = folder / "generation_config.json"
+    data = generates.read_bytes() if generates.is_file() else None
+    model.generation_config = generation_configuration(data, model.config, f"{folder}/")
     session.attach(model.requires_grad_(False).eval())
     if base is not None:
         name_model(model, find_base(base, session.manifest))
@@ -199,7 +196,7 @@ def own_tokenizer(folder: Path, embeddings: int | None = None) -> Any:
         raise ConfigurationError(f"there is no folder {folder} to take a tokenizer from")
     check_texts(folder)
     for file in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")):
-        if file.suffix not in _OF_WEIGHTS and not lies_within(folder, file):
+        if file.suffix not in OF_WEIGHTS and not lies_within(folder, file):
             raise ConfigurationError(
                 f"{file} is a link to {file.resolve()}, which is not in that folder, and would be saved "
                 "beside adapters. If that is what you want, put a copy into the folder"

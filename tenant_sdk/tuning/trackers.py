@@ -17,7 +17,7 @@ _DVC = (".dvc/config", ".dvc/config.local")
 # Of each tracker whose files are known: those of the working directory that it reads.
 _FILES: dict[str, tuple[str, ...]] = {
     "wandb": ("wandb/settings", ".wandb/settings"),
-    "comet_ml": (".comet.config", ".env"),
+    "comet_ml": (".comet.config", ".env", ".git/config"),  # by a library that runs its filters
     "swanlab": (
         *(
             ".env",
@@ -69,12 +69,13 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def keep_from_git(names: Sequence[str]) -> None:
-    """Have trackers find no repository: git runs programs that its ``.git/config`` names.
+    """Have trackers find no repository: git and Mercurial run programs that its configuration names.
 
-    A ``GIT_DIR`` that the user has set stays. Dagshub's file is approved.
+    A ``GIT_DIR`` that the user has set stays. Trackers whose file is approved may read it.
     """
-    if set(names) - {"dagshub", "tensorboard"}:
+    if any(".git/config" not in _FILES[name] for name in set(names) - {"tensorboard"}):
         os.environ.setdefault("GIT_DIR", os.devnull)
+        os.environ.setdefault("HGRCSKIPREPO", "1")
 
 
 def where_reports_go(names: Sequence[str]) -> Iterator[str]:

@@ -254,10 +254,25 @@ def test_a_copy_of_more_layers_than_it_holds(tmp_path: Path, serve: Callable[...
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "experts_implementation"])
-def test_a_copy_that_names_code_of_a_hub(key: str, tmp_path: Path, serve: Callable[..., Executor]) -> None:
+@pytest.mark.parametrize("value", ["kernels-community/x", "flash_attention_2"])
+def test_a_copy_chooses_no_code(key: str, value: str, tmp_path: Path, serve: Callable[..., Executor]) -> None:
     """With the package ``kernels``, transformers would fetch and run it."""
     shutil.copytree(BASE_MODEL, tmp_path / "own")
     config = json.loads((BASE_MODEL / "config.json").read_text())
-    (tmp_path / "own" / "config.json").write_text(json.dumps(config | {key: "kernels-community/x"}))
-    with serve(BASE_MODEL).connect() as session, pytest.raises(CheckpointError, match="code of a hub"):
-        attach_own(session, str(tmp_path / "own"))
+    (tmp_path / "own" / "config.json").write_text(json.dumps(config | {key: value}))
+    with serve(BASE_MODEL).connect() as session:
+        model, _ = attach_own(session, str(tmp_path / "own"))
+        assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_copy_does_not_say_how_text_is_generated(tmp_path: Path, serve: Callable[..., Executor]) -> None:
+    """The number of rows would depend on the text, or others' tokens would be chosen."""
+    shutil.copytree(BASE_MODEL, tmp_path / "own")
+    said = {"prompt_lookup_num_tokens": 5, "num_beams": 4, "use_cache": False, "eos_token_id": 3}
+    (tmp_path / "own" / "generation_config.json").write_text(json.dumps(said))
+    with serve(BASE_MODEL).connect() as session:
+        model, _ = attach_own(session, str(tmp_path / "own"))
+    found = model.generation_config
+    assert found.eos_token_id == 3
+    assert not found.prompt_lookup_num_tokens
+    assert found.num_beams in (None, 1)

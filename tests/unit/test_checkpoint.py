@@ -65,7 +65,9 @@ def test_a_file_too_large_to_be_mapped_is_named(tmp_path: Path, limited: bool) -
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors.index.json", "tokenizer.json", "bpe.codes"]
+)
 def test_a_hole_is_not_read_into_memory(name: str, tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
     with (folder / name).open("ab") as file:
@@ -179,6 +181,32 @@ def test_a_configuration_does_not_name_what_is_elsewhere(config: dict[str, Any],
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DetrModel"]} | config))
     with pytest.raises(CheckpointError, match="the backbone 'org/name'"):
         skeleton(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "timm_wrapper", "model_args": {"checkpoint_path": "x"}}, "fetch code or weights"),
+        ({"model_type": "llama", "a": {"model_type": "rwkv"}}, "fetch code or weights"),
+        ({"model_type": "llama", "a": {"a": {"a": {"a": {"a": {"a": {"a": 1}}}}}}}, "nested too deeply"),
+    ],
+)
+def test_a_configuration_that_would_load_something_is_refused(
+    config: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(CheckpointError, match=said):
+        skeleton(tmp_path, torch.float32)
+
+
+def test_nobody_is_asked_whether_code_is_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers asks at a terminal if a part of a configuration names code, whatever it was told."""
+    part = {"model_type": "bert", "auto_map": {"AutoConfig": "evil.Evil"}}
+    config = {"model_type": "encoder-decoder", "encoder": part, "decoder": part}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["EncoderDecoderModel"]}))
+    (tmp_path / "evil.py").write_text("raise SystemExit(7)")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
+    assert not hasattr(recipes.config_in(tmp_path).encoder, "auto_map")
 
 
 def test_a_configuration_does_not_name_another_file(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ SUBPACKAGES = {
     "shared": [
         "errors",
         "encoded",
+        "configuration",
         "launching",
         "ownership",
         "secrets",

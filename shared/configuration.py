@@ -1,0 +1,90 @@
+"""What of a ``config.json``, which anybody may have written, transformers would open, fetch, import or run.
+
+Such entries are left out, and so are words that could be a path or a URL. What is left describes layers.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from shared.errors import CheckpointError
+
+# Keys by which transformers finds something to load or to run. Numbers under such names are harmless.
+_LOADS = re.compile(
+    r"^_|auto_map|backbone|timm|path|url|file|repo|kernel|implementation|quantiz|tokenizer|processor|"
+    r"checkpoint|pretrained_|compile|cache_",
+    re.IGNORECASE,
+)
+_KERNELS = re.compile(r"^(conv|tdnn)_kernel$")  # lists of how wide convolutions are
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+ -]{0,63}")  # no separator of a path or a URL
+LABELS = ("id2label", "label2id")
+_LABEL = re.compile(r"[^/\\:\x00-\x1f]{1,128}")  # what a class is called: words, and no path or URL
+# Built or run, these load compiled code, or models of another library, from elsewhere.
+FETCHING = frozenset({"mra", "rwkv", "sam3_video", "timm_backbone", "timm_wrapper", "yoso"})
+# Parts of a model that its configuration describes, and that are built of it like any other part.
+BACKBONES = ("sam3_vit_model",)
+DEEPEST = 6  # how far entries may be nested
+
+
+def without_loading(value: Any, where: str, key: str = "", depth: int = 0) -> Any:
+    """A configuration without what transformers would load.
+
+    Args:
+        value: as JSON has it.
+        where: the file, for errors.
+
+    Raises:
+        CheckpointError: it is nested too deeply, or of a model that loads something when it is built.
+    """
+    if depth > DEEPEST:
+        raise CheckpointError(f"{where}: {key[:80]} is nested too deeply")
+    if key == "model_type" and isinstance(value, str) and value in FETCHING:
+        raise CheckpointError(f"{where}: {value} models fetch code or weights when they are built")
+    if isinstance(value, dict):
+        return {
+            name: label(name, each) if key in LABELS else without_loading(each, where, name, depth + 1)
+            for name, each in value.items()
+            if keeps(key, name, each)
+        }
+    if isinstance(value, list):
+        # An empty word keeps the places of what follows it.
+        return [
+            without_loading(each, where, key, depth + 1) for each in value if each == "" or harmless(each)
+        ]
+    return value
+
+
+def keeps(key: str, name: str, value: Any) -> bool:
+    """Whether an entry stays: of the object under ``key`` the one of this name."""
+    if key in LABELS:
+        return _LABEL.fullmatch(name) is not None
+    if not harmless(value) or not _WORD.fullmatch(name):
+        return False
+    return not _LOADS.search(name) or number(value) or _widths(name, value) or _described(name, value)
+
+
+def label(name: str, value: Any) -> Any:
+    """A class's name or number; another name if it is neither, for names are counted."""
+    fine = isinstance(value, int) or (isinstance(value, str) and _LABEL.fullmatch(value))
+    return value if fine else f"LABEL_{name[:20]}"
+
+
+def harmless(value: Any) -> bool:
+    """Whether it is no string, or a word."""
+    return not isinstance(value, str) or _WORD.fullmatch(value) is not None
+
+
+def number(value: Any) -> bool:
+    """Whether it is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _widths(key: str, value: Any) -> bool:
+    """Whether this is how wide several convolutions are."""
+    return bool(_KERNELS.search(key)) and isinstance(value, list) and all(map(number, value))
+
+
+def _described(key: str, value: Any) -> bool:
+    """Whether this is the configuration of a part, without anything to load."""
+    return key == "backbone_config" and isinstance(value, dict) and value.get("model_type") in BACKBONES
