@@ -16,6 +16,7 @@ UNREADABLE = (msgspec.DecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError, 
 
 # In a checkpoint's folder; all other files are texts, of the model or its tokenizer.
 OF_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
+_ALWAYS_READ = ("config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json")
 _LARGEST_TEXT = 64 << 20
 DIGITS = 20  # in a row; making a number of them takes the square of their count
 # Nothing that was matched is tried again, so this takes as long as the text is.
@@ -45,10 +46,15 @@ def check_texts(folder: Path) -> None:
     """Refuse a checkpoint's or a tokenizer's folder of which libraries would read a hole into memory.
 
     Raises:
-        ConfigurationError: a file other than those of weights is larger than any such file is.
+        ConfigurationError: a large file is no file of weights, and a hole for the most part; or a JSON file
+            that every library reads is larger than any such file.
     """
     for file in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")):
-        if file.suffix not in OF_WEIGHTS and file.is_file() and file.stat().st_size > _LARGEST_TEXT:
+        if file.suffix in OF_WEIGHTS or not file.is_file():
+            continue
+        state = file.stat()
+        hole = state.st_blocks * 512 < state.st_size // 2
+        if state.st_size > _LARGEST_TEXT and (hole or file.name in _ALWAYS_READ):
             raise ConfigurationError(
                 f"{file} is larger than {_LARGEST_TEXT:,} bytes, which no file of this kind is"
             )

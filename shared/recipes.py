@@ -34,7 +34,7 @@ Layout = tuple[tuple[int, ...], torch.dtype]
 # Keys that count: a model is built of as many modules, or lists are made that long.
 _COUNTS = re.compile(r"layer|depth|block|expert|^(num|n)_(stages|labels)$", re.IGNORECASE)
 _SIZES = re.compile(r"size|dim|width|length|capacity|_id$", re.IGNORECASE)
-_FEW, _LABELS = 1024, 1 << 20  # of anything is no matter; of labels
+_FEW, _LABELS = 1024, 1 << 17  # of anything is no matter; of labels, in each part
 _MODULES = 32  # of a model for each of its tensors, at most
 BUILD_SECONDS = 30.0  # models of a thousand layers take a few
 _ARCHITECTURES = 16  # that a configuration names; each is imported

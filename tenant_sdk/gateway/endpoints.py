@@ -10,6 +10,7 @@ from collections import deque
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from shared.wire.messages import Manifest
 
 SAMPLES, SAMPLE_SECONDS = 120, 1.0
-LOOK_SECONDS = 1.0  # between looks at the folder of adapters
+LOOK_SECONDS, LOOKS_AGAIN = 1.0, 60  # between looks at the folder of adapters, and at refused ones
 FIGURES_SECONDS = 1.0  # for which metrics and the status are good
 # Of vLLM's paths those that a gateway is for; the others would only be there to be attacked.
 KEPT = GENERATES | TOKENIZES | {"/health", "/version"}
@@ -311,12 +312,13 @@ class Endpoints:
                 if copy not in used:
                     await asyncio.to_thread(shutil.rmtree, copy, ignore_errors=True)
 
-    async def _look(self, folder: Path, *, begins: bool = False) -> None:
+    async def _look(self, folder: Path, *, begins: bool = False, again: bool = False) -> None:
         """Serve what is in the folder, and no more what was in it.
 
         Args:
             begins: all that is there is complete; later a folder may still be written until two looks see the
                 same.
+            again: also look at those that were refused, whose reason may have gone.
         """
         gateway = self._gateway
         found = await asyncio.to_thread(lambda: {path.name: mark_of(path) for path in folders_in(folder)})
@@ -328,7 +330,8 @@ class Endpoints:
         self._seen = {name: mark for name, mark in self._seen.items() if name in found}
         for name, mark in found.items():
             # As it was; nor is one that was deleted by request served again.
-            if self._seen.get(name) == mark or last.get(name) != mark:
+            known = self._seen.get(name) == mark and not (again and name in gateway.refused)
+            if known or last.get(name) != mark:
                 continue
             self._seen[name] = mark
             try:
@@ -342,10 +345,10 @@ class Endpoints:
     async def _watch(self, folder: Path) -> None:
         """Look again and again. Libraries that are told of changes follow links out of the folder."""
         said = ""
-        while True:
+        for look in count(1):
             await asyncio.sleep(LOOK_SECONDS)
             try:
-                await self._look(folder)
+                await self._look(folder, again=look % LOOKS_AGAIN == 0)
                 said = ""
             except Exception as error:  # the next look may be a better one
                 if said != str(error):

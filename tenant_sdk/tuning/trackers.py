@@ -31,9 +31,10 @@ _FILES: dict[str, tuple[str, ...]] = {
     "codecarbon": (".codecarbon.config",),
     "dvclive": _DVC,
     "dagshub": (*_DVC, ".git/config"),
-    **dict.fromkeys(("azure_ml", "clearml", "kubeflow", "mlflow", "neptune", "tensorboard", "trackio"), ()),
+    "clearml": (".hg/hgrc",),
+    **dict.fromkeys(("azure_ml", "kubeflow", "mlflow", "neptune", "tensorboard", "trackio"), ()),
 }
-_ABOVE = (*_DVC, ".git/config")  # which are looked for in the folders above, too
+_ABOVE = (*_DVC, ".git/config", ".hg/hgrc")  # which are looked for in the folders above, too
 # Variables that name the server.
 _SERVERS = {
     "wandb": "WANDB_BASE_URL",
@@ -96,5 +97,7 @@ def _there(name: str) -> Iterator[Path]:
     for file in _FILES[name]:
         folders = (here, *here.parents) if file in _ABOVE else (here,)
         for folder in folders:
-            if os.path.lexists(folder / file):
+            if file == ".git/config" and (folder / ".git").is_file():  # says where the repository is
+                yield Path(os.path.relpath(folder / ".git", here))
+            elif os.path.lexists(folder / file):
                 yield Path(os.path.relpath(folder / file, here))

@@ -78,6 +78,12 @@ def test_a_hole_is_not_read_into_memory(name: str, tmp_path: Path, checkpoint: C
         own_tokenizer(folder)
 
 
+def test_a_large_file_beside_it_that_nobody_reads(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    (folder / "train.jsonl").write_bytes(bytes(1 << 20) * 65)
+    assert Checkpoint(folder).names()
+
+
 def test_a_name_that_would_take_hours_is_refused(tmp_path: Path) -> None:
     """Transformers searches names for patterns with ``.*``."""
     (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')

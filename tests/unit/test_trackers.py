@@ -37,6 +37,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("codecarbon", ".codecarbon.config"),
         ("dvclive", "../.dvc/config"),
         ("dagshub", "../.git/config"),
+        ("comet_ml", "../.git/config"),
+        ("comet_ml", ".git"),
+        ("clearml", "../.hg/hgrc"),
     ],
 )
 def test_a_file_that_nobody_has_named_is_refused_until_it_is_approved(
