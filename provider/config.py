@@ -49,7 +49,7 @@ class ServeConfig:
 
     model_dir: Annotated[
         Path,
-        Option(_SERVED, "Folder with safetensors, or hub:NAME[@REVISION].", argument=True),
+        Option(_SERVED, "Folder with safetensors, GGUF file, or hub:NAME[@REVISION].", argument=True),
     ]
     numerics: Annotated[
         str,

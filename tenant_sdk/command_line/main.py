@@ -249,7 +249,7 @@ def generate(
 @app.command()
 def fingerprint(
     checkpoint: Annotated[
-        Path, typer.Argument(help="Checkpoint that you trust: folder, or hub:NAME\\[@REVISION].")
+        Path, typer.Argument(help="Checkpoint that you trust: folder, GGUF file, or hub:NAME\\[@REVISION].")
     ],
     output: Annotated[Path, typer.Option(help="File to write. An existing file is replaced.")],
     key_env: Annotated[
