@@ -105,7 +105,13 @@ def running(
     options += ("--max-adapters", 2)  # so that no memory for one is left over for rows without
     folder = tmp_path_factory.mktemp("gateway")
     with gateway(provider, masks, folder, *options, "--api-key-env", "KEYS", KEYS=f"other-{KEY} {KEY}") as it:
+        assert metric(provider, "symbiosis_rows_total") == 0  # nothing is sent at the start
         yield it
+        # An engine that dies ends the gateway, with a status that has it started again.
+        engine = subprocess.check_output(["pgrep", "-P", str(it.process.pid), "-f", "EngineCore"])
+        os.kill(int(engine), signal.SIGKILL)
+        assert it.process.wait(60) == 1
+        assert "vLLM's engine ended by itself" in it.said
 
 
 @pytest.fixture(scope="module")
@@ -158,10 +164,6 @@ def likelihoods(client: openai.OpenAI, name: str) -> list[float | None]:
     found = answer.choices[0].logprobs.token_logprobs
     assert found is not None
     return found[1:-1]
-
-
-def test_nothing_was_sent_at_the_start(running: RunningGateway, provider: Executor) -> None:
-    assert metric(provider, "symbiosis_rows_total") == 0
 
 
 def test_greedy_tokens_are_those_of_transformers(client: openai.OpenAI, model: Path, adapters: Path) -> None:
@@ -505,11 +507,3 @@ def counted(provider: Executor, groups: int) -> tuple[int, int]:
 
     until(whole, "all groups are asked alike")
     return int(found[0]), int(found[1])
-
-
-def test_an_engine_that_dies_ends_the_gateway(running: RunningGateway) -> None:
-    """With a status that has it started again; the last test here, for it ends what all others ask."""
-    engine = subprocess.check_output(["pgrep", "-P", str(running.process.pid), "-f", "EngineCore"])
-    os.kill(int(engine), signal.SIGKILL)
-    assert running.process.wait(60) == 1
-    assert "vLLM's engine ended by itself" in running.said

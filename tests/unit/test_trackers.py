@@ -94,11 +94,12 @@ def test_git_runs_no_program_of_this_folder(
     tracker: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trackers call it for the state of the code; what a diff is made with, its configuration says."""
-    monkeypatch.setattr(os, "environ", {**os.environ})
+    ours = {name: value for name, value in os.environ.items() if name not in ("GIT_DIR", "HGRCSKIPREPO")}
+    monkeypatch.setattr(os, "environ", ours)
     git = ["git", "-c", "init.defaultBranch=main"]
-    subprocess.run([*git, "init", "-q"], check=True)
-    subprocess.run([*git, "config", "diff.external", f"touch {here}/ran; true"], check=True)
-    subprocess.run([*git, "config", "core.fsmonitor", f"touch {here}/ran; true"], check=True)
+    subprocess.run([*git, "init", "-q"], check=True, env=ours)
+    subprocess.run([*git, "config", "diff.external", f"touch {here}/ran; true"], check=True, env=ours)
+    subprocess.run([*git, "config", "core.fsmonitor", f"touch {here}/ran; true"], check=True, env=ours)
     keep_from_git([tracker])
     subprocess.run(["git", "diff", "HEAD"], env=os.environ, check=False, capture_output=True)
     subprocess.run(["git", "status"], env=os.environ, check=False, capture_output=True)
