@@ -69,10 +69,7 @@ def run(
     ] = _EXAMPLES / "base_model",
     text: Annotated[
         Path,
-        typer.Option(
-            help="Real text for the tenants to work on, one example a line.",
-            show_default="that of the examples",
-        ),
+        typer.Option(help="Real text of tenants, an example a line.", show_default="that of the examples"),
     ] = _EXAMPLES / "data" / "clinic_notes_train.txt",
     quick: Annotated[
         bool, typer.Option("--quick", help="Run fewer trials, with wider confidence intervals.")
@@ -94,8 +91,7 @@ def run(
     """Let tenants work in every mode, attack what each party saw, and judge every claim of CLAIMS.md.
 
     This takes seven to ten minutes on two idle cores, or three to five with --quick, and up to 6 GiB of
-    memory. Attacks on three gateways take some three minutes more. They need an environment with vLLM;
-    without it, claims about gateways are skipped.
+    memory. Three gateways take three minutes more, and vLLM; without it, claims about them are skipped.
 
     A control is the same attack without the defence. A control is "weak" if it had so few trials that it may
     have succeeded by chance. Exit status 0: every claim that was not skipped holds, and every control
