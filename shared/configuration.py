@@ -45,7 +45,8 @@ def without_loading(value: Any, where: str, key: str = "", depth: int = 0) -> An
         return {
             name: label(name, each) if key in LABELS else without_loading(each, where, name, depth + 1)
             for name, each in value.items()
-            if keeps(key, name, each)
+            # A backbone that is described, and not named, is built like any other part.
+            if keeps(key, name, each) or (name == "backbone_config" and isinstance(each, dict))
         }
     if isinstance(value, list):
         # An empty word keeps the places of what follows it.

@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 
 _MAGIC = b"GGUF"
 _DONE = "config.json"  # written last
-_BLOCK = 1 << 24
 
 
 def is_gguf(path: Path) -> bool:
@@ -112,7 +111,7 @@ def _convert(file: Path, folder: Path, called: str) -> None:
         raise CheckpointError(
             f"transformers cannot read {called}: {str(error)[:300] or repr(error)}"
         ) from error
-    vars(model).pop("hf_quantizer")  # or transformers refuses to write it, although its weights are dense
+    vars(model).pop("hf_quantizer", None)  # or transformers would refuse to write it
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     config = folder / _DONE
