@@ -1,20 +1,17 @@
-"""The whole product in a few minutes: a tenant fine-tunes on private notes through a provider's executor.
+"""The whole product in a few minutes: a tenant tunes a chat model on private messages, through an executor.
 
-Two executors serve ``examples/base_model``, each in a process of its own behind TLS 1.3, with
-certificates and tokens of its own: the *provider* and the *mask source*. In this process a tenant
-fine-tunes a LoRA adapter on ``examples/data`` with the Trainer of transformers. What it sends to the
-provider is masked, every row with a mask of its own (``one-time``); the mask source multiplies the masks
-and never sees a row; every answer is checked. The same training then runs without executors, and the two
-are compared. At last a gateway serves the adapter to OpenAI's client, eight requests at once. Run it with
-``make demo``; results are in ``out/demo``.
+Two executors serve SmolLM2-135M-Instruct, each in a process of its own behind TLS 1.3, with certificates and
+tokens of its own: the *provider* and the *mask source*. In this process a tenant fine-tunes a LoRA adapter on
+``examples/data/chats_train.jsonl``. What it sends to the provider is masked, every row with a mask of its own
+(``one-time``); the mask source multiplies the masks and never sees a row; every answer is checked. Held-out
+messages are answered by the base model, by the adapter through the executors, and by the same adapter in
+plain transformers and PEFT. At last a gateway serves the adapter to OpenAI's client, eight requests at once.
+Run it with ``make demo``; results are in ``out/demo``.
+
+``--small``: with the model of 5 million parameters in this repository, and clinic notes instead of chats.
 """
 
 from __future__ import annotations
-
-import os
-
-# Threads that spin while they wait would take the processor from the executor; read when torch loads.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import argparse
 import json
@@ -26,11 +23,13 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import tenant_sdk  # isort: skip - before torch, whose threads it has wait without spinning
 
 import demo_gateway
 import peft
@@ -38,160 +37,85 @@ import torch
 import transformers
 from cryptography import x509
 from cryptography.hazmat.primitives.hashes import SHA256
-from demo_report import Display, draw_losses, print_table
-from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
+from demo_model import NotAvailable, chat_model
+from demo_report import Display, draw_losses, print_summary
 
-import tenant_sdk
 from shared.launching import Program
 from shared.wire.header import SEED_BYTES
-from tenant_sdk.tuning.conversations import whole
-from tenant_sdk.tuning.data import Blocks, pack, read_tokens
-from tenant_sdk.tuning.finetuning import perplexity
+from tenant_sdk.tuning.data import Reader
+from tenant_sdk.tuning.finetuning import Told, TrainingReport, finetune
+from tenant_sdk.tuning.options import TrainingOptions
+from tenant_sdk.tuning.progress import TrainingStep
+from tenant_sdk.tuning.samples import Sample, answers, asked
+from tenant_sdk.tuning.sampling import ends_of
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE / "data"
-PROMPT = "Mon 3 March. Biscuit, beagle, 6 y, owner Mrs"
-SEED = 0
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, what it learns, and with which settings."""
+
+    model: Path
+    data: Path
+    held_out: Path
+    settings: dict[str, Any]
+    chats: bool
 
 
 @dataclass(frozen=True)
 class Options:
     """Size of the demo."""
 
-    base_model: Path
+    task: Task
     output: Path
-    steps: int
-    batch_size: int
-    sequence_length: int
-    learning_rate: float
-    rank: int
-    new_tokens: int
     privacy: str
     workers: int
     gateway: bool
 
 
-@dataclass
-class Result:
-    """What one training gave; ``losses`` in nats per token, one a step."""
-
-    losses: list[float]
-    perplexity_before: float
-    perplexity_after: float
-    text_before: list[int]
-    text_after: list[int]
-    train_seconds: float
-    generate_seconds: float
-
-
-def parse_arguments() -> Options:
+def parse_arguments(display: Display) -> Options:
     """The defaults are what ``make demo`` runs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--base-model", type=Path, default=HERE / "base_model")
+    parser.add_argument("--small", action="store_true", help="the small model of this repository")
+    parser.add_argument("--model", type=Path, help="another folder of a model with a chat template")
     parser.add_argument("--output", type=Path, default=HERE.parent / "out" / "demo")
-    parser.add_argument("--steps", type=int, help="default: 120, with --full 300")
-    parser.add_argument("--full", action="store_true", help="longer, for a better text")
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--sequence-length", type=int, default=128)
-    parser.add_argument("--learning-rate", type=float, default=5e-3)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--steps", type=int, help="default: 60, with --small 120")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--held-out", type=int, default=40, help="messages that are answered at the end")
     parser.add_argument("--privacy", default="one-time")
     parser.add_argument("--workers", type=int, default=0, help="processes that share each executor's layers")
     parser.add_argument("--no-gateway", action="store_false", dest="gateway", help="leave out its part")
-    given = vars(parser.parse_args())
-    full = given.pop("full")
-    if given["gateway"] and not demo_gateway.PYTHON.exists():
+    given = parser.parse_args()
+    if given.gateway and not demo_gateway.PYTHON.exists():
         parser.error("the gateway needs vLLM: `make gateway` installs it; --no-gateway leaves this part out")
-    return Options(**given | {"steps": given["steps"] or (300 if full else 120)})
+    task = small_task(given.model) if given.small else None
+    if task is None:
+        try:
+            task = chat_task(given.model or chat_model(HERE.parent / "out" / "models", display))
+        except NotAvailable as error:
+            display.console.print(f"{error}; this demo uses the small model of the repository instead")
+            task = small_task(None)
+    more = {"batch_size": given.batch_size, "samples": given.held_out}
+    settings = task.settings | more | ({"steps": given.steps} if given.steps else {})
+    task = replace(task, settings=settings)
+    return Options(task, given.output, given.privacy, given.workers, given.gateway)
 
 
-class Progress(TrainerCallback):
-    """Moves the display's bar."""
-
-    def __init__(self, advance: Callable[[], None]) -> None:
-        self.advance = advance
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Of the Trainer."""
-        self.advance()
+def chat_task(model: Path) -> Task:
+    """Messages to a clinic, and the line for its book."""
+    data, held_out = (DATA / f"chats_{part}.jsonl" for part in ("train", "heldout"))
+    return Task(model, data, held_out, {"steps": 60}, chats=True)
 
 
-def train(
-    model: Any, blocks: Blocks, options: Options, advance: Callable[[], None]
-) -> tuple[Any, list[float]]:
-    """LoRA on every linear layer, by an ordinary Trainer; it cannot tell where the layers are computed."""
-    set_seed(SEED)
-    config = peft.LoraConfig(
-        r=options.rank,
-        lora_alpha=2 * options.rank,
-        lora_dropout=0.0,
-        target_modules="all-linear",
-        task_type="CAUSAL_LM",
-    )
-    model = peft.get_peft_model(model, config)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            max_steps=options.steps,
-            per_device_train_batch_size=options.batch_size,
-            learning_rate=options.learning_rate,
-            seed=SEED,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            label_names=["labels"],
-            dataloader_pin_memory=False,
-            use_cpu=True,
-        )
-        trainer = Trainer(
-            model=model,
-            args=arguments,
-            train_dataset=[whole(block) for block in blocks],
-            data_collator=default_data_collator,
-            callbacks=[Progress(advance)],
-        )
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-    return model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def generate(model: Any, tokenizer: Any, new_tokens: int) -> list[int]:
-    """The most likely continuation of PROMPT."""
-    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
-    model.eval()
-    out = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
-    )
-    return out[0, ids.shape[1] :].tolist()
-
-
-def run_one(
-    model: Any,
-    tokenizer: Any,
-    blocks: Blocks,
-    held_out: Blocks,
-    options: Options,
-    display: Display,
-    where: str,
-) -> tuple[Any, Result]:
-    """Perplexity, training, perplexity, text: the same for both places."""
-    with display.stage(f"held-out perplexity of the base model, {where}"):
-        before = perplexity(model.eval(), [whole(block) for block in held_out], options.batch_size)
-        text_before = generate(model, tokenizer, options.new_tokens)
-    with display.stage(f"fine-tuning, {where}", total=options.steps) as advance:
-        started = time.perf_counter()
-        model, losses = train(model, blocks, options, advance)
-        train_seconds = time.perf_counter() - started
-    with display.stage(f"held-out perplexity and text with the adapter, {where}"):
-        after = perplexity(model, [whole(block) for block in held_out], options.batch_size)
-        started = time.perf_counter()
-        text_after = generate(model, tokenizer, options.new_tokens)
-        generate_seconds = time.perf_counter() - started
-    return model, Result(losses, before, after, text_before, text_after, train_seconds, generate_seconds)
+def small_task(model: Path | None) -> Task:
+    """Clinic notes, and the fields in them; the model has never seen a chat."""
+    data, held_out = (DATA / f"note_fields_{part}.jsonl" for part in ("train", "heldout"))
+    settings = {"steps": 120, "rank": 16, "learning_rate": 5e-3}
+    return Task(model or HERE / "base_model", data, held_out, settings, chats=False)
 
 
 @dataclass(frozen=True)
@@ -214,7 +138,7 @@ def start_executor(name: str, folder: Path, options: Options) -> Program:
         subprocess.run([*command, "certs", tls], check=True, stdout=log, stderr=log)
         add = [*command, "token", "add", "clinic", "--token-file", tokens]
         token.write_bytes(subprocess.run(add, check=True, stdout=subprocess.PIPE, stderr=log).stdout)
-    serve = [*command, "serve", options.base_model, "--numerics", "ring", "--port", "0"]
+    serve = [*command, "serve", options.task.model, "--numerics", "ring", "--port", "0"]
     serve += ["--tls-dir", tls, "--token-file", tokens, "--ready-file", folder / "ready.json"]
     serve += ["--workers", str(options.workers)]
     return Program(serve, folder / "ready.json", log_of(options.output, name))
@@ -242,7 +166,7 @@ def executors(names: Sequence[str], options: Options, display: Display) -> Itera
         try:
             with display.stage(
                 f"{' and '.join(names)}: each its own certificate authority, token and process "
-                f"serving {options.base_model.name} in ring numerics over TLS 1.3"
+                f"serving {options.task.model.name} in ring numerics over TLS 1.3"
             ):
                 for name in names:
                     folder = Path(temporary) / name
@@ -260,12 +184,73 @@ def executors(names: Sequence[str], options: Options, display: Display) -> Itera
                 program.stop(signal.SIGKILL)
 
 
+@dataclass
+class Tuning:
+    """What the training told.
+
+    ``losses``: of each step; ``held_out``: by step; ``samples``: held-out answers.
+    """
+
+    losses: list[float]
+    held_out: dict[int, float]
+    samples: list[Sample]
+
+
+def tune(
+    options: Options, session: tenant_sdk.Session, display: Display, adapter: Path
+) -> tuple[TrainingReport, Tuning]:
+    """LoRA on every linear layer, as `symbiosis-tenant finetune` does it with transformers' Trainer."""
+    with display.stage("tenant: model skeleton and tokenizer from the provider"):
+        model, tokenizer = session.load_model(progress=False), session.load_tokenizer()
+    task, told = options.task, Tuning([], {}, [])
+    training = TrainingOptions(data=(task.data,), held_out=(task.held_out,), output=adapter, **task.settings)
+
+    def show(now: TrainingStep) -> None:
+        if now.held_out is not None and now.held_out not in told.held_out.values():
+            told.held_out[now.step if told.held_out else 0] = now.held_out
+        if now.loss is not None:
+            told.losses.append(now.loss)
+        elif now.step > len(told.losses):
+            advance()
+
+    steps = task.settings["steps"]
+    with display.stage(f"fine-tuning through the executors, {steps} steps", total=steps) as advance:
+        report = finetune(
+            training, model, tokenizer, session, Told(lambda _: None, show, samples=told.samples.extend)
+        )
+    return report, told
+
+
+def in_plain_transformers(options: Options, adapter: Path) -> list[str]:
+    """Answers to the held-out prompts by the saved adapter, without executors."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(options.task.model, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.task.model)
+    ends = ends_of(model.generation_config, tokenizer)
+    examples = Reader(tokenizer, TrainingOptions.sequence_length, ends=ends).read([options.task.held_out])
+    prompts, expected = zip(*asked(examples, options.task.settings["samples"]), strict=True)
+    adapted = peft.PeftModel.from_pretrained(model, str(adapter))
+    return answers(adapted, tokenizer, prompts, max(map(len, expected)) + 1)
+
+
+def right_fields(answered: Sequence[str], expected: Sequence[str]) -> float:
+    """The share of fields, which semicolons separate, that are right to the letter."""
+    right = total = 0
+    for answer, fields in zip(answered, expected, strict=True):
+        given = [each.strip() for each in answer.split(";")]
+        wanted = [each.strip() for each in fields.split(";")]
+        total += len(wanted)
+        right += sum(one == other for one, other in zip(given, wanted, strict=False))
+    return right / total
+
+
 def serve_adapter(
     adapter: Path, operators: list[Operator], options: Options, display: Display
 ) -> dict[str, Any]:
     """The base model and the adapter, asked for by OpenAI's client through a gateway on this machine."""
     parties = [demo_gateway.Party(each.url, each.ca, each.token) for each in operators]
-    base, models = options.base_model.name, [options.base_model.name, demo_gateway.ADAPTER]
+    base, models = options.task.model.name, [options.task.model.name, demo_gateway.ADAPTER]
+    record = json.loads(options.task.held_out.read_text().splitlines()[0])
+    asked_of = record["messages"][:-1] if options.task.chats else record["prompt"]
     log, started = log_of(options.output, "gateway"), time.perf_counter()
     with ExitStack() as stack:
         with display.stage("gateway: symbiosis-tenant serve, on this machine, with the adapter"):
@@ -273,8 +258,8 @@ def serve_adapter(
             start_seconds = time.perf_counter() - started
         clients = models * (demo_gateway.CLIENTS // 2)
         with display.stage(f"{len(clients)} requests at once by OpenAI's client, half for the adapter"):
-            demo_gateway.ask(url, models, PROMPT, 2)  # the first of all fetches the fingerprints
-            told = demo_gateway.ask(url, clients, PROMPT, options.new_tokens)
+            demo_gateway.ask(url, models, asked_of, 2)  # the first of all fetches the fingerprints
+            told = demo_gateway.ask(url, clients, asked_of, 40)
     return {"adapter": demo_gateway.ADAPTER, "start_seconds": start_seconds} | told
 
 
@@ -303,7 +288,8 @@ def masking(stats: tenant_sdk.Stats, privacy: str, operators: list[Operator]) ->
 def run(options: Options, display: Display) -> dict[str, Any]:
     """The demo; its summary, which is also written to the output folder."""
     adapter = options.output / "adapter"
-    shutil.rmtree(adapter, ignore_errors=True)
+    for old in (adapter, options.output / "adapter.checkpoints"):
+        shutil.rmtree(old, ignore_errors=True)
     started = time.perf_counter()
     with executors(operators_of(options), options, display) as operators:
         provider, *sources = operators
@@ -319,46 +305,30 @@ def run(options: Options, display: Display) -> dict[str, Any]:
             # must not collude.
             allow_same={"host", "address", "machine"},
         ) as session:
-            with display.stage("tenant: model skeleton and tokenizer from the provider"):
-                model: Any = session.load_model(progress=False)
-                tokenizer = session.load_tokenizer()
-                blocks, held_out = (
-                    pack(read_tokens(DATA / name, tokenizer), options.sequence_length, keep_tail=tail)
-                    for name, tail in (("clinic_notes_train.txt", False), ("clinic_notes_heldout.txt", True))
-                )
-            model, remote = run_one(
-                model, tokenizer, blocks, held_out, options, display, "through the executors"
-            )
-            model.save_pretrained(str(adapter))
+            report, told = tune(options, session, display, adapter)
             stats, manifest = session.stats, session.manifest
         served = serve_adapter(adapter, operators, options, display) if options.gateway else None
-
-    local_model = transformers.AutoModelForCausalLM.from_pretrained(options.base_model, dtype=torch.float32)
-    _, local = run_one(local_model, tokenizer, blocks, held_out, options, display, "all local")
     with display.stage("the saved adapter in plain transformers and PEFT"):
-        plain = transformers.AutoModelForCausalLM.from_pretrained(options.base_model, dtype=torch.float32)
-        reloaded = generate(
-            peft.PeftModel.from_pretrained(plain, str(adapter)), tokenizer, options.new_tokens
-        )
-    differences = [abs(a - b) for a, b in zip(remote.losses, local.losses, strict=True)]
+        plain = in_plain_transformers(options, adapter)
+    samples = told.samples
+    expected, base, adapted = (
+        [getattr(each, name) for each in samples] for name in ("expected", "base", "adapted")
+    )
     summary = {
         "model": manifest.model,
         "digest": manifest.digest,
         "privacy": options.privacy,
         "numerics": manifest.numerics,
-        "steps": options.steps,
-        "tokens_per_step": options.batch_size * options.sequence_length,
-        "executor": asdict(remote),
-        "local": asdict(local),
-        "largest_loss_difference": max(differences),
-        "same_tokens": remote.text_after == local.text_after,
-        "saved_adapter_gives_same_tokens": reloaded == remote.text_after,
+        "training": asdict(report),
+        "losses": told.losses,
+        "held_out_losses": told.held_out,
+        "fields_right_before": right_fields(base, expected),
+        "fields_right_after": right_fields(adapted, expected),
+        "answers": [asdict(each) | {"plain": text} for each, text in zip(samples, plain, strict=True)],
+        "same_in_plain_transformers": sum(map(str.__eq__, plain, adapted)),
         "gateway": served,
-        "gateway_gives_same_tokens": served and served["tokens"][demo_gateway.ADAPTER] == remote.text_after,
-        "prompt": PROMPT,
-        "text_base_model": tokenizer.decode(remote.text_before),
-        "text_executor": tokenizer.decode(remote.text_after),
-        "text_local": tokenizer.decode(local.text_after),
+        "gateway_gives_same_answer": served
+        and served["text"][demo_gateway.ADAPTER].strip() == samples[0].adapted,
         "traffic": asdict(stats),
         "masking": masking(stats, options.privacy, operators),
         "seconds": time.perf_counter() - started,
@@ -369,7 +339,7 @@ def run(options: Options, display: Display) -> dict[str, Any]:
         },
     }
     (options.output / "summary.json").write_text(json.dumps(summary, indent=1))
-    draw_losses(remote.losses, local.losses, options.privacy, options.output / "loss.png")
+    draw_losses(told.losses, told.held_out, options.privacy, options.output / "loss.png")
     return summary
 
 
@@ -380,14 +350,15 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     # That the masks protect nothing on one machine stands in the summary.
     logging.getLogger("tenant_sdk").setLevel(logging.ERROR)
-    options, display = parse_arguments(), Display()
+    display = Display()
+    options = parse_arguments(display)
     options.output.mkdir(parents=True, exist_ok=True)
     try:
         summary = run(options, display)
     except BaseException:
         display.show_logs([log_of(options.output, name) for name in [*operators_of(options), "gateway"]])
         raise
-    print_table(display.console, summary, options.output)
+    print_summary(display.console, summary, options.output)
 
 
 if __name__ == "__main__":

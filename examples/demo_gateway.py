@@ -69,8 +69,12 @@ def gateway(
             yield program.wait_until_ready(SECONDS)
 
 
-def ask(url: str, models: Sequence[str], prompt: str, new_tokens: int) -> dict[str, Any]:
-    """A client for each of these models, all at once: what the first of each model was told, and how fast."""
+def ask(url: str, models: Sequence[str], prompt: Any, new_tokens: int) -> dict[str, Any]:
+    """A client for each of these models, all at once: what the first of each model was told, and how fast.
+
+    Args:
+        prompt: a text, or the messages of a chat.
+    """
     began = time.perf_counter()
     answers = asyncio.run(_ask_all(url, models, prompt, new_tokens))
     seconds = time.perf_counter() - began
@@ -86,25 +90,23 @@ def ask(url: str, models: Sequence[str], prompt: str, new_tokens: int) -> dict[s
     }
 
 
-async def _ask_all(url: str, models: Sequence[str], prompt: str, new_tokens: int) -> list[Answer]:
+async def _ask_all(url: str, models: Sequence[str], prompt: Any, new_tokens: int) -> list[Answer]:
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         return await asyncio.gather(*(_ask(client, model, prompt, new_tokens) for model in models))
 
 
-async def _ask(client: openai.AsyncOpenAI, model: str, prompt: str, new_tokens: int) -> Answer:
-    """The most likely continuation, streamed."""
+async def _ask(client: openai.AsyncOpenAI, model: str, prompt: Any, new_tokens: int) -> Answer:
+    """The most likely continuation or answer, streamed."""
     began, tokens, text, times = time.perf_counter(), list[int](), "", list[float]()
-    stream = await client.completions.create(
-        model=model,
-        prompt=prompt,
-        max_tokens=new_tokens,
-        temperature=0,
-        stream=True,
-        extra_body={"return_token_ids": True},
-    )
+    options: dict[str, Any] = {"model": model, "max_tokens": new_tokens, "temperature": 0, "stream": True}
+    options["extra_body"] = {"return_token_ids": True}
+    if isinstance(prompt, str):
+        stream = await client.completions.create(prompt=prompt, **options)
+    else:
+        stream = await client.chat.completions.create(messages=prompt, **options)
     async for event in stream:
         for choice in event.choices:
-            tokens += choice.model_extra.get("token_ids") or []
-            text += choice.text
+            tokens += (choice.model_extra or {}).get("token_ids") or []
+            text += (choice.text if isinstance(prompt, str) else choice.delta.content) or ""
             times.append(time.perf_counter() - began)
     return Answer(tokens, text, times)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.table import Table
+
+SHOWN, _MOST = 3, 240  # held-out messages, and characters of each
 
 
 class Display:
@@ -63,85 +64,96 @@ class Display:
             self.console.print(escape("\n".join(log.read_text(errors="replace").splitlines()[-lines:])))
 
 
-def draw_losses(remote: list[float], local: list[float], privacy: str, path: Path) -> None:
-    """Both loss curves on top of each other, and their difference below."""
-    steps = range(1, len(remote) + 1)
-    figure, (above, below) = plt.subplots(
-        2, 1, sharex=True, figsize=(7.2, 5.4), height_ratios=(3, 1.3), layout="constrained"
-    )
-    above.plot(steps, local, color="#f4a259", linewidth=5, solid_capstyle="round", label="all local")
-    above.plot(steps, remote, color="#1d3557", linewidth=1.4, label=f"through the executors, {privacy}")
-    above.set_ylabel("training loss (nats per token)")
-    above.set_title("Fine-tuning on private notes: the same training in two places")
-    above.legend(frameon=False)
-    difference = [a - b for a, b in zip(remote, local, strict=True)]
-    power = math.floor(math.log10(max(map(abs, difference)) or 1))
-    superscript = str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-    below.axhline(0, color="#999999", linewidth=0.8)
-    below.plot(steps, [each / 10**power for each in difference], color="#b23a48", linewidth=1.2)
-    below.set_ylabel(f"difference (10{superscript} nats)")
-    below.set_xlabel("optimizer step")
-    below.set_xlim(0.5, len(remote) + 0.5)
-    for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-        axes.set_axisbelow(True)
-    figure.align_ylabels()
+def draw_losses(losses: list[float], held_out: dict[int, float], privacy: str, path: Path) -> None:
+    """The training loss of each step, and the held-out loss where it was measured."""
+    figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
+    axes.plot(range(1, len(losses) + 1), losses, color="#1d3557", linewidth=1.4, label="training")
+    axes.plot(list(held_out), list(held_out.values()), "o-", color="#f4a259", linewidth=1.8, label="held out")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_xlabel("optimizer step")
+    axes.set_title(f"Fine-tuning on private messages through the executors, {privacy}")
+    axes.set_xlim(-0.5, len(losses) + 0.5)
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
-def print_table(console: Console, summary: dict[str, Any], output: Path) -> None:
-    """The figures side by side, then the texts and where the files are."""
-    remote, local, traffic = summary["executor"], summary["local"], summary["traffic"]
-    table = Table(
-        title=f"{summary['steps']} steps of {summary['tokens_per_step']} tokens, LoRA, {summary['privacy']}"
-    )
-    table.add_column("")
-    table.add_column("through the executors", justify="right")
-    table.add_column("all local", justify="right")
-    rows = [
-        ("held-out perplexity before", "perplexity_before", ".1f"),
-        ("held-out perplexity after", "perplexity_after", ".2f"),
-        ("seconds to fine-tune", "train_seconds", ".1f"),
-        ("seconds to generate", "generate_seconds", ".1f"),
-    ]
-    table.add_row("first loss", f"{remote['losses'][0]:.4f}", f"{local['losses'][0]:.4f}")
-    table.add_row("last loss", f"{remote['losses'][-1]:.4f}", f"{local['losses'][-1]:.4f}")
-    for name, key, form in rows:
-        table.add_row(name, f"{remote[key]:{form}}", f"{local[key]:{form}}")
-    table.add_row("largest difference of loss", f"{summary['largest_loss_difference']:.1e}", "")
-    table.add_row("same greedy tokens", "yes" if summary["same_tokens"] else "no", "")
-    same = summary["saved_adapter_gives_same_tokens"]
-    table.add_row("saved adapter, plain PEFT: same tokens", "yes" if same else "no", "")
-    table.add_row(
-        "round trips of the session",
-        f"{traffic['requests']:,} + {traffic['effect_requests']:,} for masks",
-        "0",
-    )
-    sent, received = traffic["bytes_sent"] / 1e6, traffic["bytes_received"] / 1e6
-    table.add_row("sent / received in the session", f"{sent:,.0f} MB / {received:,.0f} MB", "0")
-    console.print(table)
-    console.print(f"[bold]prompt[/]           {escape(summary['prompt'])}", soft_wrap=True)
-    for label, key in (("base model", "text_base_model"), ("with the adapter", "text_executor")):
-        text = " ".join(summary[key].split())
-        console.print(f"[bold]{label:<16}[/] {escape(text)}", soft_wrap=True)
-    if told := summary["gateway"]:
-        same = "the same" if summary["gateway_gives_same_tokens"] else "NOT the same"
-        console.print(
-            f"[bold]{'gateway':<16}[/] {told['clients']} streams of OpenAI's client at once, half of the "
-            f"base model, half of the adapter: {told['tokens_per_second']:.0f} tokens a second, the first "
-            f"after {told['first_token_seconds']:.2f} s; {same} tokens as above",
-            soft_wrap=True,
-        )
+def print_summary(console: Console, summary: dict[str, Any], output: Path) -> None:
+    """Held-out answers, figures, what each party saw, and where the files are."""
     console.print()
-    for label, text in privacy_lines(summary["masking"]):
+    for answer in summary["answers"][:SHOWN]:
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        table.add_column(style="bold")
+        table.add_column(overflow="fold")
+        for name, key in (
+            ("held-out message", "prompt"),
+            ("right answer", "expected"),
+            ("base model", "base"),
+            ("adapter, executors", "adapted"),
+            ("adapter, plain PEFT", "plain"),
+        ):
+            table.add_row(name, escape(_end(answer[key])))
+        console.print(table)
+        console.print()
+    training, traffic, count = summary["training"], summary["traffic"], len(summary["answers"])
+    table = Table(title=f"{training['steps']} steps, {training['seconds']:.0f} s, LoRA, {summary['privacy']}")
+    for name in ("", "before", "after"):
+        table.add_column(name, justify="right" if name else "left")
+    table.add_row(
+        f"fields right to the letter, {count} messages",
+        f"{summary['fields_right_before']:.0%}",
+        f"{summary['fields_right_after']:.0%}",
+    )
+    table.add_row(
+        "answers right to the letter",
+        f"{training['right_before']} of {training['answered']}",
+        f"{training['right_after']} of {training['answered']}",
+    )
+    table.add_row(
+        "held-out perplexity", f"{training['perplexity_before']:.1f}", f"{training['perplexity_after']:.2f}"
+    )
+    console.print(table)
+    lines = [
+        (
+            "plain PEFT",
+            f"{summary['same_in_plain_transformers']} of {count} answers of the saved adapter are the same "
+            "in plain transformers and PEFT",
+        )
+    ]
+    if told := summary["gateway"]:
+        same = "the same answer" if summary["gateway_gives_same_answer"] else "NOT the same answer"
+        lines.append(
+            (
+                "gateway",
+                f"{told['clients']} streams of OpenAI's client at once, half of the base model, half of the "
+                f"adapter: {told['tokens_per_second']:.0f} tokens a second, the first after "
+                f"{told['first_token_seconds']:.2f} s; {same} as above",
+            )
+        )
+    lines.append(
+        (
+            "traffic",
+            f"{traffic['requests']:,} requests and {traffic['effect_requests']:,} for masks, "
+            f"{traffic['bytes_sent'] / 1e6:,.0f} MB sent, {traffic['bytes_received'] / 1e6:,.0f} MB received",
+        )
+    )
+    for label, text in [*lines, *privacy_lines(summary["masking"])]:
         console.print(f"[bold]{label:<16}[/] {escape(text)}", soft_wrap=True)
     console.print(
         f"\nadapter, summary.json, loss.png and the logs are in {escape(str(output))}; "
         f"{summary['seconds']:.0f} s in all",
         soft_wrap=True,
     )
+
+
+def _end(text: str) -> str:
+    """The end of a text, on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= _MOST else f"… {line[-_MOST:]}"
 
 
 def privacy_lines(masking: dict[str, Any]) -> list[tuple[str, str]]:

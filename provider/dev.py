@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,13 +20,12 @@ from provider.config import ServeConfig
 from provider.serve.certificates import still_valid, write_certificates
 from provider.serve.listening import bound
 from provider.serve.tokens import TokenFile
-from shared.errors import ConfigurationError, Placeholder, SymbiosisError
+from shared.errors import AuthenticationError, ConfigurationError, Placeholder, SymbiosisError
 from shared.ownership import check_tree
 
 log = logging.getLogger(__name__)
 
 TENANT = "dev"
-MOST_TOKENS = 32  # of earlier runs that are valid for a day
 ONE_OPERATOR = (
     "Provider and mask source are one operator here, you: masks hide nothing from whoever runs both."
 )
@@ -34,13 +34,13 @@ _PROFILE = """{first}
 # {one_operator}
 provider = "{provider}"
 ca = "provider/ca.pem"
-token_env = "SYMBIOSIS_TOKEN"
+token_file = "provider/token"
 allow_same = ["host", "address", "machine"] # or they would be refused
 {recorded}
 [[mask_sources]]
 url = "{source}"
 ca = "masks/ca.pem"
-token_env = "SYMBIOSIS_MASK_TOKEN"
+token_file = "masks/token"
 """
 _RECORDED = "allow_transcript = true # the provider records what tenants send (--transcript)\n"
 _ALSO = (
@@ -48,25 +48,25 @@ _ALSO = (
 )
 _COMMANDS = """
 Everything is ready. {one_operator}
-{also}In another terminal, in this folder:
+{also}Tokens and certificates are in {folder}, and stay the same when you start this command again.
+In another terminal, in this folder:
 
-export SYMBIOSIS_TOKEN={token}
-export SYMBIOSIS_MASK_TOKEN={mask_token}
 symbiosis-tenant doctor --profile {profile}
-symbiosis-tenant finetune --profile {profile} --data {data} {options} --output {adapter}
-symbiosis-tenant generate --profile {profile} --adapter {adapter} --prompt "{prompt}"
+symbiosis-tenant finetune --profile {profile} --data {data} {options}--output {adapter}
+{use}
 """
-_NOTES = Path(__file__).resolve().parent.parent / "examples" / "data" / "note_fields_train.jsonl"
-_OPTIONS = "--steps 120 --rank 16 --learning-rate 0.005"
+_GENERATE = 'symbiosis-tenant generate --profile {profile} --adapter {adapter} --prompt "{prompt}"'
+_CHAT = "symbiosis-tenant chat --profile {profile} --adapter {adapter}"
+_EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+_SMALL_MODEL = "--steps 120 --rank 16 --learning-rate 0.005 "
 _PROMPT = "Seen: Boaz, ram, owner Mr Rivers. Will not eat. Come again in four days. Fields:"  # held out
 
 
 class Development:
     """A mask source beside a provider, while the block lasts, and what tenants need to use both.
 
-    Both get an authority and tokens of their own in ``config.dev_dir``. A token is made anew each time; only
-    hashes are stored. Tenants who are under way find both again after a restart: the mask source keeps its
-    port, and earlier tokens are valid for another day.
+    Both get an authority and a token of their own in ``config.dev_dir``. Tenants find both again after a
+    restart: the mask source keeps its port if it can.
 
     Raises:
         ConfigurationError: the folder cannot be used, or others could change what is in it.
@@ -85,7 +85,8 @@ class Development:
             self._check_profile()
             self._check_origin()
             port = self._source_port()
-            self._tokens = [_party(self._folder / name) for name in ("provider", "masks")]
+            for name in ("provider", "masks"):
+                _party(self._folder / name)
             self._ready.unlink(missing_ok=True)
             log.info("starting a mask source as well; its log is %s", self._log)
             with self._log.open("wb") as output:
@@ -168,18 +169,27 @@ class Development:
                 recorded=_RECORDED if recorded else "",
             )
         )
-        token, mask_token = self._tokens
         return _COMMANDS.format(
             one_operator=ONE_OPERATOR,
             also=_ALSO if recorded else "",
-            token=token,
-            mask_token=mask_token,
-            profile=shlex.quote(str(self._profile)),
-            data=shlex.quote(os.path.relpath(_NOTES)) if _NOTES.exists() else "YOUR_TEXT.txt",
-            adapter=shlex.quote(str(self._folder / "adapter")),
-            options=_OPTIONS,
-            prompt=_PROMPT,
+            folder=shlex.quote(str(self._folder)),
+            **self._training(),
         )
+
+    def _training(self) -> dict[str, str]:
+        """The words of the commands that depend on the model."""
+        model, talks = self._config.model_dir, _has_chat_template(self._config.model_dir)
+        files = ("chats_train.jsonl", "chats_heldout.jsonl") if talks else ("note_fields_train.jsonl",)
+        there = [_EXAMPLES / "data" / name for name in files]
+        data = [shlex.quote(os.path.relpath(each)) for each in there if each.exists()] or ["YOUR_DATA.jsonl"]
+        fixed = {"profile": self._profile, "adapter": self._folder / "adapter"}
+        words = {name: shlex.quote(str(path)) for name, path in fixed.items()}
+        return {
+            **words,
+            "data": " --held-out ".join(data),
+            "options": _SMALL_MODEL if model.resolve() == _EXAMPLES / "base_model" else "",
+            "use": _CHAT.format(**words) if talks else _GENERATE.format(**words, prompt=_PROMPT),
+        }
 
     @property
     def alive(self) -> bool:
@@ -220,16 +230,30 @@ class Development:
             self._process.stdin.close()
 
 
-def _party(folder: Path) -> str:
-    """Certificates, unless there are valid ones, and a fresh token beside those of the last day."""
+def _party(folder: Path) -> None:
+    """Make certificates and a token, unless there are valid ones.
+
+    The token itself is there too: the tenant is the same user on the same machine.
+    """
     folder.mkdir(mode=0o700, exist_ok=True)
     now = datetime.datetime.now(datetime.UTC)
     if not still_valid(folder, now + datetime.timedelta(days=1)):
         write_certificates(folder, now=now)
-    tokens = TokenFile(folder / "tokens.json")
-    if not tokens.valid(TENANT):
-        return tokens.add(TENANT)
-    return tokens.rotate(TENANT, overlap_days=1, most=MOST_TOKENS)
+    tokens, kept = TokenFile(folder / "tokens.json"), folder / "token"
+    with suppress(FileNotFoundError, AuthenticationError, ConfigurationError):
+        if tokens.tenant_of(kept.read_text()) == TENANT:
+            return
+    kept.unlink(missing_ok=True)
+    kept.touch(0o600)
+    kept.write_text(tokens.add(TENANT))
+
+
+def _has_chat_template(model: Path) -> bool:
+    if (model / "chat_template.jinja").is_file():
+        return True
+    with suppress(OSError):
+        return b'"chat_template"' in (model / "tokenizer_config.json").read_bytes()
+    return False
 
 
 def source_command(config: ServeConfig, ready: Path, port: int = 0) -> list[str]:

@@ -1,13 +1,20 @@
 """What of a ``config.json``, which anybody may have written, transformers would open, fetch, import or run.
 
 Such entries are left out, and so are words that could be a path or a URL. What is left describes layers.
+How a checkpoint was quantised is read here too, since it is told before torch is loaded.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import msgspec
+from safetensors import SafetensorError, safe_open
+
+from shared.encoded import UNREADABLE
 from shared.errors import CheckpointError
 
 # Keys by which transformers finds something to load or to run. Numbers under such names are harmless.
@@ -24,6 +31,9 @@ _LABEL = re.compile(r"[^/\\:\x00-\x1f]{1,128}")  # what a class is called: words
 FETCHING = frozenset({"mra", "rwkv", "sam3_video", "timm_backbone", "timm_wrapper", "yoso"})
 # Parts of a model that its configuration describes, and that are built of it like any other part.
 BACKBONES = ("sam3_vit_model",)
+SERVED = "fp8, mxfp4, compressed-tensors, or 4-bit gptq or awq"
+_METHODS = ("fp8", "mxfp4", "compressed-tensors", "gptq", "awq")
+_DENSE = ("F64", "F32", "F16", "BF16")
 DEEPEST = 6  # how far entries may be nested
 
 
@@ -89,3 +99,63 @@ def _widths(key: str, value: Any) -> bool:
 def _described(key: str, value: Any) -> bool:
     """Whether this is the configuration of a part, without anything to load."""
     return key == "backbone_config" and isinstance(value, dict) and value.get("model_type") in BACKBONES
+
+
+def quantisation_of(folder: Path) -> Mapping[str, Any] | None:
+    """What a ``config.json`` says of how the checkpoint was quantised; None: it was not.
+
+    Raises:
+        CheckpointError: it is no configuration.
+    """
+    try:
+        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
+    except (OSError, *UNREADABLE) as error:
+        raise CheckpointError(f"{folder}/config.json cannot be used: {error}") from error
+    for part in (config, config.get("text_config")):
+        said = part.get("quantization_config") if isinstance(part, dict) else None
+        if isinstance(said, dict) and said:
+            return said
+    return None
+
+
+def served_method(said: Mapping[str, Any]) -> str:
+    """How a checkpoint was quantised.
+
+    Args:
+        said: its ``quantization_config``.
+
+    Raises:
+        CheckpointError: this method is not served.
+    """
+    bitsandbytes = said.get("load_in_4bit") or said.get("load_in_8bit")  # old ones do not name themselves
+    method = str(said.get("quant_method") or ("bitsandbytes" if bitsandbytes else "no known method"))
+    if method not in _METHODS:
+        raise CheckpointError(
+            f"the checkpoint was quantised by {method[:40]}, which is not served; serve one that was not "
+            f"quantised, or by {SERVED}"
+        )
+    return method
+
+
+def check_quantisation(folder: Path) -> None:
+    """Refuse a checkpoint that was quantised by a method that is not served, unless its tensors are dense.
+
+    Raises:
+        CheckpointError: it was.
+    """
+    if (said := quantisation_of(folder)) is None:
+        return
+    try:
+        served_method(said)
+    except CheckpointError:
+        if not all(map(_is_dense, folder.glob("*.safetensors"))):
+            raise
+
+
+def _is_dense(file: Path) -> bool:
+    """Whether all tensors of a file are floats; what cannot be read is told when it is loaded."""
+    try:
+        with safe_open(file, framework="np") as tensors:
+            return all(tensors.get_slice(name).get_dtype() in _DENSE for name in tensors.keys())  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return True

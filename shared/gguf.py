@@ -76,21 +76,32 @@ def folder_of(file: Path) -> Path:
         if (folder / _DONE).is_file():
             return folder
         log.warning("making a checkpoint folder of %s, once: %s", path_text(file), path_text(folder))
-        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent) as made:
-            # Alone: transformers would read adapters and tokenizers that lie beside it.
-            alone, written = Path(made) / "alone", Path(made) / "written"
-            alone.mkdir()
-            (alone / "model.gguf").symlink_to(file.absolute())
-            _convert(alone / "model.gguf", written, path_text(file))
-            shutil.rmtree(folder, ignore_errors=True)
-            written.rename(folder)
+        write_folder(file, folder)
     except OSError as error:
         raise CheckpointError(
             f"cannot make a checkpoint folder of {path_text(file)} below {path_text(base)}: "
             f"{error.strerror}; XDG_CACHE_HOME names another place"
         ) from error
     return folder
+
+
+def write_folder(file: Path, folder: Path) -> None:
+    """Make a file into a checkpoint folder, which is whole or absent.
+
+    Raises:
+        CheckpointError: see ``check_gguf``; or transformers cannot read the file.
+        OSError: the folder cannot be written.
+    """
+    check_gguf(file)
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent) as made:
+        # Alone: transformers would read adapters and tokenizers that lie beside it.
+        alone, written = Path(made) / "alone", Path(made) / "written"
+        alone.mkdir()
+        (alone / "model.gguf").symlink_to(file.absolute())
+        _convert(alone / "model.gguf", written, path_text(file))
+        shutil.rmtree(folder, ignore_errors=True)
+        written.rename(folder)
 
 
 def _convert(file: Path, folder: Path, called: str) -> None:

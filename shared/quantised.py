@@ -23,9 +23,9 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from shared.configuration import SERVED, served_method
 from shared.errors import CheckpointError
 
-SERVED = "fp8, mxfp4, compressed-tensors, or 4-bit gptq or awq"
 _BITS = torch.arange(8, dtype=torch.int32) * 4  # of the eight numbers in a word, lowest first
 # AWQ's kernel takes two words apart at a time: the k-th number of a word is this column.
 _AWQ_ORDER = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
@@ -43,13 +43,7 @@ def quantizer_of(said: Mapping[str, Any]) -> Any:
     Raises:
         CheckpointError: this method is not served, or not so, or needs a package that is not installed.
     """
-    bitsandbytes = said.get("load_in_4bit") or said.get("load_in_8bit")  # old ones do not name themselves
-    method = str(said.get("quant_method") or ("bitsandbytes" if bitsandbytes else "no known method"))
-    if method not in ("fp8", "mxfp4", "compressed-tensors", "gptq", "awq"):
-        raise CheckpointError(
-            f"the checkpoint was quantised by {method[:40]}, which is not served; serve one that was not "
-            f"quantised, or by {SERVED}"
-        )
+    method = served_method(said)
     if not hasattr(HfQuantizer, "serialized_names"):
         raise CheckpointError(
             f"the checkpoint was quantised by {method}, whose tensors transformers "

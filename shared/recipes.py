@@ -17,12 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import msgspec
 import torch
 
 from shared import compat
-from shared.configuration import without_loading
-from shared.encoded import UNREADABLE
+from shared.configuration import quantisation_of, without_loading
 from shared.errors import CheckpointError
 from shared.interruption import Interrupted, interrupted
 from shared.wire.header import DTYPE_CODES
@@ -247,23 +245,6 @@ def prefix_of(model: PreTrainedModel) -> str:
 def below(name: str, prefix: str) -> str:
     """A name as it is below the base model."""
     return name.removeprefix(f"{prefix}.") if prefix else name
-
-
-def quantisation_of(folder: Path) -> Mapping[str, Any] | None:
-    """What a ``config.json`` says of how the checkpoint was quantised; None: it was not.
-
-    Raises:
-        CheckpointError: it is no configuration.
-    """
-    try:
-        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
-    except (OSError, *UNREADABLE) as error:
-        raise CheckpointError(f"{folder}/config.json cannot be used: {error}") from error
-    for part in (config, config.get("text_config")):
-        said = part.get("quantization_config") if isinstance(part, dict) else None
-        if isinstance(said, dict) and said:
-            return said
-    return None
 
 
 def config_in(folder: Path, tensors: int = _UNKNOWN) -> PreTrainedConfig:

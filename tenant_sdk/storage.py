@@ -214,6 +214,14 @@ class TrainingCheckpoints:
         """A setting of the interrupted training; None: there is none."""
         return (_read_json(self._settings_file) or {}).get(name)
 
+    def keep(self, name: str, value: Any) -> None:
+        """Note a figure that a resumed training need not measure again."""
+        kept = {**(_read_json(self._settings_file) or {}), name: value}
+        partial = self._settings_file.with_suffix(".partial")
+        with disk_errors(self.folder, "a figure", "Then run again."):
+            partial.write_text(json.dumps(kept, indent=1))
+            partial.replace(self._settings_file)
+
     def begin(self, *, resume: bool) -> Path | None:
         """Make the folder, or look into the one of an interrupted training.
 

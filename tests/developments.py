@@ -15,32 +15,28 @@ from commands import BASE_MODEL, SECONDS, start
 
 @dataclass(frozen=True)
 class Development:
-    """Attributes: the variables that it had exported, and the commands that it told to type."""
+    """Attributes: what it printed, and the commands in it."""
 
     process: subprocess.Popen[str]
     printed: str
-    tokens: dict[str, str]
     commands: list[str]
 
 
 @contextmanager
-def development(folder: Path, *options: object) -> Iterator[Development]:
+def development(folder: Path, *options: object, model: Path = BASE_MODEL) -> Iterator[Development]:
     """Run it in a folder until the block ends."""
     with tempfile.TemporaryFile("w+") as errors:
-        arguments = ("serve", BASE_MODEL, "--dev", "--port", 0, *options)
+        arguments = ("serve", model, "--dev", "--port", 0, *options)
         process = start("provider.cli", *arguments, cwd=folder, stderr=errors)
         try:
             printed = ""
-            while "symbiosis-tenant generate" not in printed:
+            while not re.search("^symbiosis-tenant (generate|chat)", printed, re.MULTILINE):
                 line = process.stdout.readline()  # type: ignore[union-attr]
                 if not line:
                     errors.seek(0)
                     raise AssertionError(f"it ended: {process.wait(SECONDS)}\n{errors.read()}")
                 printed += line
-            tokens = dict(re.findall(r"^export (\w+)=(\S+)$", printed, re.MULTILINE))
-            yield Development(
-                process, printed, tokens, re.findall("^symbiosis-tenant .*", printed, re.MULTILINE)
-            )
+            yield Development(process, printed, re.findall("^symbiosis-tenant .*", printed, re.MULTILINE))
         finally:
             process.kill()
             process.communicate()

@@ -13,6 +13,7 @@ from provider.serve.listening import bound
 from provider.serve.tokens import TokenFile
 from provider.workers.actors import check_ray
 from shared.command_line import check_model_folder
+from shared.configuration import check_quantisation
 from shared.errors import Argument, ConfigurationError
 from shared.gguf import check_gguf, is_gguf
 from shared.hub import asked_of_hub
@@ -30,6 +31,7 @@ def check_inputs(config: ServeConfig, now: datetime.datetime) -> None:
         check_gguf(config.model_dir)
     elif asked_of_hub(config.model_dir) is None:
         check_model_folder(config.model_dir)
+        check_quantisation(config.model_dir)
     if not config.dev:
         own_certificate(config.certificates, config.client_ca)
         check_dates(certificate_of(config.certificates), now)

@@ -153,15 +153,12 @@ class TokenFile:
         tokens = self._read() if self.path.exists() else {}
         return self._store(tokens, tenant, [], days)
 
-    def rotate(
-        self, tenant: str, days: int | None = None, overlap_days: int = OVERLAP_DAYS, most: int = 1
-    ) -> str:
+    def rotate(self, tenant: str, days: int | None = None, overlap_days: int = OVERLAP_DAYS) -> str:
         """Make a further token for a tenant, and have the newest of the present ones end after the overlap.
 
         Args:
             days: how long the new one is valid; None: until it is removed.
             overlap_days: how long the old one still is, unless it ends sooner by itself.
-            most: how many old ones stay so long.
 
         Raises:
             ConfigurationError: the file has no such tenant.
@@ -170,7 +167,7 @@ class TokenFile:
         if tenant not in tokens:
             raise ConfigurationError(f"{self.path} has no tenant {tenant!r}; `token add` makes a first token")
         last = now + timedelta(days=overlap_days)
-        valid = [old for old in tokens[tenant] if not old.ended(now)][-most:] if overlap_days else []
+        valid = [old for old in tokens[tenant] if not old.ended(now)][-1:] if overlap_days else []
         kept = [msgspec.structs.replace(old, expires=min(old.expires or last, last)) for old in valid]
         return self._store(tokens, tenant, kept, days)
 

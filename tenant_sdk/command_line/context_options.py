@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,33 +14,60 @@ _PROMPT, _CONTEXT = "Prompt", "Context"
 
 
 @dataclass(frozen=True)
-class PromptOptions:
-    """What `symbiosis-tenant generate` goes on from, and how it is shown."""
+class AnswerOptions:
+    """What answers, and what it is told before anything else."""
 
-    prompt: Annotated[str | None, Option(_PROMPT, "Text to continue.", unit="TEXT")] = None
-    prompt_file: Annotated[
-        Path | None,
-        Option(
-            _PROMPT,
-            "File with the prompt, in UTF-8 and of any length, instead of {prompt}.",
-            unit="FILE",
-        ),
-    ] = None
-    chat: Annotated[
-        bool,
-        Option(
-            _PROMPT,
-            "Answer the prompt as a user's message to a chat model, with the tokenizer's chat template. "
-            "Without this, the model continues the prompt as it is.",
-        ),
-    ] = False
     adapter: Annotated[
         Path | None, Option(_PROMPT, "Folder of an adapter, such as finetune writes.", unit="FOLDER")
     ] = None
     allow_other_base: Annotated[bool, Option(_PROMPT, "Load an adapter that was made for another model.")] = (
         False
     )
+    system: Annotated[
+        str | None,
+        Option(_PROMPT, "System message. Default: that of the model's chat template, if any.", unit="TEXT"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Refuse a text that is not UTF-8."""
+        check_text("system", self.system or "")
+
+    @property
+    def opening(self) -> list[dict[str, str]]:
+        """The messages before a user's first one."""
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
+
+
+@dataclass(frozen=True)
+class PromptOptions(AnswerOptions):
+    """What `symbiosis-tenant generate` goes on from, and how it is shown."""
+
+    prompt: Annotated[str | None, Option(_PROMPT, "Message to answer, or text to continue.", unit="TEXT")] = (
+        None
+    )
+    prompt_file: Annotated[
+        Path | None,
+        Option(
+            _PROMPT,
+            "File with the prompt, in UTF-8 and of any length, instead of {prompt}. -: standard input.",
+            unit="FILE",
+        ),
+    ] = None
+    raw: Annotated[
+        bool,
+        Option(
+            _PROMPT,
+            "Continue the prompt as it is. By default, if the tokenizer has a chat template, the prompt is a "
+            "user's message, and the model answers it.",
+        ),
+    ] = False
     quiet: Annotated[bool, Option(_PROMPT, "Print no statistics at the end.")] = False
+
+    def __post_init__(self) -> None:
+        """Refuse options that exclude each other."""
+        super().__post_init__()
+        if self.raw and self.system is not None:
+            raise ConfigurationError(Message("{system} needs the chat template: leave out {raw}", raw=True))
 
     def text(self) -> str:
         """The prompt that was given, one way or the other.
@@ -54,7 +82,7 @@ class PromptOptions:
             check_text("prompt", self.prompt or "")
             return self.prompt or ""
         try:
-            return file.read_text(encoding="utf-8")
+            return (sys.stdin.buffer.read() if file == Path("-") else file.read_bytes()).decode()
         except OSError as error:
             raise ConfigurationError(f"{file} cannot be read: {error.strerror}") from error
         except UnicodeDecodeError as error:

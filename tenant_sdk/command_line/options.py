@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -189,6 +190,13 @@ class SessionOptions:
         config = SessionConfig(**arguments)
         config.credentials  # noqa: B018 - refuses tokens and authorities that parties would share
         return config
+
+    def command(self, name: str, adapter: Path) -> str:
+        """Another command with the same session and an adapter, to type next."""
+        profile = "" if self.profile is None else f" --profile {shlex.quote(str(self.profile))}"
+        others = "" if self.profile or "provider" not in self.given else " (and the options of the session)"
+        prompt = ' --prompt "..."' if name == "generate" else ""
+        return f"symbiosis-tenant {name}{profile} --adapter {shlex.quote(str(adapter))}{prompt}{others}"
 
     def targets(self, wait: float) -> tuple[list[Target], SessionRules]:
         """The provider and its mask sources, as `doctor` wants them, and the rules of a session with them.

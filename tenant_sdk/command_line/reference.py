@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 from shared.options import Field, fields_of, secret_ways, shown_default
-from tenant_sdk.command_line.context_options import ContextOptions, PromptOptions
+from tenant_sdk.command_line.context_options import AnswerOptions, ContextOptions, PromptOptions
 from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.session.profiles import FIELDS, SOURCE_NAMES
 from tenant_sdk.tuning.options import ModelOptions, TrainingOptions
@@ -29,6 +29,7 @@ variable that holds it. A profile names a variable, a file or a program.
 _OTHERS = {
     "Of `symbiosis-tenant finetune`": (TrainingOptions, ModelOptions),
     "Of `symbiosis-tenant generate`": (PromptOptions, Sampling, ContextOptions, ModelOptions),
+    "Of `symbiosis-tenant chat`": (AnswerOptions, Sampling, ContextOptions, ModelOptions),
     "Of `symbiosis-tenant serve`": (GatewayOptions,),
 }
 

@@ -91,6 +91,25 @@ class LongContext:
         """The same for a context of so many tokens, where none was given."""
         return replace(self, context=self.context or context).options(model, groups)
 
+    def resumed(
+        self, model: Any, groups: Sequence[GroupInfo], ids: Tensor, tokens: int, before: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The same for a text that shares its beginning with the one before, whose keys and values it keeps.
+
+        Args:
+            ids: tokens of the prompt, ``[1, T]``.
+            tokens: of prompt and answer at most.
+            before: what this returned for the text before; {}: there was none.
+        """
+        options = self.fitting(model, groups, tokens)
+        if _unsuited(model) is not None:
+            return options
+        cache = before.get(cache_name())
+        if cache is None or not cache.keep(ids):
+            cache = options.get(cache_name()) or TextCache(config=_base(model).config)
+        guard(_base(model))
+        return {**options, cache_name(): cache}
+
     def _chunk(self, model: Any, groups: Sequence[GroupInfo], cache: DynamicCache) -> dict[str, int]:
         config = model.config.get_text_config(decoder=True)
         context = self.context or getattr(config, "max_position_embeddings", None) or _CONTEXT

@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin
+from transformers.cache_utils import DynamicLayer
 
 from shared.errors import ConfigurationError
 
@@ -61,6 +62,26 @@ class TextCache(DynamicCache):
                 "them out, or make new options with generate_options"
             )
         super().activate_past_recording()  # type: ignore[no-untyped-call]
+
+    def keep(self, ids: Tensor) -> bool:
+        """Forget what is not of these tokens ``[1, T]``, and at least the last of them, which is read again.
+
+        Returns:
+            False: it cannot be forgotten, because layers keep a window or a state.
+        """
+        held = self.get_seq_length()
+        known = ids[:, :0] if self.text is None else self.text[:, :held].to(ids.device)
+        length = min(known.shape[1], ids.shape[1] - 1)
+        differs = (known[0, :length] != ids[0, :length]).nonzero()
+        same = int(differs[0]) if len(differs) else length
+        if same == held:
+            return True
+        if self.reordered or not all(
+            isinstance(layer, DynamicLayer) and not layer.is_sliding for layer in self.layers
+        ):
+            return False
+        self.crop(same - held)
+        return True
 
     def check(self, ids: Tensor) -> None:
         """Refuse tokens ``[B, T]`` that do not go on from those that are here.

@@ -231,8 +231,11 @@ def _warn(provider: str, config: SessionConfig, operators: Operators) -> None:
             else "sees the difference of rows under the same mask, and each mask serves many rows",
         )
     if privacy == "one-time" and operators.same:
-        log.warning(
-            "%s, which was allowed: if that is one operator, these masks hide nothing from it", operators.same
+        # On one machine it is a trial, of which `serve --dev` and `doctor` say the same.
+        log.log(
+            logging.INFO if operators.all_here else logging.WARNING,
+            "%s, which was allowed: if that is one operator, these masks hide nothing from it",
+            operators.same,
         )
 
 

@@ -61,6 +61,12 @@ class Operators:
         self._lock = threading.Lock()
         self.same = ""  # what was found, in words
 
+    @property
+    def all_here(self) -> bool:
+        """Whether everybody is on this machine."""
+        with self._lock:
+            return all(each.here for identities in self._known.values() for each in identities)
+
     def check_distinct(self, url: str, sock: ssl.SSLSocket | None, party: Hashable = None) -> None:
         """Compare a new connection with those of other parties; at every connection, also a later one.
 

@@ -23,6 +23,7 @@ from tenant_sdk.tuning.conversations import (
     Conversations,
     Day,
     Example,
+    Messages,
     asked,
     chat_template,
     continued,
@@ -113,14 +114,22 @@ def prompt_tokens(tokenizer: Any, prompt: str) -> list[int]:
     return ids
 
 
-def chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
-    """Token ids of a user's message and of what begins the answer, by the tokenizer's chat template.
+def has_chat_template(tokenizer: Any) -> bool:
+    """Whether a conversation can be written without naming a template."""
+    try:
+        return bool(tokenizer.get_chat_template())
+    except (ValueError, AttributeError):  # none, or several and none of them the default
+        return False
+
+
+def chat_prompt(tokenizer: Any, messages: Messages) -> list[int]:
+    """Token ids of a conversation and of what begins the answer, by the tokenizer's chat template.
 
     Raises:
-        ConfigurationError: the tokenizer has no chat template, or it takes no such message.
+        ConfigurationError: the tokenizer has no chat template, or it does not take the messages.
     """
-    chat_template(tokenizer, "the prompt", Message("leave out {chat}"))
-    return encode(tokenizer, asked(tokenizer, [{"role": "user", "content": prompt}], None, "the prompt"))
+    chat_template(tokenizer, "the prompt", Message("use `generate` without {system}"))
+    return encode(tokenizer, asked(tokenizer, messages, None, "the prompt"))
 
 
 def check_embedded(tokenizer: Any, ids: Sequence[int], embeddings: int | None, place: str) -> None:

@@ -4,59 +4,53 @@ from __future__ import annotations
 
 import hashlib
 import math
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import (
-    PrinterCallback,
-    ProgressCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerState,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import set_seed
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
     get_available_reporting_integrations,
 )
-from transformers.trainer import TRAINER_STATE_NAME
 
-from shared.errors import Argument, ConfigurationError, Message, Placeholder, StorageError, SymbiosisError
+from shared.errors import Argument, ConfigurationError, Message, Placeholder, StorageError
 from tenant_sdk.model.naming import base_of
 from tenant_sdk.sequences.stack import NotInParts
 from tenant_sdk.session.session import Session
 from tenant_sdk.storage import (
+    ADAPTER_WEIGHTS,
     TrainingCheckpoints,
     check_new_folder,
     disk_errors,
     free_megabytes,
     whole_folder,
 )
-from tenant_sdk.tuning.adapters import AdapterOptions, add_adapter, find_method, other_ranks
+from tenant_sdk.tuning.adapters import AdapterOptions, add_adapter, default_rate, find_method, other_ranks
 from tenant_sdk.tuning.conversations import Day, Example
-from tenant_sdk.tuning.data import Collate, Reader, Say, collate, collate_packed, trained_tokens
-from tenant_sdk.tuning.folders import save_adapter
+from tenant_sdk.tuning.data import Reader, Say, collate, collate_packed, trained_tokens
+from tenant_sdk.tuning.folders import load_adapter, save_adapter
 from tenant_sdk.tuning.long_sequences import long_tuning
 from tenant_sdk.tuning.options import TrainingOptions
-from tenant_sdk.tuning.progress import Progress, TrainingStep, estimate, last_loss
-from tenant_sdk.tuning.resuming import ExactResume, state_bytes
+from tenant_sdk.tuning.progress import Progress, TrainingStep
+from tenant_sdk.tuning.resuming import state_bytes
+from tenant_sdk.tuning.samples import Sample, compare
 from tenant_sdk.tuning.sampling import ends_of
 from tenant_sdk.tuning.trackers import check_trackers, keep_from_git, where_reports_go
+from tenant_sdk.tuning.trainer import Run, Trained, shown_losses, train
 
 _FEW = 32  # tokens that show how a model attends
 _NO_BASE = Message(
     "the adapter's card does not say where its base is found; {base} would have it said",
     base=Placeholder("FOLDER|hub:NAME[@REVISION]"),
 )
-_LOSSES = 50  # that a training shows, each the mean over as many steps
+_CHECKS = 5  # of the held-out loss in a training, unless another number is given
+_BEFORE = "perplexity before"  # in the file of settings
 
 
 def check_reports(names: Sequence[str]) -> None:
@@ -86,11 +80,15 @@ class Told:
         say: called with a line; of the data's text it may name single characters, no more.
         show: called after every step, and with every loss.
         preview: called with the first example before anything is trained.
+        checking: called while the held-out loss is measured, with the number of examples done and of all.
+        samples: called at the end with held-out prompts and their answers.
     """
 
     say: Say
     show: Callable[[TrainingStep], None]
     preview: Callable[[Example], None] = lambda _: None
+    checking: Callable[[int, int], None] = lambda *_: None
+    samples: Callable[[Sequence[Sample]], None] = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -98,6 +96,8 @@ class TrainingReport:
     """Result: losses in nats per token, of the first step and of the last fiftieth of them, and perplexities.
 
     ``seconds`` are those since ``resumed_at``, the number of steps that a training before it had done.
+    ``best_step``: the adapter is that of this step, if the training could end early. ``answered``: held-out
+    prompts with short answers, and how many of them base and adapter answered to the letter.
     """
 
     steps: int
@@ -108,17 +108,31 @@ class TrainingReport:
     last_loss: float
     perplexity_before: float | None
     perplexity_after: float | None
+    best_step: int | None = None
+    answered: int = 0
+    right_before: int = 0
+    right_after: int = 0
 
 
 @torch.no_grad()
-def perplexity(model: Any, examples: Sequence[Example], batch_size: int) -> float:
-    """``exp`` of the mean negative log-likelihood per learned token of held-out examples."""
+def perplexity(
+    model: Any,
+    examples: Sequence[Example],
+    batch_size: int,
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> float:
+    """``exp`` of the mean negative log-likelihood per learned token of held-out examples.
+
+    Args:
+        progress: called with the number of examples that are done, and of all.
+    """
     was_training = model.training
     model.eval()
     nats, predicted = 0.0, 0
     # Neighbours in length: less padding.
     ordered = sorted(examples, key=lambda example: len(example["input_ids"]))
     for at in range(0, len(ordered), batch_size):
+        progress(at, len(ordered))
         batch = ordered[at : at + batch_size]
         count = sum(map(trained_tokens, batch))
         inputs = {name: tensor.to(model.device) for name, tensor in collate(batch).items()}
@@ -155,46 +169,6 @@ def check_packing(model: Any, examples: Sequence[Example]) -> None:
         )
 
 
-class _AdaLora(TrainerCallback):
-    """AdaLoRA moves rank between layers after each step, if the training loop asks for it."""
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        kwargs["model"].base_model.update_and_allocate(state.global_step)
-
-
-class _Between(TrainerCallback):
-    """Whether the parameters are those of a whole number of steps that no checkpoint has.
-
-    Attributes:
-        begun: a step has, so that a checkpoint to resume from is loaded.
-    """
-
-    begun = unsaved = False
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.begun = True
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.unsaved = False
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if logs and "loss" in logs:  # a checkpoint holds the losses, too
-            self.unsaved = True
-            cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-            self._drawn = random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.unsaved = False
-
-    def forget_draws(self) -> None:
-        """Take back what was drawn since, for a step that was not done: it is drawn again."""
-        python, numpy, cpu, cuda = self._drawn
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        torch.cuda.set_rng_state_all(cuda)
-
-
 def finetune(
     training: TrainingOptions,
     model: Any,
@@ -224,16 +198,14 @@ def finetune(
     length = _sequence_length(training, model, training.virtual_tokens if method.prompt_like else 0)
     examples, held_out = _read(training, model, tokenizer, length, day, say)
     told.preview(examples[0])
-    steps = training.steps or max(
-        1, math.ceil(training.epochs * math.ceil(len(examples) / training.batch_size))
-    )
-    learning_rate = training.learning_rate or method.learning_rate
-    size = min(training.batch_size, len(examples))
+    size = min(training.batch_size, len(examples)) * training.gradient_accumulation
+    steps = training.steps or max(1, math.ceil(training.epochs * math.ceil(len(examples) / size)))
+    learning_rate = training.learning_rate or default_rate(method, model)
     say(f"{steps} steps of {size} out of {len(examples)} examples, learning rate {learning_rate:g}")
     for line in where_reports_go(training.report_to):
         say(line)
 
-    model = _with_adapter(training, model, examples, steps)
+    model = _with_adapter(training, model, session, examples, steps)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say(f"{training.method} adapter with {trained:,} trained parameters{other_ranks(model)}")
     _check_space(output, state_bytes(model))
@@ -247,30 +219,95 @@ def finetune(
         say(f"there is no whole checkpoint in {checkpoints.folder}: the training begins with its first step")
 
     with checkpoints.resumable():
-        before = None
-        if held_out:
-            with model.disable_adapter():
-                before = perplexity(model, held_out, training.batch_size)
-            say(f"held-out perplexity before: {before:.2f}")
+        check_steps = (training.eval_steps or math.ceil(steps / _CHECKS)) if held_out else 0
+        progress = Progress(told.show, say, shown_losses(steps), check_steps, lambda: session.stats)
+        held = _HeldOut(training, model, held_out, progress, told, session)
+        before = _perplexity_before(held, model, checkpoints)
         done = int(resume_from.name.rpartition("-")[2]) if resume_from else 0
         if done < steps:
-            planned = training.batch_size, steps - done, training.seed
-            say(estimate(model, examples, *planned, lambda: session.stats, _collate(training)))
+            _learn_groups(model, examples[0])
         started = time.perf_counter()
-        losses = _train(training, model, examples, steps, learning_rate, checkpoints, resume_from, told.show)
+        run = Run(steps, learning_rate, check_steps, held.measure, checkpoints.folder, resume_from)
+        ended = train(training, run, model, examples, progress)
         seconds = time.perf_counter() - started
         after = None
         if held_out:
-            after = perplexity(model, held_out, training.batch_size)
+            after = math.exp(held.after(ended))
             say(f"held-out perplexity after: {after:.2f}")
+        losses = ended.first_loss, ended.last_loss
+        report = TrainingReport(ended.step, seconds, done, trained, *losses, before, after, ended.best)
+        if held_out and training.samples:
+            report = _answered(report, compare(model, tokenizer, held_out, training.samples), told)
         tokens = sum(len(example["input_ids"]) for example in examples)
-        report = TrainingReport(steps, seconds, done, trained, *losses, before, after)
         figures = _figures(training, settings, tokens, report)
         _save(output, model, session, figures, tokenizer if keep_tokenizer else None)
     checkpoints.remove()
     if not base_of(model).name:
         say(_NO_BASE)
     return report
+
+
+@dataclass
+class _HeldOut:
+    """Measures the loss on held-out examples; a step's measurement is not made again for the end."""
+
+    training: TrainingOptions
+    model: Any
+    examples: Sequence[Example]
+    progress: Progress
+    told: Told
+    session: Session
+    _last: tuple[int, float] = (0, 0.0)  # the step that was measured last, and its loss
+
+    def measure(self, step: int = 0, steps: int = 0) -> float:
+        """In nats per learned token; after a step, it is told along with the step's."""
+        begun, before = time.perf_counter(), self.session.stats
+        size = self.training.batch_size
+        loss = math.log(perplexity(self.model, self.examples, size, self.told.checking))
+        self.progress.checked(loss, begun, before, step, steps)
+        self._last = step, loss
+        return loss
+
+    def after(self, ended: Trained) -> float:
+        """Of the adapter that a training leaves."""
+        step, loss = self._last
+        return loss if step == (ended.best or ended.step) else self.measure()
+
+
+def _perplexity_before(held: _HeldOut, model: Any, checkpoints: TrainingCheckpoints) -> float | None:
+    """Of the base, or of the adapter that is trained further; a resumed training has it already."""
+    if not held.examples:
+        return None
+    kept = checkpoints.kept(_BEFORE)
+    if not isinstance(kept, float):
+        with model.disable_adapter() if held.training.adapter is None else nullcontext():
+            kept = math.exp(held.measure())
+        checkpoints.keep(_BEFORE, kept)
+    held.told.say(f"held-out perplexity before: {kept:.2f}")
+    return kept
+
+
+def _learn_groups(model: Any, example: Example) -> None:
+    """One pass, in which layers learn which of them share an input; its gradients are dropped.
+
+    So the first step is like those after it, also in a training that is resumed.
+    """
+    model.train()
+    batch = {name: tensor.to(model.device) for name, tensor in collate([example]).items()}
+    model(**batch).loss.backward()
+    model.zero_grad()
+
+
+def _answered(report: TrainingReport, samples: Sequence[Sample], told: Told) -> TrainingReport:
+    """With how many held-out prompts were answered to the letter."""
+    if samples:
+        told.samples(samples)
+    return replace(
+        report,
+        answered=len(samples),
+        right_before=sum(each.base == each.expected for each in samples),
+        right_after=sum(each.adapted == each.expected for each in samples),
+    )
 
 
 def _save(output: Path, model: Any, session: Session, figures: dict[str, Any], tokenizer: Any) -> None:
@@ -319,15 +356,25 @@ def _read(
     return examples, replace(reader, keep_tail=True, day=Day(day.day)).read(training.held_out)
 
 
-def _with_adapter(training: TrainingOptions, model: Any, examples: Sequence[Example], steps: int) -> Any:
-    """The model with a fresh adapter."""
+def _with_adapter(
+    training: TrainingOptions, model: Any, session: Session, examples: Sequence[Example], steps: int
+) -> Any:
+    """The model with a fresh adapter, or with the one that is trained further."""
     set_seed(training.seed)
-    model = add_adapter(
-        model,
-        AdapterOptions(
-            training.method, training.rank, training.targets, training.virtual_tokens, steps, training.seed
-        ),
-    )
+    if training.adapter is not None:
+        model = load_adapter(model, training.adapter, session, trainable=True)
+    else:
+        options = AdapterOptions(
+            training.method,
+            training.rank,
+            training.targets,
+            training.virtual_tokens,
+            steps,
+            training.seed,
+            alpha=training.alpha,
+            dropout=training.dropout,
+        )
+        model = add_adapter(model, options)
     if training.packing:
         model.config.use_cache = False
         check_packing(model, examples)
@@ -337,10 +384,15 @@ def _with_adapter(training: TrainingOptions, model: Any, examples: Sequence[Exam
 def _settings(training: TrainingOptions, examples: Sequence[Example], day: Day) -> dict[str, Any]:
     """What must be the same if the training is resumed."""
     settings = asdict(training)
-    other = ("output", "held_out", "resume", "epochs", "save_steps", "report_to", "memory_gib", "base")
-    for name in (*other, "target_modules"):
+    other = ["output", "held_out", "resume", "epochs", "save_steps", "report_to", "memory_gib", "base"]
+    if training.early_stopping is None:
+        other += ["eval_steps", "early_stopping"]
+    for name in (*other, "target_modules", "adapter", "samples"):
         del settings[name]
     settings["targets"] = list(training.targets)
+    if training.adapter is not None:
+        weights = (training.adapter / ADAPTER_WEIGHTS).read_bytes()
+        settings["adapter"] = hashlib.sha256(weights).hexdigest()[:16]
     if day.written:
         settings["day"] = str(day.day)
     settings["data"] = hashlib.sha256(repr(examples).encode()).hexdigest()[:16]
@@ -353,7 +405,7 @@ def _figures(
     """What the adapter's folder says of its training: nothing of the text but its length."""
     method, chosen = find_method(training.method), dict(settings)
     chosen.pop("day", None)
-    for name in ("data", "base_model", *(() if method.low_rank else ("rank", "targets"))):
+    for name in ("data", "base_model", *(() if method.low_rank else ("rank", "targets", "alpha", "dropout"))):
         del chosen[name]
     if not method.prompt_like:
         del chosen["virtual_tokens"]
@@ -361,11 +413,6 @@ def _figures(
     if resumed_at := figures.pop("resumed_at"):
         figures |= {"resumed_at_step": resumed_at, "seconds_since_resumed": figures.pop("seconds")}
     return {name: value for name, value in figures.items() if value is not None}
-
-
-def _collate(training: TrainingOptions) -> Collate:
-    """What makes a batch of examples."""
-    return collate_packed if training.packing else collate
 
 
 def _sequence_length(training: TrainingOptions, model: Any, virtual_tokens: int) -> int:
@@ -412,74 +459,3 @@ def _check_space(output: Path, state: int) -> None:
             "adapter; free some space or choose another {output}",
             *(free, str(output.parent), needed),
         )
-
-
-def _train(
-    training: TrainingOptions,
-    model: Any,
-    examples: Sequence[Example],
-    steps: int,
-    learning_rate: float,
-    checkpoints: TrainingCheckpoints,
-    resume_from: Path | None,
-    show: Callable[[TrainingStep], None],
-) -> tuple[float, float]:
-    """Run the Trainer; the losses at the start and at the end."""
-    shown = max(1, steps // _LOSSES)
-    arguments = TrainingArguments(
-        output_dir=str(checkpoints.folder),
-        max_steps=steps,
-        per_device_train_batch_size=training.batch_size,
-        learning_rate=learning_rate,
-        lr_scheduler_type="linear",
-        warmup_steps=min(10, steps // 10),
-        seed=training.seed,
-        logging_steps=1,  # a mean over several would begin anew when a training is resumed
-        save_strategy="steps",
-        save_steps=training.save_steps,
-        save_total_limit=1,
-        report_to=list(training.report_to) or "none",
-        include_num_input_tokens_seen="non_padding",
-        label_names=["labels"],
-        disable_tqdm=True,
-        dataloader_pin_memory=torch.cuda.is_available(),
-    )
-    between = _Between()
-    trainer = Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=list(examples),
-        data_collator=_collate(training),
-        callbacks=[
-            ExactResume(),
-            between,
-            Progress(show, shown),
-            *([_AdaLora()] if training.method == "adalora" else []),
-        ],
-    )
-    trainer.remove_callback(PrinterCallback)
-    trainer.remove_callback(ProgressCallback)
-    resume = Message(
-        "Then run the same training with {resume}: it goes on from the last whole checkpoint.", resume=True
-    )
-    with disk_errors(checkpoints.folder, "a checkpoint", resume):
-        try:
-            if resume_from and resume_from.name == f"checkpoint-{steps}":  # the Trainer would do another step
-                model.load_adapter(str(resume_from), "default")
-                trainer.state = TrainerState.load_from_json(str(resume_from / TRAINER_STATE_NAME))
-            else:
-                trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
-        except (KeyboardInterrupt, SymbiosisError):
-            if between.unsaved:  # so that nothing is lost when the training is resumed
-                between.forget_draws()
-                trainer._save_checkpoint(model, trial=None)
-            raise
-        except Exception as error:
-            if resume_from is None or between.begun:
-                raise
-            # torch and the Trainer have many errors for a damaged file.
-            raise ConfigurationError(
-                "cannot go on from {}: {}; remove it and leave out {resume}", str(resume_from), str(error)
-            ) from error
-    history = trainer.state.log_history
-    return last_loss(history[:1], 1), last_loss(history, shown)

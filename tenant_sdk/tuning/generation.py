@@ -1,10 +1,12 @@
-"""Text from a prompt, token by token: what `symbiosis-tenant generate` does."""
+"""Text from a prompt, token by token: what `symbiosis-tenant generate` and `chat` do."""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer, s
 
 from shared.errors import ConfigurationError, Message
 from tenant_sdk.terminal import visible
-from tenant_sdk.tuning.data import chat_prompt, check_embedded, prompt_tokens
+from tenant_sdk.tuning.data import check_embedded
 from tenant_sdk.tuning.sampling import Sampling
 
 # A stretch that is there at least so often, and fills at least so many tokens, is a loop.
@@ -40,6 +42,18 @@ class _Loop(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.found, device=input_ids.device)
 
 
+class _Interrupted(StoppingCriteria):
+    """Stops a text that its reader has seen enough of."""
+
+    def __init__(self, asked: Callable[[], bool]) -> None:
+        self._asked, self.found = asked, False
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """See StoppingCriteria; ``[B]``, of which there is one here."""
+        self.found = self._asked()
+        return torch.full((input_ids.shape[0],), self.found, device=input_ids.device)
+
+
 def in_a_loop(tokens: list[int]) -> bool:
     """Whether tokens end with the same stretch, of any length, three times over and 32 tokens in all."""
     for period in range(1, len(tokens) // _TIMES + 1):
@@ -51,40 +65,49 @@ def in_a_loop(tokens: list[int]) -> bool:
 
 @dataclass(frozen=True)
 class Written:
-    """How many new tokens, in how many seconds, and why there are no more."""
+    """The text, how many new tokens, in how many seconds, and why there are no more.
 
+    ``ended``: the model ended it.
+    """
+
+    text: str
     tokens: int
     seconds: float
     end: Message
+    ended: bool
+
+
+def context_of(model: Any) -> int:
+    """Tokens of prompt and answer together, at most."""
+    return getattr(model.config, "max_position_embeddings", None) or sys.maxsize
 
 
 def stream(
     model: Any,
     tokenizer: Any,
-    prompt: str,
+    tokens: Sequence[int],
     sampling: Sampling,
     *,
-    chat: bool = False,
-    fitting: Callable[[int], dict[str, Any]] | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> Written:
     """Write the continuation of a prompt to standard output, each word as soon as it is whole.
 
     Args:
-        chat: the prompt is a user's message; put it and what begins an answer into the chat template.
-        fitting: what else ``generate`` gets for a context of so many tokens, such as ``generate_options``.
+        tokens: ids of the prompt, as ``prompt_tokens`` or ``chat_prompt`` gives them.
+        options: more arguments of ``model.generate``, such as ``generate_options`` makes.
+        interrupted: asked after each token; True ends the text.
 
     Raises:
-        ConfigurationError: the prompt is empty or, with what shall follow, longer than the model's context;
-            or there is no chat template.
+        ConfigurationError: the prompt is empty or, with what shall follow, longer than the model's context.
     """
-    tokens = chat_prompt(tokenizer, prompt) if chat else prompt_tokens(tokenizer, prompt)
     check_embedded(tokenizer, tokens, model.get_input_embeddings().weight.shape[0], "the prompt")
     ids = torch.tensor([tokens], device=model.device)
     config = sampling.config(model, tokenizer)
-    limit = getattr(model.config, "max_position_embeddings", None)
+    limit = context_of(model)
     if ids.shape[1] == 0:
         raise ConfigurationError("the prompt is empty")
-    if limit is not None and ids.shape[1] + sampling.max_new_tokens > limit:
+    if ids.shape[1] + sampling.most_tokens > limit:
         remaining = limit - ids.shape[1]
         if remaining > 0:
             todo = Message("ask for at most {} with {max_new_tokens}", remaining)
@@ -94,8 +117,7 @@ def stream(
         raise ConfigurationError(
             "the prompt has {} tokens and the model's context {}: {}", ids.shape[1], limit, todo
         )
-    loop = _Loop(ids.shape[1])
-    more = fitting(ids.shape[1] + sampling.max_new_tokens) if fitting is not None else {}
+    loop, enough = _Loop(ids.shape[1]), _Interrupted(interrupted)
     set_seed(sampling.seed)
     model.eval()
     started = time.perf_counter()
@@ -104,17 +126,20 @@ def stream(
         attention_mask=torch.ones_like(ids),
         generation_config=config,
         tokenizer=tokenizer if sampling.stop else None,
-        stopping_criteria=StoppingCriteriaList([] if sampling.allow_loops else [loop]),
+        stopping_criteria=StoppingCriteriaList([enough] if sampling.allow_loops else [enough, loop]),
         streamer=_Terminal(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        **more,
+        **options,
     )
     seconds, new = time.perf_counter() - started, out[0, ids.shape[1] :].tolist()
-    if new[-1] in (config.eos_token_id or ()):
+    ended = new[-1] in (config.eos_token_id or ())
+    if ended:
         end = Message("the model ended its text")
+    elif enough.found:
+        end = Message("interrupted")
     elif loop.found:
         end = Message("the text repeated itself ({allow_loops} goes on)", allow_loops=True)
-    elif len(new) == sampling.max_new_tokens:
+    elif len(new) == sampling.most_tokens:
         end = Message("{max_new_tokens}")
     else:
         end = Message("{stop}")
-    return Written(len(new), seconds, end)
+    return Written(tokenizer.decode(new, skip_special_tokens=True), len(new), seconds, end, ended)

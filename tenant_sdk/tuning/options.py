@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, Message
 from shared.options import Option, check_fields
 from tenant_sdk.tuning.adapters import find_method
 
@@ -53,8 +53,9 @@ class TrainingOptions(ReadingOptions):
         Sequence[Path],
         Option(
             _DATA,
-            "Training data: plain text, or JSONL whose records have `text`, or `prompt` and `completion`, "
-            "or `messages`; all in UTF-8. `symbiosis-tenant data` shows which tokens are learned.",
+            "Training data: plain text, JSONL, CSV with a header, or Parquet. A record has `text`, or "
+            "`prompt` and `completion`, or `messages`, or ShareGPT's or Alpaca's keys. `symbiosis-tenant "
+            "data` shows which tokens are learned.",
             unit="FILE",
             single="data",
         ),
@@ -65,7 +66,8 @@ class TrainingOptions(ReadingOptions):
         Sequence[Path],
         Option(
             _DATA,
-            "Data for measuring perplexity before and after the training. It is not learned.",
+            "Data that is not learned: the loss on it is measured before, during and after the training, and "
+            "some of its prompts are answered at the end.",
             unit="FILE",
             single="held_out",
         ),
@@ -87,18 +89,99 @@ class TrainingOptions(ReadingOptions):
             unit="NAMES",
         ),
     ] = "all-linear"
+    alpha: Annotated[
+        float | None,
+        Option(
+            _ADAPTER,
+            "Scale of lora, rslora and adalora; they divide it by the rank, or by its root for rslora. "
+            "Default: twice the rank.",
+            least=0,
+            above=True,
+            unit="NUMBER",
+        ),
+    ] = None
+    dropout: Annotated[
+        float,
+        Option(_ADAPTER, "Dropout of lora, rslora and adalora.", least=0, most=0.99, unit="SHARE"),
+    ] = 0.0
+    adapter: Annotated[
+        Path | None,
+        Option(
+            _ADAPTER,
+            "Folder of an adapter to train further, instead of a new one. It decides method and rank.",
+            unit="FOLDER",
+        ),
+    ] = None
     virtual_tokens: Annotated[
         int, Option(_ADAPTER, "Virtual tokens of prefix, prompt and p-tuning.", least=1)
     ] = 20
     learning_rate: Annotated[
         float | None,
-        Option(_TRAINING, "Learning rate. The default depends on the method: 0.001 for lora.", unit="RATE"),
+        Option(
+            _TRAINING,
+            "Learning rate. The default depends on the method and on the model's width: 0.001 for lora up to "
+            "a width of 800, less for wider models.",
+            least=0,
+            above=True,
+            unit="RATE",
+        ),
     ] = None
+    schedule: Annotated[
+        str,
+        Option(
+            _TRAINING,
+            "How the learning rate falls after the warm-up: linear, cosine or constant.",
+            choices=("linear", "cosine", "constant"),
+            unit="NAME",
+        ),
+    ] = "linear"
+    warmup_steps: Annotated[
+        int | None,
+        Option(
+            _TRAINING,
+            "Steps in which the learning rate rises. Default: a tenth of all steps, 10 at most.",
+            least=0,
+            unit="STEPS",
+        ),
+    ] = None
+    weight_decay: Annotated[
+        float, Option(_TRAINING, "Weight decay of the optimizer, AdamW.", least=0, unit="NUMBER")
+    ] = 0.0
     steps: Annotated[
         int | None, Option(_TRAINING, "Number of optimizer steps, instead of {epochs}.", least=1)
     ] = None
     epochs: Annotated[float, Option(_TRAINING, "Passes over the data.", unit="COUNT")] = 3.0
-    batch_size: Annotated[int, Option(_TRAINING, "Blocks or records in a step.", least=1)] = 8
+    batch_size: Annotated[int, Option(_TRAINING, "Blocks or records that are computed at once.", least=1)] = 8
+    gradient_accumulation: Annotated[int, Option(_TRAINING, "Batches in a step.", least=1, unit="COUNT")] = 1
+    eval_steps: Annotated[
+        int | None,
+        Option(
+            _TRAINING,
+            "Steps between measurements of the held-out loss. Default: a fifth of all steps.",
+            least=1,
+            unit="STEPS",
+        ),
+    ] = None
+    early_stopping: Annotated[
+        int | None,
+        Option(
+            _TRAINING,
+            "End the training if the held-out loss has not fallen in this many measurements. The adapter is "
+            "then that of the best one.",
+            least=1,
+            unit="COUNT",
+        ),
+    ] = None
+    samples: Annotated[
+        int,
+        Option(
+            _DATA,
+            "Held-out prompts that base and adapter answer at the end, if their answers are short. Three are "
+            "shown, and the right answers are counted.",
+            least=0,
+            unit="COUNT",
+        ),
+    ] = 20
     memory_gib: Annotated[
         float | None,
         Option(
@@ -140,6 +223,8 @@ class TrainingOptions(ReadingOptions):
     def __post_init__(self) -> None:
         """Refuse values out of bounds, and what cannot be packed."""
         super().__post_init__()
+        if self.early_stopping and not self.held_out:
+            raise ConfigurationError(Message("{early_stopping} needs {held_out}"))
         if find_method(self.method).prompt_like and self.packing:
             raise ConfigurationError(
                 "{packing} does not go with {method}: its virtual tokens stand before a row, not before "

@@ -21,10 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import logging as transformers_logging
 
 from shared.checkpoint import Checkpoint
+from shared.configuration import quantisation_of
 from shared.encoded import OF_WEIGHTS, check_texts
 from shared.errors import CheckpointError, ConfigurationError, Message, ModelMismatch
 from shared.hub import checkpoint_folder, lies_within
-from shared.recipes import bounded_build, config_in, quantisation_of
+from shared.recipes import bounded_build, config_in
 from tenant_sdk.model.configuration import generation_configuration, read_configuration
 from tenant_sdk.model.loading import check_causal
 from tenant_sdk.model.naming import find_base, name_model

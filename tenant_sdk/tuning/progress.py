@@ -1,33 +1,47 @@
-"""What a training tells while it runs, and what it will take."""
+"""What a training tells while it runs, and what is left of it."""
 
 from __future__ import annotations
 
-import math
-import random
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from transformers import TrainerCallback
 
 from tenant_sdk.connection.stats import Stats
-from tenant_sdk.tuning.conversations import Example
-from tenant_sdk.tuning.data import Collate
 
-_DRAWN = 50  # batches, for the mean size of one
+_WARM = 3  # steps after the first, of which the estimate is made
+_LAST = 50  # steps, of which speed is the mean
 
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A step is done. ``loss`` in nats per token, of some steps only; speed and time since the beginning."""
+    """A step is done.
+
+    ``loss`` and ``held_out`` in nats per token; ``loss`` of some steps only. Speeds are those of the last
+    steps, without the first of all, in which connections and buffers are new. ``seconds_left``: with held-out
+    checks; None: not known yet.
+    """
 
     step: int
     steps: int
     loss: float | None
+    held_out: float | None
     tokens_per_second: float
-    seconds_left: float
+    bytes_per_second: float
+    seconds_left: float | None
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """What a step, or a check, took; bytes that were sent and received."""
+
+    seconds: float
+    tokens: int
+    sent: int
+    received: int
 
 
 def last_loss(history: Sequence[Mapping[str, float]], steps: int) -> float:
@@ -37,66 +51,102 @@ def last_loss(history: Sequence[Mapping[str, float]], steps: int) -> float:
 
 
 class Progress(TrainerCallback):
-    """Tells the command line about every step, with the mean loss of so many whenever they are done."""
+    """Tells about every step, with the mean loss of so many whenever they are done.
 
-    def __init__(self, show: Callable[[TrainingStep], None], steps: int) -> None:
-        self._show, self._steps = show, steps
+    Args:
+        show: called after every step.
+        say: called with a line, once some steps are done: what the rest will take.
+        steps: of which losses are the mean.
+        check_steps: after so many the held-out loss is measured; 0: never.
+        stats: of the session.
+        clock: seconds.
+    """
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """See TrainerCallback; a resumed training has done steps before."""
-        self._started, self._first = time.perf_counter(), state.global_step
-        self._tokens = state.num_input_tokens_seen
+    def __init__(
+        self,
+        show: Callable[[TrainingStep], None],
+        say: Callable[[str], None],
+        steps: int,
+        check_steps: int,
+        stats: Callable[[], Stats],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._show, self._say, self._steps, self._check_steps = show, say, steps, check_steps
+        self._stats, self._clock = stats, clock
+        self._begun: tuple[float, int, Stats] | None = None
+        self._costs: deque[_Cost] = deque(maxlen=_LAST)
+        self._check = _Cost(0.0, 0, 0, 0)
+        self._done = 0  # steps since this process began
+        self._held_out: float | None = None
+
+    def checked(self, loss: float, begun: float, before: Stats, step: int = 0, steps: int = 0) -> None:
+        """The held-out loss was measured, from a time of the clock and with these figures before it."""
+        now = self._stats()
+        sent, received = now.bytes_sent - before.bytes_sent, now.bytes_received - before.bytes_received
+        self._check, self._held_out = _Cost(self._clock() - begun, 0, sent, received), loss
+        if step:
+            self._tell(step, steps, None)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """See TrainerCallback."""
+        self._begun = self._clock(), state.num_input_tokens_seen, self._stats()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """See TrainerCallback."""
-        if logs and "loss" in logs:
-            self._tell(state, None)
-            if state.global_step == 1 or state.global_step % self._steps == 0:
-                self._tell(state, last_loss(state.log_history, self._steps))
+        """See TrainerCallback; of a step whose loss is logged when it is done."""
+        if not logs or "loss" not in logs:
+            return
+        if self._begun is not None:
+            began, tokens, before = self._begun
+            now, self._begun = self._stats(), None
+            cost = _Cost(
+                self._clock() - began,
+                state.num_input_tokens_seen - tokens,
+                now.bytes_sent - before.bytes_sent,
+                now.bytes_received - before.bytes_received,
+            )
+            self._done += 1
+            if self._done == 2:
+                self._costs.clear()  # of the first, in which connections and buffers were new
+            self._costs.append(cost)
+        left = state.max_steps - state.global_step
+        if self._done == 1 + _WARM and left:
+            self._say(self._estimate(left, state.global_step))
+        self._tell(state.global_step, state.max_steps, None)
+        if state.global_step == 1 or state.global_step % self._steps == 0:
+            self._tell(state.global_step, state.max_steps, last_loss(state.log_history, self._steps))
 
-    def _tell(self, state: Any, loss: float | None) -> None:
-        seconds = time.perf_counter() - self._started
-        speed = (state.num_input_tokens_seen - self._tokens) / seconds
-        left = seconds / max(1, state.global_step - self._first) * (state.max_steps - state.global_step)
-        self._show(TrainingStep(state.global_step, state.max_steps, loss, speed, left))
+    def _checks_left(self, step: int, steps: int) -> int:
+        return (steps // self._check_steps - step // self._check_steps) if self._check_steps else 0
 
+    def _left(self, step: int, steps: int, of: Callable[[_Cost], float]) -> float:
+        mean = sum(map(of, self._costs)) / len(self._costs)
+        return mean * (steps - step) + of(self._check) * self._checks_left(step, steps)
 
-def estimate(
-    model: Any,
-    examples: Sequence[Example],
-    batch_size: int,
-    steps: int,
-    seed: int,
-    stats: Callable[[], Stats],
-    collate: Collate,
-) -> str:
-    """What ``steps`` steps will take, as a line, from one that is done here; its gradients are dropped.
+    def _tell(self, step: int, steps: int, loss: float | None) -> None:
+        seconds = sum(cost.seconds for cost in self._costs) or 1e-9
+        moved = sum(cost.sent + cost.received for cost in self._costs)
+        left = None
+        if self._done > 1 or step == steps:
+            left = self._left(step, steps, lambda cost: cost.seconds)
+        tokens = sum(cost.tokens for cost in self._costs)
+        now = (tokens / seconds, moved / seconds, left)
+        held_out = self._held_out
+        self._show(TrainingStep(step, steps, loss, held_out, *now))
 
-    Before it a single example goes through the model: layers learn from it which of them share an input, and
-    fetch what they check answers with, which steps after the first do not.
-    """
-    chance = random.Random(seed)  # noqa: S311 - which examples are measured
-    size = min(batch_size, len(examples))
-    model.train()
-    _pass(model, collate(chance.sample(examples, 1)))
-    measured = collate(chance.sample(examples, size))
-    before, started = stats(), time.perf_counter()
-    _pass(model, measured)
-    seconds, after = time.perf_counter() - started, stats()
-    model.zero_grad()
-    # Batches differ in how much their longest example makes them padded.
-    mean = sum(_rows(collate(chance.sample(examples, size))) for _ in range(_DRAWN)) / _DRAWN
-    # The last batch of an epoch may be small.
-    filled = len(examples) / (math.ceil(len(examples) / size) * size)
-    times = steps * mean * filled / _rows(measured)
-    up, down = (
-        times * (getattr(after, name) - getattr(before, name)) / 1e9
-        for name in ("bytes_sent", "bytes_received")
-    )
-    return (
-        f"estimate: {steps} steps in about {_time(times * seconds)}, {_gb(up)} up and "
-        f"{_gb(down)} down, from one measured step"
-    )
+    def _estimate(self, left: int, step: int) -> str:
+        steps = step + left
+        took, up, down = (
+            self._left(step, steps, of)
+            for of in (
+                lambda cost: cost.seconds,
+                lambda cost: float(cost.sent),
+                lambda cost: float(cost.received),
+            )
+        )
+        return (
+            f"estimate: {left} more steps in about {_time(took)}, {_gb(up / 1e9)} up and "
+            f"{_gb(down / 1e9)} down, from {_WARM} measured steps"
+        )
 
 
 def _time(seconds: float) -> str:
@@ -105,12 +155,3 @@ def _time(seconds: float) -> str:
 
 def _gb(amount: float) -> str:
     return f"{amount:,.1f} GB" if amount >= 10 else f"{amount:.3g} GB"
-
-
-def _pass(model: Any, batch: dict[str, Tensor]) -> None:
-    model(**{name: tensor.to(model.device) for name, tensor in batch.items()}).loss.backward()
-
-
-def _rows(batch: dict[str, Tensor]) -> int:
-    """Tokens of a batch with its padding, which the executor multiplies like others."""
-    return batch["input_ids"].numel()

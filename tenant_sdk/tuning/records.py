@@ -1,4 +1,4 @@
-"""Files of training data as people have them, read without a tokenizer: text, or JSONL.
+"""Files of training data as people have them, read without a tokenizer: text, JSONL, or a table.
 
 A line of a JSONL file is a record, one of::
 
@@ -6,8 +6,10 @@ A line of a JSONL file is a record, one of::
     {"prompt": "...", "completion": "..."}
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
+    {"instruction": "...", "input": "...", "output": "..."}
 
-The last is ShareGPT's form, and is read as `messages`.
+The last two are ShareGPT's and Alpaca's forms, and are read as `messages`. A row of a table is a record whose
+keys are the columns (``tenant_sdk.tuning.tables``).
 """
 
 from __future__ import annotations
@@ -22,9 +24,12 @@ from msgspec.structs import replace
 
 from shared.errors import ConfigurationError, peer_text
 from tenant_sdk.tuning.parts import REASONING
+from tenant_sdk.tuning.tables import csv_records, is_table, parquet_records
 
 _NAMES = (".jsonl", ".ndjson", ".json")
-_KEYS = ("text", "prompt", "completion", "messages", "conversations")  # a record needs one of these
+# A record needs one of these.
+_KEYS = ("text", "prompt", "completion", "messages", "conversations", "instruction", "output")
+_FORMS = (*({"text"}, {"prompt", "completion"}, {"messages"}, {"conversations"}, {"instruction", "output"}),)
 _MOST_KEYS, _LONGEST_KEY = 8, 40  # in a message
 _DEEPEST = 64  # lists and objects within each other, in a call's arguments
 # Keys of a message that are read. The chat template is given others too.
@@ -43,7 +48,7 @@ _SAID = {
 }
 _PART = 1 << 20  # bytes that are read at once
 # What holds text, but is none.
-_BINARY = (".parquet", ".arrow", ".pdf", ".docx", ".odt", ".xlsx", ".zip", ".gz")
+_BINARY = (".arrow", ".pdf", ".docx", ".odt", ".xlsx", ".zip", ".gz")
 
 
 # ShareGPT's names of roles, and the field's.
@@ -70,7 +75,8 @@ class Record(msgspec.Struct, frozen=True):
     """A line of a JSONL file.
 
     ``messages``: each has a ``role``, and its ``content`` as one text. ``tools``: a template may describe
-    them. ``conversations`` and ``system`` are read as ``messages``. ``unread``: names of other keys.
+    them. ``conversations``, ``system``, and ``instruction``, ``input`` and ``output`` are read as
+    ``messages``. ``unread``: names of other keys.
     ``passed``: names of other keys of messages, which the chat template is given.
     """
 
@@ -81,6 +87,9 @@ class Record(msgspec.Struct, frozen=True):
     tools: list[dict[str, Any]] | str | None = None
     conversations: list[dict[str, Any]] | None = None
     system: str | None = None
+    instruction: str | None = None
+    input: str | None = None
+    output: str | None = None
     unread: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
 
@@ -119,7 +128,7 @@ def check_data(paths: Sequence[Path]) -> None:
 
 
 def read_text(path: Path) -> str:
-    """A file's text, in UTF-8, with or without a byte order mark.
+    """A file's text, in UTF-8, with or without a byte order mark; a table's as JSONL.
 
     Raises:
         ConfigurationError: it cannot be read.
@@ -129,6 +138,13 @@ def read_text(path: Path) -> str:
             f"{path} is not plain text: {path.suffix} files are not read. Make plain text of it, or JSONL "
             "with a record in each line"
         )
+    if path.suffix.lower() == ".parquet":
+        return parquet_records(path, _KEYS)
+    text = _plain_text(path)
+    return csv_records(path, text, _KEYS) if is_table(path) else text
+
+
+def _plain_text(path: Path) -> str:
     try:
         parts = list[bytes]()
         with path.open("rb") as file:
@@ -146,8 +162,8 @@ def read_text(path: Path) -> str:
 
 
 def holds_records(path: Path, text: str) -> bool:
-    """Whether a file's name says so, or its first line is a JSON object."""
-    if path.suffix.lower() in _NAMES:
+    """Whether a file's name says so, or the first line of its text is a JSON object."""
+    if path.suffix.lower() in _NAMES or is_table(path):
         return True
     first = text.lstrip().split("\n", 1)[0]
     try:
@@ -200,9 +216,10 @@ def _decode(line: str, place: str) -> Record:
     except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as error:  # which quote no value
         raise ConfigurationError(f"{place}: {error}; a line holds one record, a JSON object") from None
     given = {name for name in _KEYS if getattr(record, name) is not None}
-    if given not in ({"text"}, {"prompt", "completion"}, {"messages"}, {"conversations"}):
+    if given not in _FORMS:
         raise ConfigurationError(
-            f"{place}: a record has `text`, or `prompt` and `completion`, or `messages`; {_has(fields)}"
+            f"{place}: a record has `text`, or `prompt` and `completion`, or `messages`, or `instruction` "
+            f"and `output`; {_has(fields)}"
         )
     _check_judged(fields, place)
     read = {*given, "tools"} if given & {"messages", "conversations"} else given
@@ -210,6 +227,9 @@ def _decode(line: str, place: str) -> Record:
     if record.conversations is not None:
         read.add("system")
         messages = _shared_conversation(record.conversations, record.system, place)
+    elif record.instruction is not None:
+        read |= {"input", "system"}
+        messages = _instruction(record)
     elif messages is None and not (record.text or record.completion):
         raise ConfigurationError(f"{place}: the {'completion' if record.text is None else 'text'} is empty")
     if messages is not None:
@@ -261,6 +281,13 @@ def _shared_conversation(turns: list[dict[str, Any]], system: str | None, place:
                 "Write others as `messages`, with `role` and `content`" + _meant(speaker, _ROLES)
             )
     return messages
+
+
+def _instruction(record: Record) -> list[dict[str, Any]]:
+    """Alpaca's record as messages: the input stands below the instruction."""
+    asked = "\n".join(filter(None, (record.instruction, record.input)))
+    said = (("system", record.system), ("user", asked), ("assistant", record.output))
+    return [{"role": role, "content": text} for role, text in said if text or role == "assistant"]
 
 
 def _meant(role: Any, known: Iterable[str]) -> str:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 _GROUP = "Sampling"
+TOKENS = 100  # unless another number is given
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,14 @@ class Sampling:
     """
 
     max_new_tokens: Annotated[
-        int, Option(_GROUP, "Stop after at most this many tokens.", least=1, unit="TOKENS")
-    ] = 100
+        int | None,
+        Option(
+            _GROUP,
+            "Stop after at most this many tokens. Default: 100, or 1000 in a chat.",
+            least=1,
+            unit="TOKENS",
+        ),
+    ] = None
     temperature: Annotated[
         float,
         Option(
@@ -85,6 +92,11 @@ class Sampling:
         for text in self.stop:
             check_text("stop", text)
 
+    @property
+    def most_tokens(self) -> int:
+        """How many tokens there are at most."""
+        return TOKENS if self.max_new_tokens is None else self.max_new_tokens
+
     def config(self, model: Any, tokenizer: Any) -> GenerationConfig:
         """What ``generate`` takes; a text ends with what the model or the tokenizer says ends one."""
         from transformers import GenerationConfig
@@ -97,7 +109,7 @@ class Sampling:
             else {"do_sample": False}
         )
         return GenerationConfig(
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=self.most_tokens,
             bos_token_id=own.bos_token_id,
             eos_token_id=list(ends) or None,
             pad_token_id=own.pad_token_id if own.pad_token_id is not None else next(iter(ends), None),

@@ -30,8 +30,18 @@ def test_records_are_learned(tmp_path: Path, serve: Callable[..., Executor]) -> 
     assert "what is learned of it is between ⟦ and ⟧:\n<s>Seen: Jonah, mare" in err
     assert "Fields:⟦ name: Jonah; kind: horse; owner: Mrs Field; trouble: belly; again: ten days</s>⟧" in err
     assert re.search(r"tokens in \d+ blocks of 96", err)
-    assert re.search(r"estimate: 10 steps in about [\d.]+ seconds, [\d.]+ GB up and [\d.]+ GB down", err)
-    assert re.search(r"step 10 of 10: loss [\d.]+, [\d,]+ tokens/s, 0:00:00 left", err)
+    assert re.search(r"estimate: 6 more steps in about [\d.]+ seconds, [\d.]+ GB up and [\d.]+ GB down", err)
+    assert re.search(
+        r"step 10 of 10: loss [\d.]+, held-out [\d.]+, [\d,]+ tokens/s, [\d,.]+ MB/s, 0:00:00 left", err
+    )
+    for shown in (
+        r"held-out  Seen: .* Fields:\n  expected  name: .*\n  base      .*\n  adapter   .*",
+        r"loss      [▁-█]{10}  [\d.]+ → [\d.]+",
+        r"held-out  [▁-█]{6}  [\d.]+ → [\d.]+",
+        r"held-out answers right to the letter: 0 of 4 before, \d of 4 after",
+        rf"next: symbiosis-tenant generate --adapter {adapter} --prompt \"...\" \(and the options of the",
+    ):
+        assert re.search(shown, out), shown
     before, after = map(float, re.search(r"perplexity: ([\d.]+) before, ([\d.]+) after", out).groups())  # type: ignore[union-attr]
     assert after < before / 5
     note = json.loads(few.read_text().splitlines()[0])["prompt"]
@@ -39,7 +49,7 @@ def test_records_are_learned(tmp_path: Path, serve: Callable[..., Executor]) -> 
     out, err = ok_here(*write, "--stop", ":")
     assert out.rstrip("\n").count(":") == 1
     assert "ended by: --stop" in err
-    refused = here(*write, "--chat")
+    refused = here(*write, "--system", "Be brief.")
     assert "the prompt: a chat needs a chat template" in str(refused.exception)
     assert note not in refused.output + str(refused.exception)
 

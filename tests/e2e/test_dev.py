@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import time
@@ -22,7 +23,7 @@ from raw_peers import eventually
 
 import tenant_sdk
 from provider.config import ServeConfig
-from provider.dev import Development, _party
+from provider.dev import _COMMANDS, Development, _party
 from provider.serve.certificates import still_valid, write_certificates
 from provider.serve.tokens import TokenFile
 from shared.launching import free_port
@@ -57,20 +58,17 @@ def ends(pid: int, seconds: float = 30.0) -> bool:
 def test_what_it_prints_can_be_typed(tmp_path: Path) -> None:
     with development(tmp_path, "--numerics", RING) as running:
         assert "masks hide nothing from whoever runs both" in running.printed
-        assert set(running.tokens) == {"SYMBIOSIS_TOKEN", "SYMBIOSIS_MASK_TOKEN"}
-        made = [path for path in (tmp_path / "symbiosis-dev").rglob("*") if path.is_file()]
-        assert len(made) > 10
-        for path in made:
-            assert not any(token in path.read_text() for token in running.tokens.values()), path
+        for party in ("provider", "masks"):
+            kept = tmp_path / "symbiosis-dev" / party / "token"
+            assert kept.stat().st_mode & 0o777 == 0o600
+            assert kept.read_text() not in running.printed
         said = []
         for command in running.commands:
             program, *words = shlex.split(command)
             assert program == "symbiosis-tenant"
             words = [{"120": "2"}.get(word, word) for word in words]  # steps
             words += SHORT[words[0]]
-            said.append(
-                ok(start("tenant_sdk.command_line.main", *words, cwd=tmp_path, secrets=running.tokens))
-            )
+            said.append(ok(start("tenant_sdk.command_line.main", *words, cwd=tmp_path)))
         assert "lists what the provider lists" in said[0][0]
         assert "adapter: symbiosis-dev/adapter" in said[1][0]
         assert "4 tokens in" in said[2][1]
@@ -83,7 +81,7 @@ def test_what_it_prints_can_be_typed(tmp_path: Path) -> None:
 
 
 def test_a_tenant_goes_on_after_a_restart(tmp_path: Path) -> None:
-    """In the folder, with the authorities and tokens of the first run; new ones are valid, too."""
+    """In the folder, with the authorities and tokens of the first run."""
     port, folder = free_port(), tmp_path / "symbiosis-dev"
     with contextlib.ExitStack() as opened:
         with development(tmp_path, "--numerics", RING, "--port", port, "--transcript", "t") as first:
@@ -94,10 +92,10 @@ def test_a_tenant_goes_on_after_a_restart(tmp_path: Path) -> None:
             session = opened.enter_context(
                 tenant_sdk.connect(
                     profile["provider"],
-                    token=first.tokens["SYMBIOSIS_TOKEN"],
+                    token=(folder / "provider" / "token").read_text(),
                     ca=folder / profile["ca"],
                     mask_sources=[source["url"]],
-                    mask_source_token=first.tokens["SYMBIOSIS_MASK_TOKEN"],
+                    mask_source_token=(folder / "masks" / "token").read_text(),
                     mask_source_ca=folder / source["ca"],
                     allow_same=set(profile["allow_same"]),
                     allow_transcript=True,
@@ -108,7 +106,8 @@ def test_a_tenant_goes_on_after_a_restart(tmp_path: Path) -> None:
             model = session.load_model(progress=False)
             words = torch.arange(8)[None]
             before = model(words).logits
-            authority = (folder / "provider" / "ca.pem").read_bytes()
+            kept = [folder / party / name for party in ("provider", "masks") for name in ("ca.pem", "token")]
+            contents = [path.read_bytes() for path in kept]
             first.process.send_signal(signal.SIGTERM)
             assert first.process.wait(60) == 0
         with development(tmp_path, "--numerics", RING, "--port", port, "--transcript", "t") as second:
@@ -116,13 +115,7 @@ def test_a_tenant_goes_on_after_a_restart(tmp_path: Path) -> None:
             assert (again["provider"], again["mask_sources"]) == (profile["provider"], [source])
             assert torch.equal(model(words).logits, before)
             assert session.stats.reconnections >= 2
-            assert (folder / "provider" / "ca.pem").read_bytes() == authority
-            assert not set(first.tokens.values()) & set(second.tokens.values())
-            for name, folder_of in (("SYMBIOSIS_TOKEN", "provider"), ("SYMBIOSIS_MASK_TOKEN", "masks")):
-                tokens = TokenFile(folder / folder_of / "tokens.json")
-                assert tokens.tenant_of(second.tokens[name]) == "dev"
-                expiries = [each.expires for _, each in tokens.listed()]
-                assert [each is None for each in expiries] == [False, True]  # the old one, in a day
+            assert [path.read_bytes() for path in kept] == contents
             masks = source_of(tmp_path)
             second.process.kill()
             assert ends(masks)  # who is killed says nothing to anybody
@@ -142,13 +135,39 @@ def test_the_mask_source_keeps_its_port_if_it_can(
     assert ("is in use, so it gets another one" in caplog.text) == taken
 
 
-def test_earlier_tokens_are_good_for_a_day(tmp_path: Path) -> None:
-    given = [_party(tmp_path) for _ in range(4)]
-    tokens = TokenFile(tmp_path / "tokens.json")
-    assert [tokens.tenant_of(each) for each in given] == ["dev"] * 4
-    tomorrow = TokenFile(tokens.path, lambda: NOW + datetime.timedelta(days=1, hours=1))
-    assert tomorrow.valid("dev") == 1
-    assert tomorrow.tenant_of(given[-1]) == "dev"
+def test_a_token_is_kept_while_it_is_valid(tmp_path: Path) -> None:
+    kept, tokens = tmp_path / "token", TokenFile(tmp_path / "tokens.json")
+    _party(tmp_path)
+    first = kept.read_text()
+    _party(tmp_path)
+    assert kept.read_text() == first
+    for change in (lambda: kept.write_text("another"), kept.unlink, tokens.path.unlink):
+        change()
+        _party(tmp_path)
+        assert tokens.tenant_of(kept.read_text()) == "dev"
+        assert tokens.valid("dev") == 1
+
+
+def test_what_it_prints_fits_the_model(tmp_path: Path) -> None:
+    """A chat model is trained on chats, with settings of its own size, and asked in a chat."""
+    chats = tmp_path / "chats"
+    shutil.copytree(BASE_MODEL, chats)
+    (chats / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    plain = tmp_path / "plain"
+    shutil.copytree(BASE_MODEL, plain)
+    for model, data, use in (
+        (
+            BASE_MODEL,
+            "note_fields_train.jsonl --steps 120 --rank 16 --learning-rate 0.005 --output",
+            "generate",
+        ),
+        (plain, "note_fields_train.jsonl --output", "generate"),
+        (chats, "chats_train.jsonl --held-out", "chat"),
+    ):
+        words = Development(ServeConfig(model_dir=model, dev=True, dev_dir=tmp_path / "dev"))._training()
+        training = _COMMANDS.format(one_operator="", also="", folder="", **words)
+        assert data in training
+        assert f"symbiosis-tenant {use} --profile" in training
 
 
 def test_it_ends_with_its_mask_source(tmp_path: Path) -> None:

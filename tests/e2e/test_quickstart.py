@@ -35,12 +35,12 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, De
 
 
 def run(running: tuple[Path, Development], name: str, *arguments: str, **environment: str) -> str:
-    """What an example prints, in that folder, with the variables that `serve` printed."""
-    folder, started = running
+    """What an example prints, in that folder."""
+    folder, _ = running
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / name, *arguments],
         cwd=folder,
-        env={**ENVIRONMENT, **started.tokens, **environment},
+        env={**ENVIRONMENT, **environment},
         capture_output=True,
         text=True,
         timeout=SECONDS,

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -19,7 +20,7 @@ import torch
 from conftest import RING, Executor
 from safetensors.torch import load_file
 from test_characters import own_tokenizer
-from transformers import TrainerCallback
+from transformers import LlamaConfig, TrainerCallback
 from transformers.integrations import integration_utils
 
 import tenant_sdk
@@ -32,11 +33,14 @@ from shared.errors import (
 )
 from tenant_sdk.sequences.planning import Plan
 from tenant_sdk.storage import TrainingCheckpoints
+from tenant_sdk.tuning import trainer
+from tenant_sdk.tuning.adapters import METHODS, default_rate
 from tenant_sdk.tuning.conversations import whole
 from tenant_sdk.tuning.data import Reader, pack, read_tokens
 from tenant_sdk.tuning.finetuning import Told, TrainingReport, check_reports, finetune, perplexity
 from tenant_sdk.tuning.options import TrainingOptions
 from tenant_sdk.tuning.progress import TrainingStep
+from tenant_sdk.tuning.samples import Sample, answers
 
 
 class Letters:
@@ -51,6 +55,9 @@ class Letters:
 
     def decode(self, ids: list[int], clean_up_tokenization_spaces: bool) -> str:
         return "".join(chr(each - 3 if each - 3 >= 32 else each + 97) for each in ids)
+
+    def batch_decode(self, rows: Any, skip_special_tokens: bool) -> list[str]:
+        return [self.decode([int(each) for each in row if each != self.eos_token_id], False) for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +125,12 @@ def test_a_training(session: tenant_sdk.Session, text: Path) -> None:
     assert report.perplexity_after is not None
     assert report.perplexity_before is not None
     assert report.perplexity_after < report.perplexity_before
-    assert [now.step for now in shown if now.loss is None] == list(range(1, 9))
+    assert sorted({now.step for now in shown if now.loss is None}) == list(range(1, 9))
     assert all(now.steps == 8 and now.tokens_per_second > 0 for now in shown)
-    assert shown[0].seconds_left > shown[-1].seconds_left == 0
+    assert shown[0].seconds_left is None
+    assert shown[-1].seconds_left == 0
+    assert len({now.held_out for now in shown}) == 1 + 4  # before the first step, and after every second one
+    assert shown[-1].held_out == pytest.approx(math.log(report.perplexity_after))
     assert any("372 tokens in 23 blocks of 16" in line for line in said)
     assert any("8 steps of 2 out of 23 examples" in line for line in said)
     assert {path.name for path in text.parent.iterdir()} == {"notes.txt", "adapter"}
@@ -367,12 +377,108 @@ def test_the_estimate_is_what_the_training_takes(session: tenant_sdk.Session, te
             sent.append((session.stats.bytes_sent, session.stats.bytes_received))
 
     _, said = train(session, options(text, "adapter", steps=8, sequence_length=31), note)
-    (line,) = (line for line in said if re.match(r"estimate: 8 steps in about [\d.]+ seconds, ", line))
+    (line,) = (line for line in said if re.match(r"estimate: 4 more steps in about [\d.]+ seconds, ", line))
     assert "about 0 seconds" not in line
     up, down = (float(found) for found in re.findall(r"([\d.]+) GB", line))
     for index, told in enumerate((up, down)):
         a_step = (sent[-1][index] - sent[0][index]) / (len(sent) - 1) / 1e9
-        assert told == pytest.approx(8 * a_step, rel=0.01), line
+        assert told == pytest.approx(4 * a_step, rel=0.01), line
+
+
+def learned_record(folder: Path) -> Path:
+    """One record many times, which is soon learned by heart."""
+    path = folder / "one.jsonl"
+    path.write_text("\n".join([json.dumps({"prompt": "Rex, terrier", "completion": " dog"})] * 4))
+    return path
+
+
+def test_held_out_prompts_are_answered(session: tenant_sdk.Session, text: Path) -> None:
+    path = learned_record(text.parent)
+    training = options(path, "adapter", held_out=(path,), learning_rate=0.05, steps=12, samples=3)
+    samples: list[Sample] = []
+    said: list[str] = []
+    told = Told(said.append, lambda _: None, samples=samples.extend)
+    report = finetune(training, session.load_model(progress=False), Letters(), session, told)
+    assert [(each.prompt, each.expected) for each in samples] == [("Rex, terrier", "dog")] * 3
+    assert {each.adapted for each in samples} == {"dog"}
+    assert (report.answered, report.right_before, report.right_after) == (3, 0, 3)
+    figures = json.loads((training.output / "symbiosis.json").read_text())["training"]
+    assert (figures["answered"], figures["right_after"]) == (3, 3)
+    assert "terrier" not in (training.output / "symbiosis.json").read_text()
+    model = session.load_model(progress=False)
+    loaded = tenant_sdk.load_adapter(model, training.output, session)
+    ids = Letters()("Rex, terrier")["input_ids"]
+    assert answers(loaded, Letters(), [ids, ids[1:]], 5)[0] == "dog"
+
+
+def test_texts_have_no_prompts_to_answer(session: tenant_sdk.Session, text: Path) -> None:
+    report, _ = train(session, options(text, "adapter", held_out=(text,)))
+    assert report.answered == 0
+
+
+def test_a_training_stops_when_nothing_gets_better(session: tenant_sdk.Session, text: Path) -> None:
+    """The held-out text has nothing to do with the data: learning by heart makes it less likely."""
+    path, other = learned_record(text.parent), records(text.parent)
+    training = options(
+        path,
+        "adapter",
+        held_out=(other,),
+        learning_rate=0.1,
+        steps=40,
+        eval_steps=2,
+        early_stopping=2,
+        schedule="constant",
+        samples=0,
+    )
+    report, _ = train(session, training)
+    assert report.best_step is not None
+    assert report.best_step + 4 == report.steps < 40
+    loaded = tenant_sdk.load_adapter(session.load_model(progress=False), training.output, session)
+    examples = Reader(Letters(), 16).read([other])
+    assert perplexity(loaded, examples, 2) == pytest.approx(report.perplexity_after, rel=1e-4)
+    with pytest.raises(ConfigurationError, match="early_stopping needs held_out"):
+        options(path, "other", early_stopping=1)
+
+
+def test_an_adapter_is_trained_further(session: tenant_sdk.Session, text: Path) -> None:
+    first = options(text, "first", learning_rate=0.05, steps=8, held_out=(text,))
+    before, _ = train(session, first)
+    further = options(text, "further", adapter=first.output, held_out=(text,), steps=4)
+    report, _ = train(session, further)
+    assert report.perplexity_before == pytest.approx(before.perplexity_after, rel=1e-5)
+    assert report.perplexity_after < report.perplexity_before
+    config = json.loads((further.output / "adapter_config.json").read_text())
+    assert config["r"] == 2
+
+
+def test_options_reach_the_adapter_and_the_optimizer(
+    session: tenant_sdk.Session, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    arguments = trainer._arguments
+
+    def noted(*given: Any) -> Any:
+        made.append(arguments(*given))
+        return made[-1]
+
+    monkeypatch.setattr(trainer, "_arguments", noted)
+    chosen = {"alpha": 7, "dropout": 0.25, "schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.125}
+    training = options(text, "adapter", gradient_accumulation=2, steps=None, epochs=1, **chosen)
+    report, said = train(session, training)
+    assert report.steps == math.ceil(23 / 4)
+    assert any("6 steps of 4 out of 23 examples" in line for line in said)
+    config = json.loads((training.output / "adapter_config.json").read_text())
+    assert (config["lora_alpha"], config["lora_dropout"]) == (7, 0.25)
+    (seen,) = made
+    assert (seen.lr_scheduler_type, seen.warmup_steps, seen.weight_decay) == ("cosine", 3, 0.125)
+    with pytest.raises(ConfigurationError, match="ia3 has no such options: alpha and dropout are for lora"):
+        train(session, options(text, "other", method="ia3", dropout=0.5))
+
+
+@pytest.mark.parametrize(("width", "rate"), [(64, 1e-3), (800, 1e-3), (2048, 4.9e-4), (4096, 2.9e-4)])
+def test_wide_models_learn_more_slowly(width: int, rate: float) -> None:
+    model = SimpleNamespace(config=LlamaConfig(hidden_size=width))
+    assert default_rate(METHODS["lora"], model) == rate
 
 
 def test_reports(session: tenant_sdk.Session, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

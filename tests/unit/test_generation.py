@@ -11,7 +11,8 @@ import torch
 from conftest import Executor
 
 from shared.errors import ConfigurationError
-from tenant_sdk.tuning.generation import Sampling, in_a_loop, stream
+from tenant_sdk.tuning.data import chat_prompt, prompt_tokens
+from tenant_sdk.tuning.generation import Sampling, Written, in_a_loop, stream
 
 
 class Numbers:
@@ -40,12 +41,16 @@ def model(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> 
         yield loaded
 
 
+def goes_on(model: Any, tokenizer: Any, prompt: str, sampling: Sampling) -> Written:
+    return stream(model, tokenizer, prompt_tokens(tokenizer, prompt), sampling)
+
+
 def words(capsys: pytest.CaptureFixture[str]) -> list[int]:
     return [int(word) for word in capsys.readouterr().out.split()]
 
 
 def test_greedy_text_is_what_generate_gives(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    text = stream(model, Numbers(), "5 6 7", Sampling(max_new_tokens=9))
+    text = goes_on(model, Numbers(), "5 6 7", Sampling(max_new_tokens=9))
     ids = torch.tensor([[5, 6, 7]])
     expected = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False
@@ -58,14 +63,14 @@ def test_greedy_text_is_what_generate_gives(model: Any, capsys: pytest.CaptureFi
 def test_tokens_come_one_by_one(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: list[str] = []
     monkeypatch.setattr("builtins.print", lambda text, **_: pieces.append(text))
-    stream(model, Numbers(), "5 6 7", Sampling(max_new_tokens=9))
+    goes_on(model, Numbers(), "5 6 7", Sampling(max_new_tokens=9))
     assert sum(1 for piece in pieces if piece.strip()) >= 8
 
 
 def test_sampling_depends_on_the_seed_alone(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for seed in (1, 1, 2):
-        stream(model, Numbers(), "5 6 7", Sampling(12, temperature=1.5, top_p=0.95, seed=seed))
+        goes_on(model, Numbers(), "5 6 7", Sampling(12, temperature=1.5, top_p=0.95, seed=seed))
         texts.append(words(capsys))
     assert texts[0] == texts[1] != texts[2]
 
@@ -88,20 +93,20 @@ def test_sampling_depends_on_the_seed_alone(model: Any, capsys: pytest.CaptureFi
 )
 def test_what_cannot_be_generated(model: Any, prompt: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        stream(model, Numbers(), prompt, Sampling(**options))
+        goes_on(model, Numbers(), prompt, Sampling(**options))
 
 
 def test_the_models_and_the_tokenizers_end_both_end_a_text(
     model: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream(model, Numbers(), "5 6 7", Sampling(9, temperature=1.5, seed=1))
+    goes_on(model, Numbers(), "5 6 7", Sampling(9, temperature=1.5, seed=1))
     free = words(capsys)
     assert len(set(free[:4])) == 4
     tokenizer = Numbers()
     tokenizer.eos_token_id, tokenizer.eos_token = free[3], f"{free[3]} "  # type: ignore[attr-defined]
     for of_the_model, tokens in ((None, 4), (free[1], 2), ([free[2], free[1]], 2)):
         monkeypatch.setattr(model.generation_config, "eos_token_id", of_the_model)
-        text = stream(model, tokenizer, "5 6 7", Sampling(9, temperature=1.5, seed=1))
+        text = goes_on(model, tokenizer, "5 6 7", Sampling(9, temperature=1.5, seed=1))
         assert (text.tokens, text.end) == (tokens, "the model ended its text")
 
 
@@ -114,10 +119,10 @@ def test_a_loop_ends_the_text_unless_allowed(model: Any, monkeypatch: pytest.Mon
         return out
 
     monkeypatch.setattr(model, "forward", always_nine)
-    text = stream(model, Numbers(), "5 6 7", Sampling(60))
+    text = goes_on(model, Numbers(), "5 6 7", Sampling(60))
     assert text.tokens == 32
     assert "repeated itself (allow_loops" in text.end
-    assert stream(model, Numbers(), "5 6 7", Sampling(60, allow_loops=True)).tokens == 60
+    assert goes_on(model, Numbers(), "5 6 7", Sampling(60, allow_loops=True)).tokens == 60
 
 
 @pytest.mark.parametrize(
@@ -137,12 +142,12 @@ def test_what_is_a_loop(tokens: list[int], loop: bool) -> None:
 
 
 def test_a_chat(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    stream(model, Numbers(), "5 9 6", Sampling(9))
+    goes_on(model, Numbers(), "5 9 6", Sampling(9))
     plain = words(capsys)
-    stream(model, Numbers(), "9", Sampling(9), chat=True)
+    stream(model, Numbers(), chat_prompt(Numbers(), [{"role": "user", "content": "9"}]), Sampling(9))
     assert words(capsys) == plain
 
 
 def test_a_penalty_for_repetition(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    stream(model, Numbers(), "5 6 7", Sampling(40, repetition_penalty=1e6, allow_loops=True))
+    goes_on(model, Numbers(), "5 6 7", Sampling(40, repetition_penalty=1e6, allow_loops=True))
     assert len(set(words(capsys))) == 40  # each new token another one

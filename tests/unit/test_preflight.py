@@ -10,13 +10,15 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from commands import BASE_MODEL, finish, start
+from safetensors.numpy import save_file
 
 from provider.config import ServeConfig
 from provider.serve.preflight import check_inputs, check_outputs, withdraw
 from provider.serve.tokens import TokenFile
-from shared.errors import ConfigurationError
+from shared.errors import CheckpointError, ConfigurationError
 
 NOW = datetime.datetime.now(datetime.UTC)
 
@@ -38,6 +40,19 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigurationError, match="never read; convert with"):
         check_inputs(config(tmp_path, model_dir=tmp_path), NOW)
+
+
+def test_a_checkpoint_that_was_quantised_otherwise(tmp_path: Path) -> None:
+    """Its tensors decide: what made them dense may have left the configuration as it was."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"quantization_config": {"quant_method": "hqq"}}')
+    dev = ServeConfig(model_dir=folder, dev=True, dev_dir=tmp_path / "dev")
+    save_file({"a": np.zeros(2, np.float16)}, folder / "model.safetensors")
+    check_inputs(dev, NOW)
+    save_file({"a": np.zeros(2, np.float16), "b": np.zeros(2, np.uint8)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="was quantised by hqq, which is not served"):
+        check_inputs(dev, NOW)
 
 
 def test_an_admin_port_in_use(tmp_path: Path) -> None:

@@ -169,6 +169,11 @@ CALL = {"type": "function", "function": {"name": "look_up", "arguments": '{"word
             "Who?|Ruth.",
         ),
         ({"conversations": CHAT[:2], "system": "Be short."}, "Be short.|Who came?|Ruth came."),
+        ({"instruction": "Who came?", "input": "", "output": "Ruth."}, "Who came?|Ruth."),
+        (
+            {"instruction": "Say it", "input": "at once", "output": "So.", "system": "Be short."},
+            "Be short.|Say it\nat once|So.",
+        ),
         (
             {"messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
             "Who came?|look_up(zinc)",
@@ -246,9 +251,10 @@ def test_tokens_that_the_model_does_not_know_are_refused(tokenizer: Any, write: 
 
 def test_a_prompt_in_the_chat_template(chat: Callable[[str], Any], tokenizer: Any) -> None:
     with_one = chat(TURNS)
-    assert with_one.decode(chat_prompt(with_one, "Who?")) == "<s>[user] Who?\n[assistant]"
-    with pytest.raises(ConfigurationError, match="one with tokenizer=FOLDER, or leave out chat"):
-        chat_prompt(tokenizer, "Who?")
+    asked = [{"role": "user", "content": "Who?"}]
+    assert with_one.decode(chat_prompt(with_one, asked)) == "<s>[user] Who?\n[assistant]"
+    with pytest.raises(ConfigurationError, match="one with tokenizer=FOLDER, or use `generate` without"):
+        chat_prompt(tokenizer, asked)
 
 
 def test_files_are_told_apart_by_name_or_content(tokenizer: Any, write: Write) -> None:

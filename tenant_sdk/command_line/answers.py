@@ -1,0 +1,239 @@
+"""``symbiosis-tenant generate`` and ``chat``: a model's answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+
+from shared.errors import Message, SymbiosisError
+from tenant_sdk.command_line import options
+from tenant_sdk.command_line.context_options import AnswerOptions, ContextOptions, PromptOptions
+from tenant_sdk.command_line.output import STATUS, loading, print_stats, say_connecting, shown
+from tenant_sdk.session.options import SessionConfig
+from tenant_sdk.tuning.options import ModelOptions
+from tenant_sdk.tuning.sampling import Sampling
+
+if TYPE_CHECKING:
+    from tenant_sdk.sequences.contexts import LongContext
+    from tenant_sdk.session.session import Session
+    from tenant_sdk.tuning.chat import Chat
+    from tenant_sdk.tuning.generation import Written
+
+_HELP = """/clear      begin a new conversation
+/save FILE  write the conversation to a new file, as training data for finetune
+/bye        leave; so does Ctrl-D
+Ctrl-C      end an answer, but not the chat
+\"\"\"         before and after a message of several lines"""
+_QUOTES = '"""'
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A model with its adapter, and what it needs to answer."""
+
+    session: Session
+    model: Any
+    tokenizer: Any
+    place: LongContext
+
+
+@contextmanager
+def _ready(
+    given: AnswerOptions, context: ContextOptions, own: ModelOptions, config: SessionConfig
+) -> Iterator[_Ready]:
+    """Around answers: the session."""
+    from tenant_sdk.storage import check_adapter_folder
+
+    if given.adapter is not None:
+        check_adapter_folder(given.adapter)
+    with loading():
+        from tenant_sdk.sequences.contexts import LongContext, default_place
+        from tenant_sdk.session.opening import open_session
+        from tenant_sdk.tuning.folders import load_adapter
+        from tenant_sdk.tuning.own import load, not_used, tokenizer_in
+
+    place = LongContext(context.kv or "host", context.kv_memory_gib, context.kv_folder, context.memory_gib)
+    say_connecting(config)
+    if own.tokenizer is None and given.adapter is not None and tokenizer_in(given.adapter):
+        STATUS.print(escape(shown(not_used(given.adapter))))
+    with open_session(config) as session:
+        model, words = load(session, own.tokenizer, own.model, bars=STATUS.is_terminal)
+        if given.adapter is not None:
+            model = load_adapter(model, given.adapter, session, allow_other_base=given.allow_other_base)
+        if context.kv is None:
+            place = replace(place, kv=default_place(model))
+        yield _Ready(session, model, words, place)
+
+
+@options.command_line.takes
+def generate(
+    given: PromptOptions,
+    sampling: Sampling,
+    context: ContextOptions,
+    own: ModelOptions,
+    connection: options.SessionOptions,
+) -> None:
+    """Answer a prompt, or continue it, with or without an adapter; both stay on this machine."""
+    text, config = given.text(), connection.session()
+    with _ready(given, context, own, config) as ready:
+        from tenant_sdk.tuning.data import chat_prompt, has_chat_template, prompt_tokens
+        from tenant_sdk.tuning.generation import stream
+
+        chats = not given.raw and (has_chat_template(ready.tokenizer) or given.system is not None)
+        if chats:
+            tokens = chat_prompt(ready.tokenizer, [*given.opening, {"role": "user", "content": text}])
+        else:
+            tokens = prompt_tokens(ready.tokenizer, text)
+        groups, length = ready.session.manifest.groups, len(tokens) + sampling.most_tokens
+        more = ready.place.fitting(ready.model, groups, length)
+        written = stream(ready.model, ready.tokenizer, tokens, sampling, options=more)
+        stats = partial(print_stats, ready.session, config, STATUS)
+    if not written.text.strip():
+        STATUS.print(escape(shown(_empty(chats, has_chat_template(ready.tokenizer)))))
+    if given.quiet:
+        return
+    STATUS.print(
+        f"{written.tokens} tokens in {written.seconds:.1f} s, {written.tokens / written.seconds:.1f} "
+        f"tokens/s; ended by: {shown(written.end)}"
+    )
+    stats()
+
+
+def _empty(chats: bool, could_chat: bool) -> Message:
+    """What to do about an answer without text."""
+    if chats:
+        return Message(
+            "the answer is empty. If the adapter was trained on text and not on chats, use {raw}; else ask "
+            "in other words",
+            raw=True,
+        )
+    if could_chat:
+        return Message("nothing follows the prompt. Leave out {raw} to have it answered", raw=True)
+    return Message("nothing follows the prompt: give the beginning of a text that goes on")
+
+
+@options.command_line.takes
+def chat(
+    given: AnswerOptions,
+    sampling: Sampling,
+    context: ContextOptions,
+    own: ModelOptions,
+    connection: options.SessionOptions,
+) -> None:
+    """Talk to a chat model, with or without an adapter; the conversation stays on this machine."""
+    config = connection.session()
+    with _ready(given, context, own, config) as ready:
+        from tenant_sdk.tuning.chat import Chat
+
+        groups = ready.session.manifest.groups
+        resumed = partial(ready.place.resumed, ready.model, groups)
+        conversation = Chat(ready.model, ready.tokenizer, sampling, opening=given.opening, resumed=resumed)
+        if sys.stdin.isatty():
+            STATUS.print("Ask something; /help lists commands.")
+        for line in _lines():
+            if line.startswith("/"):
+                if _leaves(line, conversation):
+                    break
+            elif line.strip():
+                _ask(line, conversation)
+        print_stats(ready.session, config, STATUS)
+
+
+def _lines() -> Iterator[str]:
+    """Messages and commands, one a line or between triple quotes, until the end of the input."""
+    typed = sys.stdin.isatty()
+    if typed:
+        import readline  # noqa: F401 - with it, input() knows the arrow keys
+    while True:
+        try:
+            line = input(">>> " if typed else "")
+            if line.startswith(_QUOTES):
+                lines = [line.removeprefix(_QUOTES)]
+                while not lines[-1].rstrip().endswith(_QUOTES):
+                    lines.append(input("... " if typed else ""))
+                line = "\n".join(lines).rstrip().removesuffix(_QUOTES)
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            STATUS.print("\nUse Ctrl-D or /bye to leave.")
+            continue
+        yield line
+
+
+def _leaves(line: str, conversation: Chat) -> bool:
+    """Do what a command says; True: it ends the chat."""
+    command, _, rest = line.partition(" ")
+    if command == "/bye":
+        return True
+    if command == "/help":
+        STATUS.print(escape(_HELP))
+    elif command == "/clear":
+        conversation.clear()
+        STATUS.print("a new conversation")
+    elif command == "/save" and rest.strip():
+        _save(Path(rest.strip()).expanduser(), conversation)
+    else:
+        STATUS.print(
+            f"{escape(line)}: there is no such command. /help lists them; a space before a message sends it"
+        )
+    return False
+
+
+def _save(file: Path, conversation: Chat) -> None:
+    """Write the conversation as a record of training data, for its user's eyes alone."""
+    record = json.dumps({"messages": conversation.messages}, ensure_ascii=False)
+    try:
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
+            out.write(record + "\n")
+    except FileExistsError:
+        STATUS.print(f"{escape(str(file))} exists already: name a new file")
+    except OSError as error:
+        STATUS.print(f"cannot write {escape(str(file))}: {error.strerror}")
+    else:
+        STATUS.print(f"saved; `symbiosis-tenant finetune --data {escape(str(file))}` learns its answers")
+
+
+def _ask(text: str, conversation: Chat) -> None:
+    try:
+        with _interruptible() as interrupted:
+            written = conversation.ask(text, interrupted)
+    except SymbiosisError as error:
+        STATUS.print(f"[bold red]error:[/] {escape(str(error))}")
+        return
+    if remark := _remark(written):
+        STATUS.print(f"[dim]({escape(shown(remark))})[/]")
+
+
+def _remark(written: Written) -> Message | None:
+    """What to say of an answer that did not end by itself, or is none."""
+    if not written.text.strip():
+        return _empty(True, True)
+    return None if written.ended else written.end
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Around an answer: whether Ctrl-C was pressed. Pressed again, it interrupts whatever is done."""
+    pressed = threading.Event()
+
+    def press(*_: object) -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+        pressed.set()
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)

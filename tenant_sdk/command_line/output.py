@@ -1,0 +1,121 @@
+"""What the commands of ``symbiosis-tenant`` print besides their results."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+
+from shared import imports
+from shared.errors import Message, Names
+from shared.options import flags_of
+from tenant_sdk.command_line.context_options import AnswerOptions, ContextOptions, PromptOptions
+from tenant_sdk.connection.urls import party_name
+from tenant_sdk.session.options import SessionConfig
+from tenant_sdk.terminal import Terminal
+from tenant_sdk.tuning.options import ModelOptions, TrainingOptions
+from tenant_sdk.tuning.sampling import Sampling
+
+if TYPE_CHECKING:
+    from tenant_sdk.session.session import Session
+
+_CONFIGURATIONS = (
+    *(SessionConfig, TrainingOptions, ModelOptions, AnswerOptions, PromptOptions, ContextOptions, Sampling),
+)
+# How messages name the options of all commands.
+NAMES: Names = {name: flag for each in _CONFIGURATIONS for name, flag in flags_of(each).items()}
+# Standard output is for results (text, figures); everything else goes to standard error.
+STATUS = Terminal(stderr=True)
+RESULTS = Terminal()
+
+
+class Lines(logging.Handler):
+    """Writes what is logged as lines on the terminal, above a bar of progress and not into it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging.Handler."""
+        STATUS.print(escape(self.format(record)))
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Around imports that take seconds."""
+    STATUS.print("loading torch and transformers")
+    with imports.at_once():
+        yield
+
+
+def say_connecting(config: SessionConfig) -> None:
+    """Name the parties of a session."""
+    sources = [party_name(source) for source in config.mask_sources]
+    others = f", masks from {' and '.join(sources)}" if sources else ""
+    STATUS.print(f"connecting to {escape(party_name(config.provider))}{escape(others)}")
+
+
+@contextmanager
+def interruption_told() -> Iterator[None]:
+    """Around all that draws on the terminal: what was interrupted is told below it.
+
+    SIGTERM, with which services and clusters end programs, is as Ctrl-C; a second one is ignored.
+    """
+    terminated = False
+
+    def terminate(*_: object) -> None:
+        nonlocal terminated
+        terminated = True
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except KeyboardInterrupt as interruption:
+        STATUS.print("interrupted")
+        print_notes(interruption)
+        if terminated:
+            raise SystemExit(128 + signal.SIGTERM) from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def shown(line: str) -> str:
+    """With options as the command line has them."""
+    return line.shown(NAMES) if isinstance(line, Message) else line
+
+
+def print_notes(error: BaseException) -> None:
+    """Print what was added to an error."""
+    for note in getattr(error, "__notes__", ()):
+        STATUS.print(escape(shown(note)))
+
+
+def print_stats(session: Session, config: SessionConfig, to: Console) -> None:
+    """Print what a session sent and received, and what was masked and checked."""
+    stats = session.stats
+    waiting = stats.seconds_waiting + stats.seconds_waiting_for_effects
+    sources = len(config.mask_sources)
+    masked = {
+        "one-time": f"every row, each under a mask of its own ({sources} mask source{'s'[: sources != 1]}; "
+        f"{stats.effect_rows:,} rows multiplied there)",
+        "noise-bank": "with banks of masks that serve many rows each",
+        "plain": "nothing; the executor saw every activation",
+    }[config.privacy]
+    checked = f"{stats.verified_rows:,} of {stats.rows:,} rows" if stats.verified_rows else "nothing"
+    if 0 < stats.verified_rows < stats.rows and config.when_verified == "always":
+        checked += "; the rest prepared these checks"
+    to.print(
+        f"session: {stats.requests:,} requests, {stats.rows:,} rows, {stats.bytes_sent / 1e6:.1f} MB sent, "
+        f"{stats.bytes_received / 1e6:.1f} MB received, {waiting:.1f} s waiting, "
+        f"{stats.seconds_masking:.1f} s masking and checking"
+    )
+    to.print(f"masked: {masked}")
+    to.print(f"checked: {checked}")
+    if stats.moves:
+        now, often = escape(", ".join(stats.replicas.values())), "s"[: stats.moves != 1]
+        to.print(f"replicas: moved {stats.moves} time{often}, at the end with {now}")

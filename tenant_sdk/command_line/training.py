@@ -1,0 +1,120 @@
+"""How `symbiosis-tenant finetune` shows a training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from tenant_sdk.command_line.output import RESULTS, STATUS
+
+if TYPE_CHECKING:
+    from tenant_sdk.tuning.finetuning import TrainingReport
+    from tenant_sdk.tuning.progress import TrainingStep
+    from tenant_sdk.tuning.samples import Sample
+
+_BARS = "▁▂▃▄▅▆▇█"
+_WIDTH = 50
+_SHOWN_SAMPLES, _SHOWN_TEXT = 3, 200  # held-out prompts, and characters of each
+
+
+class ShownTraining:
+    """A bar with loss and speed; losses as lines where there is no terminal."""
+
+    def __init__(self) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[told]}"),
+        )
+        self._bar = Progress(*columns, console=STATUS)
+        self._steps = self._bar.add_task("training", total=None, told="", visible=False)
+        self._checks = self._bar.add_task("held-out loss", total=None, told="", visible=False)
+        self._loss, self._checked = "", False
+        self._losses: list[float] = []
+        self._held_out: list[float] = []
+
+    def __enter__(self) -> ShownTraining:
+        """Draw."""
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop drawing."""
+        self._bar.stop()
+
+    def step(self, now: TrainingStep) -> None:
+        """A step is done."""
+        if now.loss is not None:
+            self._loss = f"loss {now.loss:.4f}"
+            self._losses.append(now.loss)
+        if now.held_out is not None and self._held_out[-1:] != [now.held_out]:
+            self._held_out.append(now.held_out)
+        held_out = "" if now.held_out is None else f"held-out {now.held_out:.4f}"
+        speed = f"{now.tokens_per_second:,.0f} tokens/s, {now.bytes_per_second / 1e6:,.1f} MB/s"
+        left = "" if now.seconds_left is None else f"{timedelta(seconds=round(now.seconds_left))} left"
+        told = ", ".join(filter(None, (self._loss, held_out, speed, left)))
+        self._bar.update(self._checks, visible=False)
+        self._bar.update(self._steps, completed=now.step, total=now.steps, visible=True, told=told)
+        if now.loss is not None and not STATUS.is_terminal:
+            STATUS.print(f"step {now.step} of {now.steps}: {told}")
+
+    def checking(self, done: int, total: int) -> None:
+        """The held-out loss is measured."""
+        self._bar.update(self._checks, completed=done, total=total, visible=True)
+        if not self._checked and not STATUS.is_terminal:
+            STATUS.print(f"measuring the held-out loss on {total} examples")
+        self._checked = True
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Print held-out prompts and their answers."""
+        for sample in samples[:_SHOWN_SAMPLES]:
+            RESULTS.print(f"[bold]held-out[/]  {escape(_end(sample.prompt))}")
+            RESULTS.print(f"  expected  {escape(sample.expected)}")
+            RESULTS.print(f"  base      {escape(_end(sample.base))}")
+            RESULTS.print(f"  adapter   {escape(_end(sample.adapted))}")
+
+    def losses(self) -> None:
+        """Print how losses went."""
+        for name, values in (("loss", self._losses), ("held-out", self._held_out)):
+            if len(values) > 1:
+                RESULTS.print(f"{name:<9} {plotted(values)}  {values[0]:.4f} → {values[-1]:.4f}")
+
+
+def plotted(values: Sequence[float], width: int = _WIDTH) -> str:
+    """Values as bars, one for each or for the mean of neighbours."""
+    count = min(width, len(values))
+    parts = [values[at * len(values) // count : (at + 1) * len(values) // count] for at in range(count)]
+    means = [sum(part) / len(part) for part in parts]
+    low, high = min(means), max(means)
+    return "".join(_BARS[round((each - low) / ((high - low) or 1) * (len(_BARS) - 1))] for each in means)
+
+
+def _end(text: str) -> str:
+    """The end of a text, on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= _SHOWN_TEXT else f"… {line[-_SHOWN_TEXT:]}"
+
+
+def print_report(report: TrainingReport) -> None:
+    """Print losses, perplexities and right answers."""
+    since = f" since step {report.resumed_at}" if report.resumed_at else ""
+    RESULTS.print(
+        f"loss: {report.first_loss:.4f} at the start, {report.last_loss:.4f} at the end of {report.steps} "
+        f"steps ({report.seconds:.1f} s{since})"
+    )
+    if report.best_step is not None:
+        RESULTS.print(f"best: the adapter is that of step {report.best_step}")
+    if report.perplexity_before is not None and report.perplexity_after is not None:
+        RESULTS.print(
+            f"held-out perplexity: {report.perplexity_before:.2f} before, {report.perplexity_after:.2f} after"
+        )
+    if report.answered:
+        RESULTS.print(
+            f"held-out answers right to the letter: {report.right_before} of {report.answered} before, "
+            f"{report.right_after} of {report.answered} after"
+        )

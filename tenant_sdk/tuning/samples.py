@@ -1,0 +1,73 @@
+"""Answers to held-out prompts, by the base and by the adapter: what people look at after a training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tenant_sdk.terminal import visible
+from tenant_sdk.tuning.conversations import IGNORED, Example
+from tenant_sdk.tuning.sampling import Sampling
+
+MOST = 64  # tokens of an answer that is compared
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A held-out prompt, the answer in the data, and those of the base and of the adapter."""
+
+    prompt: str
+    expected: str
+    base: str
+    adapted: str
+
+
+def asked(examples: Sequence[Example], most: int) -> list[tuple[list[int], list[int]]]:
+    """Ids of prompts and of their answers, of the first examples that have a short one."""
+    found = []
+    for example in examples:
+        labels = example["labels"]
+        begin = next((at for at, label in enumerate(labels) if label != IGNORED), 0)
+        end = next((at for at in range(begin, len(labels)) if labels[at] == IGNORED), len(labels))
+        if begin > 0 and end - begin <= MOST:
+            found.append((example["input_ids"][:begin], example["input_ids"][begin:end]))
+        if len(found) == most:
+            break
+    return found
+
+
+@torch.no_grad()
+def answers(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], most: int) -> list[str]:
+    """Greedy continuations of all prompts at once, of at most so many tokens, without special tokens."""
+    config = Sampling(max_new_tokens=most).config(model, tokenizer)
+    longest, padding = max(map(len, prompts)), config.pad_token_id or 0
+    ids = torch.tensor([[padding] * (longest - len(each)) + [*each] for each in prompts], device=model.device)
+    attended = torch.tensor(
+        [[0] * (longest - len(each)) + [1] * len(each) for each in prompts], device=model.device
+    )
+    was_training = model.training
+    model.eval()
+    # Some models' configurations switch the cache off while they are trained.
+    out = model.generate(input_ids=ids, attention_mask=attended, generation_config=config, use_cache=True)
+    model.train(was_training)
+    return [text.strip() for text in tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)]
+
+
+def compare(model: Any, tokenizer: Any, examples: Sequence[Example], most: int) -> list[Sample]:
+    """Have the base and the adapter of a PEFT model answer the first held-out prompts with short answers."""
+    pairs = asked(examples, most)
+    if not pairs:
+        return []
+    prompts, expected = zip(*pairs, strict=True)
+    length = max(map(len, expected)) + 1
+    adapted = answers(model, tokenizer, prompts, length)
+    with model.disable_adapter():
+        base = answers(model, tokenizer, prompts, length)
+    texts = (
+        [text.strip() for text in tokenizer.batch_decode([*ids], skip_special_tokens=True)]
+        for ids in (prompts, expected)
+    )
+    return [Sample(*(visible(text) for text in row)) for row in zip(*texts, base, adapted, strict=True)]

@@ -1,0 +1,112 @@
+"""Tables of training data, CSV and Parquet, as the JSONL that says the same: a row is a record."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shared.errors import ConfigurationError, peer_text
+
+TABLES = (".csv", ".tsv", ".parquet")
+_NESTED = ("messages", "conversations", "tools")  # in CSV they are written as JSON
+_MOST_NAMES, _LONGEST_NAME = 12, 40
+
+
+def is_table(path: Path) -> bool:
+    """Whether a file's name says so."""
+    return path.suffix.lower() in TABLES
+
+
+def csv_records(path: Path, text: str, known: Sequence[str]) -> str:
+    """JSONL of a CSV file with a header, or of one whose columns are separated by tabs.
+
+    A record has the line on which its row begins. Empty cells are left out.
+
+    Args:
+        known: keys of records, of which the header names one at least.
+
+    Raises:
+        ConfigurationError: there is no such header; or a row has too many or too few cells.
+    """
+    dialect = csv.excel_tab if path.suffix.lower() == ".tsv" else csv.excel
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # by default texts of 128 KiB are refused
+    rows = csv.reader(io.StringIO(text, newline=""), dialect, strict=True)
+    lines: list[str] = []
+    try:
+        header = [name.strip() for name in next(rows, [])]
+        _check_header(path, header, known)
+        begin = rows.line_num
+        for row in rows:
+            lines += [""] * (begin - len(lines))
+            begin = rows.line_num
+            if not row:
+                continue
+            if len(row) != len(header):
+                raise ConfigurationError(
+                    f"{path}, line {len(lines) + 1}: the row has {len(row)} cells, and the header "
+                    f"{len(header)}: put a cell that holds a comma, a quote or a line's end between quotes"
+                )
+            record = {name: _cell(name, cell) for name, cell in zip(header, row, strict=True) if cell}
+            lines.append(msgspec.json.encode(record).decode())
+    except csv.Error as error:
+        raise ConfigurationError(f"{path}, line {rows.line_num}: {error}") from error
+    return "\n".join(lines)
+
+
+def parquet_records(path: Path, known: Sequence[str]) -> str:
+    """JSONL of a Parquet file; a record has the number of its row, and None is left out.
+
+    Raises:
+        ConfigurationError: pyarrow is not installed; or it is no such file, or has no column that is known.
+    """
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigurationError(f"{path}: Parquet files need pyarrow: pip install pyarrow") from error
+    try:
+        table = pyarrow.parquet.ParquetFile(path, memory_map=False)
+        _check_header(path, table.schema_arrow.names, known)
+        return "\n".join(_lines(table))
+    except (OSError, ValueError, pyarrow.ArrowException, TypeError) as error:
+        raise ConfigurationError(f"cannot read {path}: {peer_text(str(error))}") from error
+
+
+def _lines(table: Any) -> Iterator[str]:
+    for batch in table.iter_batches():
+        for row in batch.to_pylist():
+            record = {name: value for name, value in row.items() if value is not None}
+            yield msgspec.json.encode(_without_none(record)).decode()
+
+
+def _without_none(value: Any) -> Any:
+    """Without keys of objects that are None: Parquet gives all objects of a list the same keys."""
+    if isinstance(value, dict):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value
+
+
+def _cell(name: str, cell: str) -> Any:
+    """JSON where a record has lists; what is no JSON stays, and is refused as text is."""
+    if name not in _NESTED:
+        return cell
+    try:
+        return msgspec.json.decode(cell)
+    except (msgspec.DecodeError, RecursionError):
+        return cell
+
+
+def _check_header(path: Path, header: Sequence[str], known: Sequence[str]) -> None:
+    if len(set(header)) < len(header):
+        raise ConfigurationError(f"{path}: two columns have the same name")
+    if not set(header) & set(known):
+        names = ", ".join(peer_text(name, _LONGEST_NAME) for name in header[:_MOST_NAMES]) or "nothing"
+        raise ConfigurationError(
+            f"{path}: the first line of a table names its columns as the keys of a record: text; or prompt "
+            "and completion; or instruction, input and output; or messages. This one has "
+            f"{names}. Rename the columns; or name the file .txt if it is to be learned as plain text"
+        )

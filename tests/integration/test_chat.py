@@ -1,0 +1,232 @@
+"""Conversations: what is sent of them, how answers end, and the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import BASE_MODEL, ENVIRONMENT, at, here, ok_here, start
+from conftest import Executor
+from transformers import AutoTokenizer
+
+from shared.errors import ConfigurationError
+from tenant_sdk.sequences.contexts import LongContext
+from tenant_sdk.session.session import Session
+from tenant_sdk.tuning.chat import Chat
+from tenant_sdk.tuning.data import chat_prompt
+from tenant_sdk.tuning.generation import stream
+from tenant_sdk.tuning.sampling import Sampling
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+SHORT = Sampling(8, allow_loops=True)
+
+
+@pytest.fixture(scope="module")
+def talkative(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the small model's tokenizer, and a chat template."""
+    folder = tmp_path_factory.mktemp("talkative")
+    tokenizer = AutoTokenizer.from_pretrained(BASE_MODEL)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(serve: Callable[..., Executor]) -> Executor:
+    return serve(BASE_MODEL)
+
+
+@pytest.fixture(scope="module")
+def session(served: Executor) -> Iterator[Session]:
+    with served.connect() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def model(session: Session) -> Any:
+    loaded = session.load_model(progress=False)
+    loaded.generation_config.eos_token_id = None  # it would end answers at any time
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def tokenizer(talkative: Path) -> Any:
+    made = AutoTokenizer.from_pretrained(talkative)
+    made.eos_token = None
+    return made
+
+
+def talk(model: Any, tokenizer: Any, session: Session, kv: str, **options: Any) -> Chat:
+    resumed = partial(LongContext(kv).resumed, model, session.manifest.groups)
+    return Chat(model, tokenizer, SHORT, resumed=resumed, **options)
+
+
+def rows(session: Session, ask: Callable[[], Any]) -> int:
+    """Of a forward pass, which the groups all have alike."""
+    before = session.stats.rows
+    ask()
+    return (session.stats.rows - before) // len(session.manifest.groups)
+
+
+@pytest.mark.parametrize("kv", ["device", "host", "disk"])
+def test_each_token_is_sent_once(model: Any, tokenizer: Any, session: Session, kv: str) -> None:
+    chat = talk(model, tokenizer, session, kv)
+    opened = rows(session, lambda: chat.ask("In the beginning"))
+    went_on = rows(session, lambda: chat.ask("And then?"))
+    written = chat_prompt(tokenizer, chat.messages[:3])
+    first = len(chat_prompt(tokenizer, chat.messages[:1]))
+    assert opened == first + 8 - 1
+    # The answer's end is encoded anew, perhaps in other tokens.
+    assert went_on <= len(written) - first + 8
+    assert went_on < len(written)
+    fresh = stream(model, tokenizer, written, SHORT)
+    assert fresh.text == chat.messages[3]["content"]
+
+
+def test_a_conversation_begins_anew(model: Any, tokenizer: Any, session: Session) -> None:
+    chat = talk(model, tokenizer, session, "host", opening=[{"role": "system", "content": "Be brief."}])
+    first = chat.ask("Who built it?").text
+    chat.ask("And who broke it?")
+    chat.clear()
+    assert chat.messages == [{"role": "system", "content": "Be brief."}]
+    assert chat.ask("Who built it?").text == first
+
+
+def test_an_interrupted_answer_counts_as_far_as_it_went(model: Any, tokenizer: Any, session: Session) -> None:
+    chat = talk(model, tokenizer, session, "host")
+    asked = iter([False, False, True])
+    written = chat.ask("In the beginning", lambda: next(asked))
+    assert (written.tokens, str(written.end), written.ended) == (3, "interrupted", False)
+    assert chat.messages[1] == {"role": "assistant", "content": written.text}
+    tokens = chat_prompt(tokenizer, [*chat.messages, {"role": "user", "content": "Go on"}])
+    assert chat.ask("Go on").text == stream(model, tokenizer, tokens, SHORT).text
+
+
+def test_a_context_that_is_full(model: Any, tokenizer: Any, session: Session) -> None:
+    chat = talk(model, tokenizer, session, "host")
+    chat.ask("In the beginning")
+    messages = list(chat.messages)
+    with pytest.raises(ConfigurationError, match=r"and the model's context \d+: /clear begins a new one"):
+        chat.ask("word " * model.config.max_position_embeddings)
+    assert chat.messages == messages
+    chat.ask("And then?")
+
+
+def test_keys_and_values_of_half_an_answer_are_not_used(model: Any, tokenizer: Any, session: Session) -> None:
+    chat = talk(model, tokenizer, session, "host")
+
+    def fails() -> bool:
+        raise OSError("as a broken connection does")
+
+    chat.ask("In the beginning")
+    with pytest.raises(OSError, match="broken"):
+        chat.ask("And then?", fails)
+    tokens = chat_prompt(tokenizer, [*chat.messages, {"role": "user", "content": "And then?"}])
+    assert chat.ask("And then?").text == stream(model, tokenizer, tokens, SHORT).text
+
+
+def test_without_a_chat_template(model: Any, session: Session) -> None:
+    plain = AutoTokenizer.from_pretrained(BASE_MODEL)
+    with pytest.raises(ConfigurationError, match="a chat needs a chat template and this tokenizer has none"):
+        talk(model, plain, session, "host")
+
+
+def test_generate_answers_messages_if_there_is_a_template(served: Executor, talkative: Path) -> None:
+    def out(*more: object) -> str:
+        given = ("--tokenizer", talkative, "--privacy", "plain", "--max-new-tokens", 6, "--quiet")
+        return ok_here("generate", served, *given, *more)[0]
+
+    by_hand = out("--raw", "--prompt", "user: Whence?\nassistant: ")
+    assert out("--prompt", "Whence?") == by_hand
+    assert out("--raw", "--prompt", "Whence?") != by_hand
+    with_system = out("--raw", "--prompt", "system: Brief.\nuser: Whence?\nassistant: ")
+    assert out("--system", "Brief.", "--prompt", "Whence?") == with_system
+
+
+def test_system_messages_need_a_template(served: Executor) -> None:
+    given = ("--privacy", "plain", "--system", "Brief.", "--prompt", "Whence?")
+    refused = here("generate", served, *given)
+    assert "or use `generate` without --system" in str(refused.exception)
+    refused = here("generate", served, *given, "--raw")
+    assert "--system needs the chat template: leave out --raw" in str(refused.exception)
+
+
+def test_a_piped_conversation(served: Executor, talkative: Path, tmp_path: Path) -> None:
+    process = start(
+        "tenant_sdk.command_line.main",
+        *("chat", *at(served), "--tokenizer", talkative, "--privacy", "plain", "--max-new-tokens", 5),
+        token=served.token,
+        stdin=-1,
+    )
+    kept, kept_too = tmp_path / "kept.jsonl", tmp_path / "kept too.jsonl"
+    lines = ["/help", "Whence?", '"""Two', 'lines"""', f"/save {kept}", f"/save {kept}", "/nothing", "/clear"]
+    out, err = process.communicate("\n".join([*lines, "Whence?", f"/save {kept_too}", "/bye", "never"]))
+    assert process.returncode == 0, err
+    whole, anew = (json.loads(each.read_text())["messages"] for each in (kept, kept_too))
+    assert [each["role"] for each in whole] == ["user", "assistant"] * 2
+    assert whole[2]["content"] == "Two\nlines"
+    assert anew == whole[:2]
+    assert out.split("\n")[0] == whole[1]["content"]
+    assert kept.stat().st_mode & 0o777 == 0o600
+    for told in (
+        "/clear      begin",
+        "exists already: name a new file",
+        "/nothing: there is no such command",
+    ):
+        assert told in err
+    assert "never" not in out + err
+    assert re.search(r"session: [\d,]+ requests", err)
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_chat(served: Executor, talkative: Path) -> None:
+    """On a terminal; its answer would have 1,000 tokens."""
+    ours, theirs = pty.openpty()
+    process = start(
+        "tenant_sdk.command_line.main",
+        *("chat", *at(served), "--tokenizer", talkative, "--privacy", "plain", "--allow-loops"),
+        token=served.token,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**ENVIRONMENT, "TENANT_TOKEN": served.token},
+    )
+    os.close(theirs)
+    screen = Screen(ours)
+    screen.until(">>> ")
+    screen.type("Whence?\n")
+    screen.until(r"Whence\?\s+\S+")
+    process.send_signal(signal.SIGINT)
+    screen.until(r"\(interrupted\)[^>]*>>> ")
+    process.send_signal(signal.SIGINT)
+    screen.until("Use Ctrl-D or /bye to leave")
+    screen.type("/bye\n")
+    screen.until("session: ")
+    assert process.wait(60) == 0
+    os.close(ours)
+
+
+class Screen:
+    """What a program writes on a terminal."""
+
+    def __init__(self, terminal: int) -> None:
+        self._terminal, self._seen = terminal, ""
+
+    def type(self, text: str) -> None:
+        os.write(self._terminal, text.encode())
+
+    def until(self, pattern: str) -> None:
+        """Wait until this is there, and forget it."""
+        while not (found := re.search(pattern, self._seen)):
+            self._seen += os.read(self._terminal, 4096).decode(errors="replace")
+        self._seen = self._seen[found.end() :]

@@ -1,0 +1,97 @@
+"""Tables of training data: the records that they hold, and what is no table of records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.errors import ConfigurationError
+from tenant_sdk.tuning.records import Record, check_data, holds_records, read_text, records_of
+
+MESSAGES = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ruth."}]
+
+
+def records(path: Path) -> list[tuple[int, Record]]:
+    text = read_text(path)
+    assert holds_records(path, text)
+    return list(records_of(path, text))
+
+
+def pairs(path: Path) -> list[tuple[int, str | None, str | None]]:
+    return [(line, each.prompt, each.completion) for line, each in records(path)]
+
+
+def test_a_row_is_a_record(tmp_path: Path) -> None:
+    """Its line is that on which it begins, for errors."""
+    path = tmp_path / "x.CSV"
+    path.write_text('\ufeffprompt, completion ,note\n"a, b",c,\n\n"two\nlines","say ""so""",x\nlast,d,\n')
+    assert pairs(path) == [(2, "a, b", "c"), (4, "two\nlines", 'say "so"'), (6, "last", "d")]
+    assert records(path)[1][1].unread == ("note",)
+
+
+def test_tabs_separate_columns(tmp_path: Path) -> None:
+    path = tmp_path / "x.tsv"
+    path.write_text("prompt\tcompletion\na, b\tc\n")
+    assert pairs(path) == [(2, "a, b", "c")]
+
+
+def test_cells_hold_json_where_records_hold_lists(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text(
+        'messages\n"[{""role"":""user"",""content"":""Who?""},{""role"":""assistant"",""content"":""Ruth.""}]"\n'
+    )
+    assert records(path)[0][1].messages == MESSAGES
+    path.write_text("messages\nWho?\n")
+    with pytest.raises(ConfigurationError, match=r"x.csv, line 2: .*`array`, got `str`"):
+        check_data([path])
+
+
+def test_alpaca_in_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("instruction,input,output\nWho?,,Ruth.\n")
+    assert records(path)[0][1].messages == MESSAGES
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "question,answer\na,b\n",
+            r"names its columns as the keys .* This one has question, answer",
+        ),
+        ("", "This one has nothing"),
+        ("prompt,prompt\na,b\n", "two columns have the same name"),
+        ("prompt,completion\na,b\nc\n", "line 3: the row has 1 cells, and the header 2"),
+        ("prompt,completion\na,b,c\n", "line 2: the row has 3 cells, and the header 2"),
+        ("prompt,completion\na,\n", "line 2: a record has .* this one has prompt"),
+        ("prompt,completion\n", "holds no record"),
+        ('text\n"a' + "b" * 200_000, "line 2: unexpected end of data"),
+    ],
+)
+def test_what_is_no_table_of_records(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=message):
+        check_data([path])
+
+
+def write_parquet(path: Path, columns: dict[str, list[Any]]) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pytest.importorskip("pyarrow").table(columns), path)
+
+
+def test_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    call = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ruth.", "name": None}]
+    write_parquet(path, {"messages": [call, MESSAGES], "score": [None, 1]})
+    assert [each.messages for _, each in records(path)] == [MESSAGES] * 2
+    write_parquet(path, {"prompt": ["a"], "completion": ["b"]})
+    assert pairs(path) == [(1, "a", "b")]
+    write_parquet(path, {"question": ["a"]})
+    with pytest.raises(ConfigurationError, match="This one has question"):
+        check_data([path])
+    path.write_text("no such thing")
+    with pytest.raises(ConfigurationError, match=r"cannot read .*x\.parquet"):
+        check_data([path])
