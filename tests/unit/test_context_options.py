@@ -1,5 +1,6 @@
 """Prompts from the command line and from files."""
 
+import io
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from tenant_sdk.command_line.context_options import PromptOptions
 
 
 def prompt_text(prompt: str | None, file: Path | None) -> str:
-    return PromptOptions(prompt, file).text()
+    return PromptOptions(prompt=prompt, prompt_file=file).text()
 
 
 def test_a_prompt_or_a_file(tmp_path: Path) -> None:
@@ -20,6 +21,11 @@ def test_a_prompt_or_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="prompt is not UTF-8 text: byte 0xe9 at character 4"):
         prompt_text("caf\udce9", None)  # as Python has the bytes of another encoding
     assert prompt_text(None, file) == "Größe\n"
+
+
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("Größe".encode())))
+    assert prompt_text(None, Path("-")) == "Größe"
 
 
 def test_what_is_no_prompt(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_cells_hold_json_where_records_hold_lists(tmp_path: Path) -> None:
     )
     assert records(path)[0][1].messages == MESSAGES
     path.write_text("messages\nWho?\n")
-    with pytest.raises(ConfigurationError, match=r"x.csv, line 2: .*`array`, got `str`"):
+    with pytest.raises(ConfigurationError, match=r"x.csv, line 2: .*`array . null`, got `str`"):
         check_data([path])
 
 
