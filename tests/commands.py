@@ -31,10 +31,14 @@ def start(
     environment = {**ENVIRONMENT, **(secrets or {})} | ({} if token is None else {"TENANT_TOKEN": token})
     return subprocess.Popen(
         [sys.executable, "-m", module, *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
         text=True,
         env=environment,
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},  # type: ignore[call-overload]
+        **{  # type: ignore[call-overload]
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            **options,
+        },
     )
 
 

@@ -67,7 +67,7 @@ def test_from_certificates_to_a_generated_text(
     assert "have the same address, machine: provider and mask sources must be run by operators" in why
     assert "--allow-same all" in why
     out, err = ok(tenant(*learn, *source, "--allow-same", "all", secrets=secrets))
-    assert "these masks hide nothing from it" in err
+    assert "these masks hide nothing from it" not in err  # which `doctor` says of parties on one machine
     before, after = map(float, re.search(r"perplexity: ([\d.]+) before, ([\d.]+) after", out).groups())  # type: ignore[union-attr]
     assert 1 < after < before
     assert "8 steps" in out

@@ -385,6 +385,9 @@ def test_the_estimate_is_what_the_training_takes(session: tenant_sdk.Session, te
         assert told == pytest.approx(4 * a_step, rel=0.01), line
 
 
+LONGER = {"sequence_length": 32}
+
+
 def learned_record(folder: Path) -> Path:
     """One record many times, which is soon learned by heart."""
     path = folder / "one.jsonl"
@@ -394,7 +397,9 @@ def learned_record(folder: Path) -> Path:
 
 def test_held_out_prompts_are_answered(session: tenant_sdk.Session, text: Path) -> None:
     path = learned_record(text.parent)
-    training = options(path, "adapter", held_out=(path,), learning_rate=0.05, steps=12, samples=3)
+    training = options(
+        path, "adapter", held_out=(path,), learning_rate=0.02, steps=40, samples=3, rank=8, **LONGER
+    )
     samples: list[Sample] = []
     said: list[str] = []
     told = Told(said.append, lambda _: None, samples=samples.extend)
@@ -429,12 +434,13 @@ def test_a_training_stops_when_nothing_gets_better(session: tenant_sdk.Session, 
         early_stopping=2,
         schedule="constant",
         samples=0,
+        **LONGER,
     )
     report, _ = train(session, training)
     assert report.best_step is not None
     assert report.best_step + 4 == report.steps < 40
     loaded = tenant_sdk.load_adapter(session.load_model(progress=False), training.output, session)
-    examples = Reader(Letters(), 16).read([other])
+    examples = Reader(Letters(), 32).read([other])
     assert perplexity(loaded, examples, 2) == pytest.approx(report.perplexity_after, rel=1e-4)
     with pytest.raises(ConfigurationError, match="early_stopping needs held_out"):
         options(path, "other", early_stopping=1)
@@ -477,7 +483,7 @@ def test_options_reach_the_adapter_and_the_optimizer(
 
 @pytest.mark.parametrize(("width", "rate"), [(64, 1e-3), (800, 1e-3), (2048, 4.9e-4), (4096, 2.9e-4)])
 def test_wide_models_learn_more_slowly(width: int, rate: float) -> None:
-    model = SimpleNamespace(config=LlamaConfig(hidden_size=width))
+    model = SimpleNamespace(config=LlamaConfig(hidden_size=width, num_attention_heads=8))
     assert default_rate(METHODS["lora"], model) == rate
 
 
