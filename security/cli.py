@@ -82,7 +82,8 @@ def run(
     gateway: Annotated[
         Path | None,
         typer.Option(
-            help="Python or symbiosis-tenant of an environment with vLLM, to also attack gateways' traffic.",
+            help="Path of python or symbiosis-tenant in an environment with vLLM. With it, the audit also "
+            "attacks the traffic of gateways.",
             show_default=".venv-gateway, else this environment if it has vLLM, else none",
         ),
     ] = None,
@@ -91,12 +92,13 @@ def run(
     """Let tenants work in every mode, attack what each party saw, and judge every claim of CLAIMS.md.
 
     This takes seven to ten minutes on two idle cores, or three to five with --quick, and up to 6 GiB of
-    memory. Three gateways take three minutes more, and vLLM; without it, claims about them are skipped.
+    memory. The audit of three gateways takes three more minutes and needs vLLM. Without vLLM, claims about
+    gateways are skipped.
 
     A control is the same attack without the defence. A control is "weak" if it had so few trials that it may
     have succeeded by chance. Exit status 0: every claim that was not skipped holds, and every control
-    succeeded, if only weakly. 1: a claim does not hold, or a control failed, so that failed attacks prove
-    nothing. 2: an error; nothing is known.
+    succeeded or was weak. 1: a claim does not hold, or a control failed. If a control failed, it proves
+    nothing that the attacks failed. 2: an error; nothing is known.
     """
     for path, what in ((model, "model"), (text, "text")):
         if not path.exists():
@@ -154,7 +156,8 @@ def attack(
     transcript: Annotated[
         Path,
         typer.Argument(
-            help="Transcript of `symbiosis-provider serve --transcript`, or its folder, for the newest.",
+            help="Transcript that `symbiosis-provider serve --transcript` wrote. If this is a folder, its "
+            "newest transcript is used.",
             exists=True,
         ),
     ],
@@ -170,20 +173,25 @@ def attack(
         Path | None,
         typer.Option(
             "--with",
-            help="The mask source's transcript of the same sessions: both collude, and masks are subtracted. "
-            "This is a control: it must read the text if a one-time session has one mask source.",
+            help="The mask source's transcript of the same sessions. Assume that provider and mask source "
+            "collude, and subtract the masks. This is a control: if a one-time session has only one mask "
+            "source, the attack must be able to read the text.",
             exists=True,
         ),
     ] = None,
     cut: Annotated[
-        bool, typer.Option("--cut", help="Use the complete part of a transcript that is cut.")
+        bool,
+        typer.Option(
+            "--cut", help="Accept a transcript whose end is missing, and use its complete messages."
+        ),
     ] = False,
     show: Annotated[int, typer.Option(help="Number of guessed tokens to show for each attack.", min=1)] = 24,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
 ) -> None:
     """Run the passive attacks on a transcript of a real deployment, whose true text is unknown.
 
-    Each session is attacked by itself and gets a verdict. docs/how-to/auditing.md explains the output.
+    The command attacks each session separately and gives a verdict for each. docs/how-to/auditing.md
+    explains the output.
 
     Exit status 0: every session's rows (or seeds) look uniform, and no attack did better than on random
     rows. 1: rows (or seeds) of a session do not look uniform, or an attack reads text. 2: an error; nothing

@@ -20,9 +20,9 @@ class AnswerOptions:
     adapter: Annotated[
         Path | None, Option(_PROMPT, "Folder of an adapter, such as finetune writes.", unit="FOLDER")
     ] = None
-    allow_other_base: Annotated[bool, Option(_PROMPT, "Load an adapter that was made for another model.")] = (
-        False
-    )
+    allow_other_base: Annotated[
+        bool, Option(_PROMPT, "Do not refuse an adapter that was made for another model.")
+    ] = False
     system: Annotated[
         str | None,
         Option(_PROMPT, "System message. Default: that of the model's chat template, if any.", unit="TEXT"),

@@ -102,7 +102,9 @@ def fingerprint(
     key_env: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
-            metavar="VAR", help="Environment variable with an earlier key. Not given or not set: a new key."
+            metavar="VAR",
+            help="Environment variable with the key of an earlier file. If the option is missing or the "
+            "variable is not set, the command makes a new key.",
         ),
     ] = None,
     numerics: Annotated[str, typer.Option(help="Numerics of the executors: ring or ring-fine.")] = "ring",
@@ -165,7 +167,7 @@ app.command()(data)
 @app.command()
 def trust(
     file: Annotated[
-        Path, typer.Argument(help="symbiosis.toml, or a tracker's file, after you have read it.")
+        Path, typer.Argument(help="symbiosis.toml, or the settings file of a tracker. Read it first.")
     ],
 ) -> None:
     """Let commands use this file if it is in the folder where they run, until it changes."""

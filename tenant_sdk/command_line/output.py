@@ -108,7 +108,7 @@ def print_stats(session: Session, config: SessionConfig, to: Console) -> None:
     }[config.privacy]
     checked = f"{stats.verified_rows:,} of {stats.rows:,} rows" if stats.verified_rows else "nothing"
     if 0 < stats.verified_rows < stats.rows and config.when_verified == "always":
-        checked += "; the rest prepared these checks"
+        checked += "; the others were used to make the fingerprints for these checks"
     to.print(
         f"session: {stats.requests:,} requests, {stats.rows:,} rows, {stats.bytes_sent / 1e6:.1f} MB sent, "
         f"{stats.bytes_received / 1e6:.1f} MB received, {waiting:.1f} s waiting, "

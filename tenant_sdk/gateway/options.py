@@ -30,8 +30,8 @@ class GatewayOptions:
         Path | None,
         Option(
             _MODEL,
-            "Folder that contains folders of LoRA adapters. Each adapter is a model with its folder's name. "
-            "Later changes of the folder take effect.",
+            "Folder that contains folders of LoRA adapters. Clients select an adapter by its folder's name, "
+            "as the model. Later changes of the folder take effect.",
             unit="FOLDER",
         ),
     ] = None
@@ -55,13 +55,13 @@ class GatewayOptions:
         str,
         Option(
             _MODEL,
-            "Clients' name for the model without an adapter. Default: the provider's name for it.",
+            "Name by which clients request the model without an adapter. Default: the provider's name.",
             unit="NAME",
         ),
     ] = ""
-    allow_other_base: Annotated[bool, Option(_MODEL, "Serve adapters that were made for another model.")] = (
-        False
-    )
+    allow_other_base: Annotated[
+        bool, Option(_MODEL, "Do not refuse adapters that were made for another model.")
+    ] = False
     chat_template: Annotated[
         Path | None,
         Option(
@@ -111,8 +111,8 @@ class GatewayOptions:
         int | None,
         Option(
             _MODEL,
-            "Largest rank of adapters: 8, 16, 32, 64, 128, 256, 320 or 512. Default: the largest at the "
-            "start, at least 16.",
+            "Largest rank of adapters: 8, 16, 32, 64, 128, 256, 320 or 512. Default: enough for all adapters "
+            "in the folder at the start, and at least 16.",
             choices=RANKS,
             unit="RANK",
         ),
@@ -135,9 +135,9 @@ class GatewayOptions:
         str,
         Option(
             _MODEL,
-            "Guess several tokens and check them in one step, with prompt-lookup or a small model in this "
-            "folder. The number of steps then tells the provider something about the text "
-            "(docs/how-to/gateway.md).",
+            "Guess several tokens and check them in one step. FOLDER: a small model guesses. prompt-lookup: "
+            "guesses are taken from the text so far. The number of steps then tells the provider something "
+            "about the text (docs/how-to/gateway.md).",
             unit="prompt-lookup|FOLDER",
         ),
     ] = ""

@@ -121,7 +121,7 @@ class SessionConfig:
         str | Secret | Sequence[str | Secret | None] | None,
         Option(
             EXECUTORS,
-            "The token of the mask source; for several, the token of each.",
+            "The token of the mask source. With several mask sources, give one for each.",
             confidential="the mask source's token",
             single="mask_source_token",
         ),
@@ -130,8 +130,8 @@ class SessionConfig:
         str | Path | Sequence[str | Path | None] | None,
         Option(
             EXECUTORS,
-            "PEM file of the mask source's certificate authority, or the word system for the authorities of "
-            "the operating system. For several mask sources, that of each. Required if {ca} is given. "
+            "PEM file of the mask source's certificate authority, or system: the authorities of the "
+            "operating system. With several mask sources, give one for each. Required if {ca} is given. "
             "Default without {ca}: system.",
             unit="FILE",
             single="mask_source_ca",
@@ -150,9 +150,10 @@ class SessionConfig:
         Collection[str],
         Option(
             TRUST,
-            "Accept this sign that provider and mask sources have the same operator: "
-            f"{', '.join(SIGNS)}. {ALL}: accept every sign, for a trial. One-time masks hide nothing from "
-            "an operator of both.",
+            "Do not refuse parties that have this in common, although it suggests that they have the same "
+            "operator: host name (host), address, certificate key (key), machine, certificate authority "
+            f"(authority) or token. {ALL}: all of these, for a trial. One-time masks hide nothing from an "
+            "operator of both.",
             choices=(*SIGNS, ALL),
             unit="SIGN",
             single="allow_same",
@@ -189,8 +190,9 @@ class SessionConfig:
         bool,
         Option(
             MASKS,
-            "After half a second without a request, fill {mask_budget_mib} with effects, for a burst of "
-            "requests. Default: fetch effects for the next requests, 64 rows for each.",
+            "After half a second without a request, fetch effects until they take {mask_budget_mib}, so that "
+            "a burst of requests need not wait for them. Default: fetch effects for the next requests, 64 "
+            "rows for each.",
         ),
     ] = False
     pad_rows: Annotated[
@@ -245,10 +247,10 @@ class SessionConfig:
         str | Path | None,
         Option(
             VERIFICATION,
-            "File that symbiosis-tenant fingerprint made from weights that you trust. Default: a local: "
-            "mask source computes the fingerprints, else the executors do, under masks. Fingerprints that "
-            "executors compute show any later deviation, but not whether the weights were right from the "
-            "start.",
+            "File that symbiosis-tenant fingerprint made from weights that you trust. Default: fingerprints "
+            "are computed by the mask source local:... if there is one, and otherwise by the executors, "
+            "under masks. Fingerprints that executors compute show any later deviation, but not whether the "
+            "weights were right from the start.",
             unit="FILE",
         ),
     ] = None
@@ -264,8 +266,8 @@ class SessionConfig:
         str,
         Option(
             CONNECTION,
-            "Element type of payloads with float numerics: float32, or bfloat16 for half the bytes and "
-            "three digits.",
+            "Element type of payloads with float numerics: float32, or bfloat16, which halves the bytes but "
+            "keeps only about three significant digits.",
             choices=WIRE_DTYPES,
             unit="NAME",
         ),

@@ -79,8 +79,8 @@ class Sampling:
         bool,
         Option(
             _GROUP,
-            "Continue even if the text repeats itself. Without this, generation stops if the same tokens "
-            "end the text three times in a row, 32 tokens or more in all.",
+            "Continue even if the text repeats itself. Without this, generation stops if the text ends with "
+            "the same sequence of tokens, repeated at least three times and 32 tokens long in total.",
         ),
     ] = False
 

@@ -22,6 +22,8 @@ from tenant_sdk.command_line import main as cli
 from tenant_sdk.command_line.main import app
 from tenant_sdk.session.options import SessionConfig
 
+OTHERS = "the others were used to make the fingerprints for these checks"
+
 
 def test_from_certificates_to_a_generated_text(
     tmp_path: Path, serve_process: Callable[..., Executor], serve: Callable[..., Executor]
@@ -75,7 +77,7 @@ def test_from_certificates_to_a_generated_text(
     assert re.search(
         r"masked: every row, each under a mask of its own \(1 mask source; [\d,]+ rows multiplied there", out
     )
-    rows, of = re.search(r"checked: ([\d,]+) of ([\d,]+) rows; the rest prepared these checks", out).groups()  # type: ignore[union-attr]
+    rows, of = re.search(rf"checked: ([\d,]+) of ([\d,]+) rows; {OTHERS}", out).groups()  # type: ignore[union-attr]
     assert 0 < int(rows.replace(",", "")) < int(of.replace(",", ""))
     assert "step 1 of 8: loss" in err
     assert json.loads((adapter / "adapter_config.json").read_text())["peft_type"] == "LORA"
@@ -90,7 +92,7 @@ def test_from_certificates_to_a_generated_text(
         ok(tenant(*prompt, *source, "--allow-same", "all", "--adapter", adapter, secrets=secrets)),
         ok_here(*prompt, *local, *sampling, "--verify", "off", secrets=secrets),
     ]
-    said = (r"checked: (\d+) of \1 rows\n", "the rest prepared these checks", "checked: nothing")
+    said = (r"checked: (\d+) of \1 rows\n", OTHERS, "checked: nothing")
     for (_, err), expected in zip(runs, said, strict=True):
         assert "12 tokens" in err
         assert re.search(expected, err)
