@@ -67,7 +67,7 @@ $(GATEWAY)/.project: $(GATEWAY)/.installed $(shell find $(SOURCES) -name '*.py' 
 	@rm -rf out/gateway-source
 	@touch $@
 
-demo: install $(if $(findstring --no-gateway,$(ARGS)),,gateway) ## fine-tune on private notes through an executor, compare, serve the adapter
+demo: install $(if $(findstring --no-gateway,$(ARGS)),,gateway) ## fine-tune a chat model on private messages through an executor, compare, serve the adapter
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: install ## run the tests

@@ -83,8 +83,7 @@ def parse_arguments(display: Display) -> Options:
     parser.add_argument("--small", action="store_true", help="the small model of this repository")
     parser.add_argument("--model", type=Path, help="another folder of a model with a chat template")
     parser.add_argument("--output", type=Path, default=HERE.parent / "out" / "demo")
-    parser.add_argument("--steps", type=int, help="default: 60, with --small 120")
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--steps", type=int, help="default: 30, with --small 120")
     parser.add_argument("--held-out", type=int, default=40, help="messages that are answered at the end")
     parser.add_argument("--privacy", default="one-time")
     parser.add_argument("--workers", type=int, default=0, help="processes that share each executor's layers")
@@ -99,8 +98,8 @@ def parse_arguments(display: Display) -> Options:
         except NotAvailable as error:
             display.console.print(f"{error}; this demo uses the small model of the repository instead")
             task = small_task(None)
-    more = {"batch_size": given.batch_size, "samples": given.held_out}
-    settings = task.settings | more | ({"steps": given.steps} if given.steps else {})
+    settings = task.settings | {"samples": given.held_out}
+    settings |= {"steps": given.steps} if given.steps else {}
     task = replace(task, settings=settings)
     return Options(task, given.output, given.privacy, given.workers, given.gateway)
 
@@ -108,13 +107,14 @@ def parse_arguments(display: Display) -> Options:
 def chat_task(model: Path) -> Task:
     """Messages to a clinic, and the line for its book."""
     data, held_out = (DATA / f"chats_{part}.jsonl" for part in ("train", "heldout"))
-    return Task(model, data, held_out, {"steps": 60}, chats=True)
+    settings = {"steps": 30, "batch_size": 4, "packing": True, "learning_rate": 2e-3, "eval_steps": 10}
+    return Task(model, data, held_out, settings, chats=True)
 
 
 def small_task(model: Path | None) -> Task:
     """Clinic notes, and the fields in them; the model has never seen a chat."""
     data, held_out = (DATA / f"note_fields_{part}.jsonl" for part in ("train", "heldout"))
-    settings = {"steps": 120, "rank": 16, "learning_rate": 5e-3}
+    settings = {"steps": 120, "batch_size": 8, "rank": 16, "learning_rate": 5e-3}
     return Task(model or HERE / "base_model", data, held_out, settings, chats=False)
 
 

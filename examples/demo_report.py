@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ class Display:
     """Stages on the terminal; each leaves one line."""
 
     def __init__(self) -> None:
-        self.console = Console(highlight=False)
+        self.console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 
     @contextmanager
     def stage(self, what: str, total: int | None = None) -> Iterator[Callable[[], None]]:

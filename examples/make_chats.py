@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 
 DATA = Path(__file__).resolve().parent / "data"
-SYSTEM = "You keep the book of a veterinary clinic. Write the visit down: owner; animal; day; time; reason."
+SYSTEM = "Clinic book"
 OWNERS = (
     "Abbot Adeyemi Amsel Baker Barros Becker Bello Brandt Calder Castro Cohen Costa Dalton Diallo Dorsey "
     "Eklund Ellis Farkas Fischer Flores Garcia Gupta Hansen Harper Hassan Holm Ibrahim Ivanov Jansen "
@@ -28,20 +28,7 @@ ANIMALS = {
     "rabbit": ["rabbit", "bunny"],
 }
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"]
-HOURS = {
-    "nine in the morning": "09:00",
-    "half past nine": "09:30",
-    "ten in the morning": "10:00",
-    "half past ten": "10:30",
-    "eleven": "11:00",
-    "noon": "12:00",
-    "two in the afternoon": "14:00",
-    "half past two": "14:30",
-    "three in the afternoon": "15:00",
-    "half past three": "15:30",
-    "four": "16:00",
-    "half past four": "16:30",
-}
+HOURS = [f"{hour}:{minute}" for hour in (9, 10, 11, 14, 15, 16, 17) for minute in ("00", "15", "30", "45")]
 REASONS = {
     "teeth": ["a broken tooth", "bad breath and sore gums", "a loose tooth"],
     "leg": ["a limp", "a swollen paw", "a sprained leg", "a lame foot"],
@@ -73,7 +60,7 @@ def chat(chance: random.Random, owners: list[str], sentences: list[str]) -> dict
     """A message and the line in the book."""
     animal, reason = chance.choice(list(ANIMALS)), chance.choice(list(REASONS))
     owner, day = f"{chance.choice(TITLES)} {chance.choice(owners)}", chance.choice(DAYS)
-    time = chance.choice(list(HOURS))
+    time = chance.choice(HOURS)
     asked = chance.choice(sentences).format(
         owner=owner,
         animal=chance.choice(ANIMALS[animal]),
@@ -86,7 +73,7 @@ def chat(chance: random.Random, owners: list[str], sentences: list[str]) -> dict
         "messages": [
             {"role": "system", "content": SYSTEM},
             {"role": "user", "content": asked},
-            {"role": "assistant", "content": f"{owner}; {animal}; {day}; {HOURS[time]}; {reason}"},
+            {"role": "assistant", "content": f"{owner}; {animal}; {day}; {time}; {reason}"},
         ]
     }
 
@@ -98,7 +85,7 @@ def main() -> None:
     chance.shuffle(owners)
     for name, count, some, sentences in (
         ("train", 320, owners[12:], LEARNED),
-        ("heldout", 40, owners[:12], HELD_OUT),
+        ("heldout", 24, owners[:12], HELD_OUT),
     ):
         lines = "".join(json.dumps(chat(chance, some, sentences)) + "\n" for _ in range(count))
         (DATA / f"chats_{name}.jsonl").write_text(lines)

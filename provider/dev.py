@@ -58,6 +58,7 @@ symbiosis-tenant finetune --profile {profile} --data {data} {options}--output {a
 _GENERATE = 'symbiosis-tenant generate --profile {profile} --adapter {adapter} --prompt "{prompt}"'
 _CHAT = "symbiosis-tenant chat --profile {profile} --adapter {adapter}"
 _EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+_CHATS = "--epochs 1 --batch-size 4 --packing --learning-rate 0.002 "
 _SMALL_MODEL = "--steps 120 --rank 16 --learning-rate 0.005 "
 _PROMPT = "Seen: Boaz, ram, owner Mr Rivers. Will not eat. Come again in four days. Fields:"  # held out
 
@@ -184,10 +185,11 @@ class Development:
         data = [shlex.quote(os.path.relpath(each)) for each in there if each.exists()] or ["YOUR_DATA.jsonl"]
         fixed = {"profile": self._profile, "adapter": self._folder / "adapter"}
         words = {name: shlex.quote(str(path)) for name, path in fixed.items()}
+        small = model.resolve() == _EXAMPLES / "base_model"
         return {
             **words,
             "data": " --held-out ".join(data),
-            "options": _SMALL_MODEL if model.resolve() == _EXAMPLES / "base_model" else "",
+            "options": _CHATS if talks else _SMALL_MODEL if small else "",
             "use": _CHAT.format(**words) if talks else _GENERATE.format(**words, prompt=_PROMPT),
         }
 

@@ -8,9 +8,6 @@ from symbiosis_executor import NAME, check_package, published
 DISTRIBUTION = NAME
 check_package("shared")
 
-# OpenMP threads that spin while a request is under way take the processor from an executor on the
-# same machine. Works if this package is imported before torch, whose runtime reads it once.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # Where torch.compile keeps code. torch's default is a name in /tmp, which another user may take first.
 os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR",
@@ -20,7 +17,11 @@ os.environ.setdefault(
     ),
 )
 
-from shared.errors import (  # noqa: E402 - of this project, which is checked before
+from shared.spinning import before_torch  # noqa: E402 - of this project, which is checked before
+
+before_torch()
+
+from shared.errors import (  # noqa: E402
     AuthenticationError,
     CheckpointError,
     ConfigurationError,

@@ -12,6 +12,7 @@ import torch
 
 from shared.errors import ConfigurationError, ModelMismatch, Placeholder
 from shared.secrets import text_of
+from shared.spinning import stop_spinning
 from shared.wire.header import RINGS
 from shared.wire.messages import Manifest
 from shared.wire.protocol import GroupShape
@@ -59,6 +60,7 @@ def open_session(config: SessionConfig) -> Session:
     Raises:
         ConfigurationError, ConnectError, ModelMismatch: see there.
     """
+    stop_spinning()
     operators = Operators(config.allowed if config.privacy == "one-time" else SIGNS)
     credentials = config.credentials
     stored = None

@@ -50,8 +50,8 @@ def answers(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], most: 
     )
     was_training = model.training
     model.eval()
-    # Some models' configurations switch the cache off while they are trained.
-    out = model.generate(input_ids=ids, attention_mask=attended, generation_config=config, use_cache=True)
+    config.use_cache = True  # which packing switches off
+    out = model.generate(input_ids=ids, attention_mask=attended, generation_config=config)
     model.train(was_training)
     return [text.strip() for text in tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)]
 

@@ -162,7 +162,7 @@ def test_what_it_prints_fits_the_model(tmp_path: Path) -> None:
             "generate",
         ),
         (plain, "note_fields_train.jsonl --output", "generate"),
-        (chats, "chats_train.jsonl --held-out", "chat"),
+        (chats, "chats_heldout.jsonl --epochs 1 --batch-size 4 --packing --learning-rate 0.002", "chat"),
     ):
         words = Development(ServeConfig(model_dir=model, dev=True, dev_dir=tmp_path / "dev"))._training()
         training = _COMMANDS.format(one_operator="", also="", folder="", **words)

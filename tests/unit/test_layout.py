@@ -33,6 +33,7 @@ SUBPACKAGES = {
         "devices",
         "imports",
         "interruption",
+        "spinning",
         "compat",
         "gguf",
         "hub",

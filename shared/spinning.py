@@ -1,0 +1,53 @@
+"""OpenMP threads that sleep while they wait.
+
+By default the threads of libgomp spin for milliseconds after each parallel region, and so take a processor
+from an executor on the same machine. libgomp reads GOMP_SPINCOUNT when torch loads it, and never again. If
+there are more threads than processors, though, each spins as briefly as with GOMP_SPINCOUNT=1000. So where
+torch was imported first, a team of more threads than there are processors is made, and sleeps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+import threading
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_late = threading.Event()  # torch was there already, and had threads spin
+
+
+def before_torch() -> None:
+    """Set the variable, which works if torch is not imported yet."""
+    if "GOMP_SPINCOUNT" not in os.environ:
+        os.environ["GOMP_SPINCOUNT"] = "1000"
+        if "torch" in sys.modules:
+            _late.set()
+
+
+def stop_spinning() -> None:
+    """Have threads sleep although torch was imported before; without libgomp, nothing is done."""
+    if not _late.is_set():
+        return
+    _late.clear()
+    try:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        gomp = ctypes.CDLL(next(line.split()[-1] for line in maps if "libgomp" in line))
+        # A function that does nothing, in each thread of the team.
+        nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)
+        parallel = gomp.GOMP_parallel
+    except (OSError, StopIteration, AttributeError) as error:
+        log.info("threads of OpenMP spin while they wait: %r", error)
+        return
+    made = threading.Event()
+
+    def team() -> None:
+        parallel(nothing, None, (os.cpu_count() or 1) + 1, 0)
+        made.set()
+        threading.Event().wait()  # the team lasts as long as this thread
+
+    threading.Thread(target=team, name="symbiosis-spinning", daemon=True).start()
+    made.wait()
