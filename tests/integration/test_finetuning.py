@@ -391,7 +391,7 @@ LONGER = {"sequence_length": 32}
 def learned_record(folder: Path) -> Path:
     """One record many times, which is soon learned by heart."""
     path = folder / "one.jsonl"
-    path.write_text("\n".join([json.dumps({"prompt": "Rex, terrier", "completion": " dog"})] * 4))
+    path.write_text("\n".join([json.dumps({"prompt": "Rex, terrier", "completion": "d"})] * 4))
     return path
 
 
@@ -404,8 +404,8 @@ def test_held_out_prompts_are_answered(session: tenant_sdk.Session, text: Path) 
     said: list[str] = []
     told = Told(said.append, lambda _: None, samples=samples.extend)
     report = finetune(training, session.load_model(progress=False), Letters(), session, told)
-    assert [(each.prompt, each.expected) for each in samples] == [("Rex, terrier", "dog")] * 3
-    assert {each.adapted for each in samples} == {"dog"}
+    assert [(each.prompt, each.expected) for each in samples] == [("Rex, terrier", "d")] * 3
+    assert {each.adapted for each in samples} == {"d"}
     assert (report.answered, report.right_before, report.right_after) == (3, 0, 3)
     figures = json.loads((training.output / "symbiosis.json").read_text())["training"]
     assert (figures["answered"], figures["right_after"]) == (3, 3)
@@ -413,7 +413,7 @@ def test_held_out_prompts_are_answered(session: tenant_sdk.Session, text: Path) 
     model = session.load_model(progress=False)
     loaded = tenant_sdk.load_adapter(model, training.output, session)
     ids = Letters()("Rex, terrier")["input_ids"]
-    assert answers(loaded, Letters(), [ids, ids[1:]], 5)[0] == "dog"
+    assert answers(loaded, Letters(), [ids, ids[1:]], 5)[0] == "d"
 
 
 def test_texts_have_no_prompts_to_answer(session: tenant_sdk.Session, text: Path) -> None:
