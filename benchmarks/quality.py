@@ -1,10 +1,12 @@
 """What integers cost in quality: a language model and an encoder, through executors of every numerics.
 
     python benchmarks/quality.py
+    python benchmarks/quality.py --chat-model out/models/SmolLM2-135M-Instruct   # made by `make demo`
 
 Single layers of many shapes. The bundled model: held-out perplexity, the losses of 200 LoRA steps, greedy
-text of 64 prompts. A pretrained MiniLM: hidden states and the embeddings of sentences. Each against the same
-model in float32 in this process.
+text of 64 prompts. A pretrained MiniLM: hidden states and the embeddings of sentences. A chat model, if one
+is named: distributions of next tokens in four texts of 1,024 tokens, and a LoRA run on chats. Each against
+the same model in float32 in this process.
 Executors run in this process, and rows are not masked: masks change no bit of what the ring computes, which
 tests/unit/test_ring_rows.py and tests/integration/test_bit_identity.py hold. Prints tables, and writes
 quality.json and quality.png into --output.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +37,7 @@ from shared.ring.fixed_point import bounds, capacity, quantize_weight
 from shared.ring.rows import hide, reveal
 from shared.wire.header import RINGS, Direction
 from tenant_sdk.tuning.conversations import whole
-from tenant_sdk.tuning.data import Blocks, pack, read_tokens
+from tenant_sdk.tuning.data import Blocks, Reader, collate_packed, pack, read_tokens
 from tenant_sdk.tuning.finetuning import perplexity
 
 logging.set_verbosity_error()
@@ -46,7 +49,8 @@ LENGTH, BATCH, STEPS, PROMPTS, PROMPT, TOKENS = 64, 8, 200, 64, 16, 64
 SHAPES = ((768, 768), (3072, 768), (4096, 4096), (8192, 8192), (22016, 4096), (4096, 11008))
 # One input of a layer is so many times the others, and its weights are, as some are in trained models.
 OUTLIERS = ((14336, 4096, 1, 10), (4096, 4096, 100, 0.02), (4096, 4096, 1000, 0.02))
-console = Console()
+CHAT_TEXTS, CHAT_LENGTH, CHAT_STEPS = ("privacy", "decisions", "performance", "numerics"), 1024, 20
+console = Console(width=None if sys.stdout.isatty() else 110)
 
 
 @contextmanager
@@ -128,6 +132,86 @@ def encoder(numerics: str | None) -> dict[str, torch.Tensor]:
     real = batch["attention_mask"].bool()
     weights = batch["attention_mask"].unsqueeze(2)
     return {"states": states[real], "embeddings": (states * weights).sum(1) / weights.sum(1)}
+
+
+def chat(numerics: str | None, folder: Path) -> dict[str, Any]:
+    """Distributions of next tokens in texts of this project, and a LoRA run on its chats."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [(EXAMPLES.parent / "docs" / "explanation" / f"{name}.md").read_text() for name in CHAT_TEXTS]
+    ids = torch.tensor([tokenizer(text)["input_ids"][:CHAT_LENGTH] for text in texts])
+    learned = Reader(tokenizer, 256, ends=(tokenizer.eos_token_id,)).read(
+        [EXAMPLES / "data" / "chats_train.jsonl"]
+    )
+
+    def local() -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    with served(folder, numerics, local) as model:
+        with torch.no_grad():
+            model.eval()
+            found = [model(each[None]).logits[0].double().log_softmax(-1) for each in ids]
+        torch.manual_seed(0)
+        config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        tuned = get_peft_model(model, config).train()
+        optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=2e-3)
+        losses = []
+        for step in range(CHAT_STEPS):
+            loss = tuned(**collate_packed(learned[4 * step : 4 * step + 4])).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+    return {"likelihoods": found, "losses": losses}
+
+
+def largest_rows(folder: Path) -> tuple[str, float]:
+    """The layer whose largest input row has the largest norm, in medians of its rows, and that ratio."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ratios: dict[str, float] = {}
+
+    def note(name: str, rows: torch.Tensor) -> None:
+        norms = rows.flatten(0, -2).norm(dim=-1)
+        ratios[name] = float(norms.max() / norms.median())
+
+    for name, each in model.named_modules():
+        if isinstance(each, torch.nn.Linear) and name != "lm_head":
+            each.register_forward_pre_hook(lambda _, given, name=name: note(name, given[0]))
+    text = (EXAMPLES.parent / "docs" / "explanation" / f"{CHAT_TEXTS[0]}.md").read_text()
+    with torch.no_grad():
+        model(torch.tensor([tokenizer(text)["input_ids"][:CHAT_LENGTH]]))
+    return max(ratios.items(), key=lambda each: each[1])
+
+
+def show_chat(folder: Path) -> dict[str, dict[str, float]]:
+    """A chat model at executors of every numerics."""
+    name, ratio = largest_rows(folder)
+    console.print(
+        f"{folder.name}: a row at {name} has {ratio:.0f} times the norm of the median", highlight=False
+    )
+    table = Table(
+        title=f"{folder.name}: {len(CHAT_TEXTS)} texts of {CHAT_LENGTH} tokens; {CHAT_STEPS} LoRA steps",
+        highlight=False,
+    )
+    for column in ("", "mean KL", "same likeliest token", "largest gap of losses", "last loss"):
+        table.add_column(column)
+    true, figures = chat(None, folder), dict[str, dict[str, float]]()
+    for numerics in NUMERICS:
+        found = chat(numerics, folder)
+        pairs = list(zip(found["likelihoods"], true["likelihoods"], strict=True))
+        divergence = [float((right.exp() * (right - mine)).sum(-1).mean()) for mine, right in pairs]
+        same = [float((mine.argmax(-1) == right.argmax(-1)).double().mean()) for mine, right in pairs]
+        gaps = [abs(a - b) for a, b in zip(found["losses"], true["losses"], strict=True)]
+        figures[numerics] = {
+            "kl": sum(divergence) / len(pairs),
+            "same": sum(same) / len(pairs),
+            "gap": max(gaps),
+            "last": found["losses"][-1],
+        }
+        kl, equal, gap, last = figures[numerics].values()
+        table.add_row(numerics, f"{kl:.1e}", f"{equal:.2%}", f"{gap:.1e}", f"{last:.4f}")
+    console.print(table)
+    return figures
 
 
 def layer(weight: torch.Tensor, direction: Direction, outlier: float) -> dict[str, float]:
@@ -230,8 +314,14 @@ def main() -> None:
     """Run everything."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("out/bench"))
+    parser.add_argument("--chat-model", type=Path, help="folder of a chat model, and only this part")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
+    if options.chat_model is not None:
+        options.output.mkdir(parents=True, exist_ok=True)
+        figures = show_chat(options.chat_model)
+        (options.output / "chat_quality.json").write_text(json.dumps(figures, indent=1))
+        return
     layers = show_layers()
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "base_model")
     found: dict[str, dict[str, Any]] = {}

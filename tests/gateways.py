@@ -24,6 +24,7 @@ SECONDS = 240
 CLIENTS = Path(__file__).parent / "clients"
 # Says what was said before and ends, as templates of chat models do.
 TEMPLATE = (
+    "{% if tools %}tools: {{ tools | tojson }}, called as <tool_call>...</tool_call>\n{% endif %}"
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )

@@ -44,5 +44,6 @@ RELEASE: dict[str, str] = {
     "integration/test_long_generation.py": _LONG,
     "integration/test_long_tuning.py": _LONG,
     "integration/test_made_weights.py::test_workers_make_their_own": "workers of quantised checkpoints",
+    "integration/test_trl.py": "seven trainers against local ones; test_ecosystem.py has two",
     "integration/test_resuming.py": "all ten methods, to the bit; finetuning and trainer tests resume one",
 }

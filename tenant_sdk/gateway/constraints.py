@@ -7,7 +7,7 @@ size, so each is tried as well, in a process that can be stopped (``tenant_sdk.g
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,6 +23,7 @@ STRING_BYTES = 4 << 10  # of one name, pattern or constant in a schema
 # A count in a schema is written out while it is compiled; a length is not.
 _COUNTS = frozenset({"minItems", "maxItems", "minContains", "maxContains", "minProperties", "maxProperties"})
 MOST_ITEMS = 500
+_NO_PARAMETERS = {"type": "object", "properties": {}}
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -59,6 +60,72 @@ def constraint(response_format: Any, structured_outputs: Any) -> Constraint | No
         return None
     _check(found[0])
     return found[0]
+
+
+def call_of(parameters: dict[str, Any] | None) -> Constraint:
+    """The arguments of a function, by the schema of its parameters.
+
+    Raises:
+        ConstraintRefused: see ``constraint``.
+    """
+    made = Constraint("json", _encoded(parameters or _NO_PARAMETERS))
+    _check(made)
+    return made
+
+
+def one_call_of(functions: Mapping[str, dict[str, Any] | None]) -> Constraint:
+    """A list of calls of functions, not empty, by the schemas of their parameters.
+
+    Raises:
+        ConstraintRefused: see ``constraint``.
+    """
+    calls, definitions = list[dict[str, Any]](), dict[str, Any]()
+    for name, given in functions.items():
+        parameters = dict(given or _NO_PARAMETERS)
+        named = parameters.pop("$defs", {})
+        if not isinstance(named, dict) or any(
+            definitions.get(key, value) != value for key, value in named.items()
+        ):
+            raise ConstraintRefused("$defs of tools are objects, and equal where their names are")
+        definitions |= named
+        properties = {"name": {"type": "string", "enum": [name]}, "parameters": parameters}
+        calls.append({"properties": properties, "required": ["name", "parameters"]})
+    schema = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": calls}}
+    made = Constraint("json", _encoded(schema | ({"$defs": definitions} if definitions else {})))
+    _check(made)
+    return made
+
+
+# Of a schema: schemas by name, lists of them, and single ones; what else is in it is data.
+_BY_NAME, _LISTS = (
+    ("properties", "patternProperties", "$defs", "definitions"),
+    ("anyOf", "oneOf", "prefixItems"),
+)
+_OPEN = {"additionalProperties", "unevaluatedProperties", "allOf", "$ref"}
+_SINGLE = ("items", "additionalProperties", "contains", "else", "then")
+
+
+def closed(schema: Any) -> Any:
+    """A schema whose objects have no other members than those that it describes, unless it says so.
+
+    Models go on with members of their own where they may. Parts of ``allOf`` describe the same object, and
+    are left as they are.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    made = dict(schema)
+    for key in _BY_NAME:
+        if isinstance(made.get(key), dict):
+            made[key] = {name: closed(each) for name, each in made[key].items()}
+    for key in _LISTS:
+        if isinstance(made.get(key), list):
+            made[key] = [closed(each) for each in made[key]]
+    for key in _SINGLE:
+        if key in made:
+            made[key] = closed(made[key])
+    if "properties" in made and not made.keys() & _OPEN:
+        made["additionalProperties"] = False
+    return made
 
 
 def _of_format(given: Any) -> Constraint | None:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 SAMPLES, SAMPLE_SECONDS = 120, 1.0
 LOOK_SECONDS, LOOKS_AGAIN = 1.0, 60  # between looks at the folder of adapters, and at refused ones
+_NAMED = 20  # models in an error
 FIGURES_SECONDS = 1.0  # for which metrics and the status are good
 # Of vLLM's paths those that a gateway is for; the others would only be there to be attacked.
 KEPT = GENERATES | TOKENIZES | {"/health", "/version"}
@@ -76,6 +77,7 @@ class Gateway:
         address: host and port on which it listens.
         say: shows a line to who started it.
         structured_outputs: take constraints on answers.
+        tool_parser: how calls of tools are read from answers, as vLLM calls it; empty: they are not.
         content_format: in which templates get the contents of messages, as vLLM calls it.
         ready_file: where the URL is written when it answers.
     """
@@ -93,6 +95,7 @@ class Gateway:
     say: Callable[[str], None]
     structured_outputs: bool = True
     content_format: str = "auto"
+    tool_parser: str = ""
     ready_file: Path | None = None
     served: dict[str, Adapter] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)  # folders that hold none, and why
@@ -151,11 +154,13 @@ class Endpoints:
                 parser=gateway.parser,
                 constraint_checker=lambda: gateway.trials,
                 unserved=self._unserved,
+                calls=bool(gateway.tool_parser),
             ),
         )
         app.get("/metrics", include_in_schema=False)(self._metrics)
         app.get("/status.json", include_in_schema=False)(self._status)
         app.get("/v1/models")(self._list_models)
+        app.get("/v1/models/{name:path}")(self._model)
         app.get("/v1/adapters")(self._list)
         app.post("/v1/adapters")(self._add)
         app.delete("/v1/adapters/{name}")(self._remove)
@@ -214,9 +219,12 @@ class Endpoints:
     # -- adapters ----------------------------------------------------------------------------------
 
     def _unserved(self, name: str) -> str:
-        """Why a model of this name is not served, if its folder was refused."""
-        served = name in self._gateway.served or self._models.is_base_model(name)
-        return "" if served else self._gateway.refused.get(name, "")
+        """Why a model of this name is not served; empty: it is."""
+        if not name or name in self._gateway.served or self._models.is_base_model(name):
+            return ""
+        names = [self._models.model_name(), *self._gateway.served]
+        others = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        return self._gateway.refused.get(name, f"the models here are {', '.join(names[:_NAMED])}{others}")
 
     async def add(self, folder: Path, name: str = "") -> Adapter:
         """Serve an adapter, in place of the one of this name if its content is another.
@@ -357,12 +365,23 @@ class Endpoints:
 
     # -- paths -------------------------------------------------------------------------------------
 
-    async def _list_models(self) -> Response:
+    def _cards(self) -> list[dict[str, Any]]:
         base, length = self._models.model_name(), self._engine.model_config.max_model_len
         card = {"object": "model", "created": self._began, "owned_by": "symbiosis", "max_model_len": length}
         adapters = [card | {"id": name, "root": name, "parent": base} for name in self._gateway.served]
-        whole = {"object": "list", "data": [card | {"id": base, "root": base, "parent": None}, *adapters]}
+        return [card | {"id": base, "root": base, "parent": None}, *adapters]
+
+    async def _list_models(self) -> Response:
+        whole = {"object": "list", "data": self._cards()}
         return Response(msgspec.json.encode(whole), media_type="application/json")
+
+    async def _model(self, name: str) -> Response:
+        card = next((each for each in self._cards() if each["id"] == name), None)
+        if card is None:
+            return _answer(
+                Refusal(404, "not_found_error", f"{name[:200]} is not served: {self._unserved(name)}")
+            )
+        return Response(msgspec.json.encode(card), media_type="application/json")
 
     async def _list(self) -> Response:
         whole = {"data": self._shown(), "refused": self._gateway.refused}

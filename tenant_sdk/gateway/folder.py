@@ -10,6 +10,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tenant_sdk.session.session import Session
 
+# What templates write where a tool is called, and how vLLM names that; the first that fits counts.
+_CALLS = (
+    (("<|tool_call_start|>",), "lfm2"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2"),
+    (("<|python_tag|>",), "llama3_json"),
+    (("<tool_call>", "<function="), "qwen3_xml"),
+    (("<tool_call>",), "hermes"),
+    (("functools[",), "phi4_mini_json"),
+    (("<start_function_call>",), "functiongemma"),
+)
 WORD = "zinc"  # in no template
 METHOD = "symbiosis"  # of ``quantization_config``
 
@@ -78,6 +89,20 @@ def without_end(tokenizer: Any) -> Any:
             single.pop()
     tokenizer.backend_tokenizer.post_processor = Tokenizer.from_str(json.dumps(rules)).post_processor
     return tokenizer
+
+
+def tool_parser(tokenizer: Any, template: Path | None) -> str:
+    """How a template writes calls of tools, as vLLM names it; empty: it writes none, or in an unknown form.
+
+    Args:
+        tokenizer: with the model's template.
+        template: file of another, if users gave one.
+    """
+    try:
+        text = template.read_text() if template is not None else str(tokenizer.get_chat_template(tools=[{}]))
+    except (OSError, ValueError):
+        return ""
+    return next((name for marks, name in _CALLS if all(mark in text for mark in marks)), "")
 
 
 def content_format(tokenizer: Any, template: Path | None) -> str:

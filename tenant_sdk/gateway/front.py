@@ -30,7 +30,17 @@ GENERATES = frozenset({"/v1/completions", "/v1/chat/completions"})
 TOKENIZES = frozenset({"/tokenize", "/detokenize"})
 # Each is answered at once from what is in memory; all paths that are not named here are closed.
 FREE = frozenset({"/v1/models", "/v1/adapters", "/status.json", "/health", "/version", "/metrics"})
-ADAPTER = "/v1/adapters/"  # and a name
+_NO_CALLS = (
+    "tools: this model's chat template writes no calls of tools in a form that is known here, so the model "
+    "cannot choose to call one. Give tool_choice (required, none, or a function), or start the gateway with "
+    "--tool-parser"
+)
+ADAPTER, MODEL = "/v1/adapters/", "/v1/models/"  # and a name
+# OpenAI's paths that clients ask for, and why they are not here.
+_ELSEWHERE = {
+    "/v1/embeddings": ": this gateway serves a model that writes text, and vLLM makes embeddings with others",
+    "/v1/responses": ": use /v1/chat/completions, which takes tools and JSON schemas as well",
+}
 OPEN = frozenset({"/", "/healthz"})  # nothing that tells who uses what
 BODY_BYTES = 8 << 20  # however long sequences may be
 SMALL_BODY_BYTES = 64 << 10
@@ -59,12 +69,14 @@ class Served(NamedTuple):
         parser: ``requests.parse_request`` of large bodies.
         constraint_checker: of constraints on answers; None: there are none here.
         unserved: why a model of this name is not served, if it is known; or empty.
+        calls: calls of tools are looked for in answers.
     """
 
     context: Callable[[], int]
     parser: Callable[[str, bytes, int], Awaitable[ParsedRequest | Refusal]]
     constraint_checker: Callable[[], ConstraintChecker | None] = lambda: None
     unserved: Callable[[str], str] = lambda _: ""
+    calls: bool = False
 
 
 class Front:
@@ -113,9 +125,10 @@ class Front:
         current_client.set(client)
         scope = {**scope, "headers": [each for each in scope["headers"] if each[0].lower() in _HEADERS]}
         # A line's end, say, would make it another path here than there.
-        named = path.isprintable() and path.startswith(ADAPTER)
+        named = path.isprintable() and path.startswith((ADAPTER, MODEL))
         if path not in GENERATES | TOKENIZES | FREE and not named:
-            return await _refuse(send, Refusal(404, "not_found_error", "there is no such path"))
+            why = f"there is no such path{_ELSEWHERE.get(path, '')}"
+            return await _refuse(send, Refusal(404, "not_found_error", why))
         async with self._body(client, path, receive) as body:
             if not isinstance(body, bytes):
                 return await _refuse(send, body)
@@ -128,6 +141,8 @@ class Front:
             return await _refuse(
                 send, Refusal(404, "not_found_error", f"{wanted.model} is not served: {why}")
             )
+        if wanted.may_call and not self._served.calls:
+            return await _refuse(send, Refusal(400, "invalid_request_error", _NO_CALLS))
         if refusal := self._queue.enter(client, wanted.sequences):
             return await _refuse(send, refusal)
         entered = self._clock()

@@ -9,6 +9,7 @@ compile it, which cannot be stopped there.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -19,7 +20,7 @@ from pathlib import Path
 import llguidance
 import msgspec
 
-from tenant_sdk.gateway.constraints import Constraint
+from tenant_sdk.gateway.constraints import Constraint, closed
 from tenant_sdk.gateway.helper_process import answer
 
 SECONDS = 0.4  # of a processor, for one trial
@@ -40,6 +41,11 @@ LIMITS = llguidance.LLParserLimits(
 )
 
 
+# One space after each comma and colon, as JSON is mostly written, and no other white space between values:
+# small models that may write any would often write nothing else.
+_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
 def compiled(tokenizer: llguidance.LLTokenizer, given: Constraint) -> llguidance.LLMatcher:
     """What follows one text that matches.
 
@@ -47,7 +53,8 @@ def compiled(tokenizer: llguidance.LLTokenizer, given: Constraint) -> llguidance
         ValueError: it cannot be compiled, or not within ``LIMITS``.
     """
     if given.kind == "json":
-        text = llguidance.LLMatcher.grammar_from_json_schema(given.text)
+        schema = json.dumps(closed(json.loads(given.text)))
+        text = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=_FORM)
     else:
         text = llguidance.grammar_from(given.kind, given.text)
     matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)

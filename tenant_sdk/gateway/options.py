@@ -70,6 +70,15 @@ class GatewayOptions:
             unit="FILE",
         ),
     ] = None
+    tool_parser: Annotated[
+        str,
+        Option(
+            _MODEL,
+            "How calls of tools are written, as vLLM names it: hermes, llama3_json, mistral and others; or "
+            "none. Default: as the chat template writes them.",
+            unit="NAME",
+        ),
+    ] = ""
     context: Annotated[
         int | None,
         Option(

@@ -12,7 +12,13 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from shared.encoded import DIGITS, UNREADABLE, numbers_fit
 from tenant_sdk.gateway.admission import Refusal
-from tenant_sdk.gateway.constraints import Constraint, ConstraintRefused, constraint
+from tenant_sdk.gateway.constraints import (
+    Constraint,
+    ConstraintRefused,
+    call_of,
+    constraint,
+    one_call_of,
+)
 
 INT32 = 2**31 - 1
 Count = Annotated[int, Meta(ge=0, le=INT32)]
@@ -201,9 +207,22 @@ class Function(Struct):
 
 
 class Tool(Struct):
-    """Which a template may show; this gateway does not make a model call it."""
+    """Which a template may show, and a model may call."""
 
     function: Function
+    type: Literal["function"] = "function"
+
+
+class ToolName(Struct):
+    """Of the function that an answer must call."""
+
+    name: Short
+
+
+class ChosenTool(Struct):
+    """See ``ToolName``."""
+
+    function: ToolName
     type: Literal["function"] = "function"
 
 
@@ -257,7 +276,8 @@ class Chat(Sampling, kw_only=True):
     logprobs: bool | UnsetType | None = UNSET
     top_logprobs: Likeliest | UnsetType | None = UNSET
     max_completion_tokens: Count | UnsetType | None = UNSET
-    tool_choice: Literal["none"] | UnsetType | None = UNSET
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | UnsetType | None = UNSET
+    parallel_tool_calls: bool | UnsetType | None = UNSET
     reasoning_effort: (
         Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | UnsetType | None
     ) = UNSET
@@ -267,9 +287,41 @@ class Chat(Sampling, kw_only=True):
         """See ``Completion``."""
         return (
             _wrong(self.messages, self.tools, self.chat_template_kwargs)
+            or self._wrong_choice()
             or _too_large(len(msgspec.json.encode(self.messages)), context)
             or self.too_much(context)
         )
+
+    def _wrong_choice(self) -> str:
+        """Why no tool can be chosen so; empty: it can."""
+        choice, names = _given(self.tool_choice), [each.function.name for each in _given(self.tools) or ()]
+        if choice in ("auto", "required") and not names:
+            return "tool_choice needs tools"
+        if isinstance(choice, ChosenTool) and choice.function.name not in names:
+            return "tool_choice names a function that is not in tools"
+        return "two tools have the same name" if len(set(names)) < len(names) else ""
+
+    @property
+    def may_call(self) -> bool:
+        """Whether calls of tools are looked for in what the model writes."""
+        return bool(_given(self.tools)) and _given(self.tool_choice) in (None, "auto")
+
+    def constraint(self) -> Constraint | None:
+        """See ``constraints.constraint``; a call that must be made fixes the answer's form, too.
+
+        vLLM makes the same schema of the tools, so that the request has no constraint of its own.
+        """
+        found, choice = super().constraint(), _given(self.tool_choice)
+        if choice in (None, "none", "auto"):
+            return found
+        if found is not None:
+            raise ConstraintRefused(
+                "tool_choice fixes the form of the answer: leave out response_format and structured_outputs"
+            )
+        functions = {each.function.name: _given(each.function.parameters) for each in _given(self.tools)}
+        if isinstance(choice, ChosenTool):
+            return call_of(functions[choice.function.name])
+        return one_call_of(functions)
 
     def extent(self, context: int) -> Extent:
         """See ``Extent``; of its prompt an answer has nothing."""
@@ -331,12 +383,14 @@ class ParsedRequest(msgspec.Struct):
         model: that it is for; empty: the base model.
         sequences: how many it is for at once, ``n`` answers to each prompt.
         constraint: on its answers.
+        may_call: see ``Chat.may_call``.
         body: it, with the fields of this module alone.
     """
 
     model: str
     sequences: int
     constraint: Constraint | None
+    may_call: bool
     body: bytes
 
 
@@ -359,15 +413,17 @@ def parse_request(path: str, body: bytes, context: int) -> ParsedRequest | Refus
         request = msgspec.json.decode(body, type=kind)
         if wrong := request.check(context):
             return _refused(wrong)
-        wanted, sequences = None, 1
+        wanted, sequences, may_call = None, 1, False
         if isinstance(request, Completion | Chat):
             prompts = request.extent(context).prompts
             wanted, sequences = request.constraint(), prompts * (_given(request.n) or 1)
+            may_call = isinstance(request, Chat) and request.may_call
     except ConstraintRefused as error:
         return _refused(str(error))
     except (UnicodeError, *UNREADABLE) as error:
         return _refused(f"the body is not as it should be: {error}")
-    return ParsedRequest(_given(request.model) or "", sequences, wanted, msgspec.json.encode(request))
+    model, encoded = _given(request.model) or "", msgspec.json.encode(request)
+    return ParsedRequest(model, sequences, wanted, may_call, encoded)
 
 
 def _kind(path: str, fields: Any) -> Kind:

@@ -19,7 +19,7 @@ from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.adapters import largest_rank
 from tenant_sdk.gateway.admission import MOST_ADAPTERS, Door, Queue
 from tenant_sdk.gateway.connection import read, written
-from tenant_sdk.gateway.folder import METHOD, content_format, write_folder
+from tenant_sdk.gateway.folder import METHOD, content_format, tool_parser, write_folder
 from tenant_sdk.gateway.options import DRAFT_TOKENS, LOOKUP, RANKS, GatewayOptions
 from tenant_sdk.gateway.status import Status
 from tenant_sdk.gateway.turns import TOKENIZING_THREADS
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 PATIENCE = 10.0  # seconds; clients wait as long
 SOCKET_FOLDER = 64  # characters; the name of a socket in it has 37, and 107 is the most of both
 STEP_ROWS = 512  # of all sequences, in one step
+_JSON_CALLS = "hermes"
 LOOKUP_TOKENS = 4  # of the text, for which the same is looked for before
 
 
@@ -141,6 +142,8 @@ def _set_environment(options: GatewayOptions, folder: Path) -> None:
         "LD_LIBRARY_PATH": ":".join(filter(None, libraries)) or str(folder),
         # No limit: it would count the time in which a chat waits for its turn, and end all clients' turns.
         "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT": "0",
+        # Constraints of tools are tried before, as they are here (``constraints.one_call_of``).
+        "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0",
         "TORCH_COMPILE_DISABLE": "1",  # the first request that needs a function would wait for a compiler
     }
     for variable in ("VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
@@ -184,8 +187,25 @@ def _prepare(
         say=say,
         structured_outputs=not options.no_constraints,
         content_format=content_format(tokenizer, options.chat_template),
+        tool_parser=_tool_parser(options, tokenizer),
         ready_file=options.ready_file,
     )
+
+
+def _tool_parser(options: GatewayOptions, tokenizer: Any) -> str:
+    """How calls of tools are read; empty: they are not.
+
+    Raises:
+        ConfigurationError: vLLM has none of this name.
+    """
+    from vllm.tool_parsers import ToolParserManager
+
+    given = options.tool_parser or tool_parser(tokenizer, options.chat_template)
+    if given and given != "none" and given not in (known := sorted(ToolParserManager.list_registered())):
+        raise ConfigurationError(
+            "{tool_parser} must be none or one of {}", ", ".join(known), tool_parser=given
+        )
+    return "" if given == "none" else given
 
 
 def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
@@ -221,6 +241,8 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
         "structured-outputs-config": json.dumps({"backend": "guidance"}),  # or the first request chooses
         "model-loader-extra-config": json.dumps({"enable_weights_track": True}),
     }
+    # A call that must be made is read as JSON, which needs a parser of that kind and no mark of a template.
+    arguments["tool-call-parser"] = endpoints.serving.tool_parser or _JSON_CALLS
     if options.chat_template is not None:
         arguments["chat-template"] = options.chat_template
     if options.context is not None:
@@ -240,6 +262,7 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
         arguments["speculative-config"] = json.dumps(drafted)
     flags = [
         "enforce-eager",
+        "enable-auto-tool-choice",
         "no-async-scheduling",  # or a step that failed would be sampled from
         "enable-prefix-caching" if options.prefix_cache else "no-enable-prefix-caching",
         *(["enable-lora"] if options.adapters is not None else []),

@@ -251,6 +251,70 @@ def test_a_streaming_chat(client: openai.OpenAI) -> None:
     assert parts[-1].usage.completion_tokens == 12
 
 
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Find an animal.",
+        "parameters": {
+            "type": "object",
+            "properties": {"kind": {"type": "string", "enum": ["dog", "cat"]}},
+            "required": ["kind"],
+            "additionalProperties": False,
+        },
+    },
+}
+CALL = '<tool_call>{"name": "look_up", "arguments": {"kind": "dog"}}</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "choice", ["auto", "required", {"type": "function", "function": {"name": "look_up"}}]
+)
+def test_tools(client: openai.OpenAI, choice: Any, stream: bool) -> None:
+    """The small model would choose no tool by itself, so that its answer is given if it may choose."""
+    options: Any = {
+        "model": "one",
+        "messages": [{"role": "user", "content": "Which?"}],
+        "tools": [TOOL],
+        "tool_choice": choice,
+        "max_tokens": 100,
+        "temperature": 0,
+        "stream": stream,
+    }
+    if choice == "auto":
+        options["extra_body"] = {"structured_outputs": {"choice": [CALL]}}
+    if choice == "required":
+        options["parallel_tool_calls"] = False
+    answer = client.chat.completions.create(**options)
+    if not stream:
+        (call,) = answer.choices[0].message.tool_calls
+        name, arguments = call.function.name, call.function.arguments
+        assert not answer.choices[0].message.content
+    else:
+        deltas = [each.choices[0].delta for each in answer if each.choices]
+        parts = [call.function for each in deltas for call in each.tool_calls or []]
+        name = "".join(part.name or "" for part in parts)
+        arguments = "".join(part.arguments or "" for part in parts)
+        assert not "".join(each.content or "" for each in deltas)
+    assert name == "look_up"
+    assert json.loads(arguments)["kind"] in ("dog", "cat")
+
+
+def test_models_are_named(client: openai.OpenAI) -> None:
+    assert client.models.retrieve("one").id == "one"
+    for ask in (
+        lambda: client.models.retrieve("three/four"),
+        lambda: complete(client, "three/four", "x"),
+    ):
+        with pytest.raises(openai.NotFoundError) as error:
+            ask()
+        assert "three/four is not served: the models here are base, one, two" in error.value.message
+    with pytest.raises(openai.NotFoundError) as error:
+        client.embeddings.create(model="base", input="x")
+    assert "vLLM makes embeddings with others" in error.value.message
+
+
 def test_lm_eval(running: RunningGateway, model: Path, tmp_path: Path) -> None:
     told = ran("lm_eval_client.py", running.url, KEY, model, tmp_path)
     assert len(told["gateway"]) == 8
@@ -265,6 +329,7 @@ def test_langchain(running: RunningGateway, client: openai.OpenAI) -> None:
     told = ran("langchain_client.py", running.url, KEY, "one")
     assert told["chat"] == told["stream"] != ""
     assert told["completion"] == complete(client, "one", "And in the beginning", 12)
+    assert {told["call"]["kind"], told["by_call"], told["by_schema"]} <= {"dog", "cat"}
 
 
 @pytest.mark.parametrize(

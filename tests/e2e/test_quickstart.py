@@ -71,6 +71,7 @@ def test_supervised_tuning_and_then_preferences(running: tuple[Path, Development
     for name, steps, said in (
         ("sft", "3", " Fields:"),
         ("dpo", "2", "margins of rewards: 0.000 at the start"),
+        ("grpo", "2", "reward: "),
     ):
         printed = run(running, f"{name}.py", steps, **offline)
         assert said in printed

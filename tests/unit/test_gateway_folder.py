@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 from chat_templates import real_families
+from commands import BASE_MODEL
 from real_tokenizers import real_tokenizer
 from test_real_templates import of_real_family
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from tenant_sdk.gateway import serving
 from tenant_sdk.gateway.connection import read, written
-from tenant_sdk.gateway.folder import WORD, content_format, without_end
+from tenant_sdk.gateway.folder import WORD, content_format, tool_parser, without_end
 from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.session.options import SessionConfig
 
@@ -103,3 +105,22 @@ def test_chats_wait_for_their_turn_without_a_limit(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "environ", {**os.environ, "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT": "30"})
     serving._set_environment(GatewayOptions(), tmp_path)
     assert os.environ["VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [
+        ("{{ messages }}", ""),
+        ("<tool_call>{{ call | tojson }}</tool_call>", "hermes"),
+        ("<tool_call><function={{ name }}>", "qwen3_xml"),
+        ("<|python_tag|>{{ call }}", "llama3_json"),
+        ("[TOOL_CALLS]{{ calls }}", "mistral"),
+    ],
+)
+def test_how_a_template_writes_calls(template: str, parser: str, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(BASE_MODEL)
+    assert tool_parser(tokenizer, None) == ""  # it has no template
+    (tmp_path / "t.jinja").write_text(template)
+    assert tool_parser(tokenizer, tmp_path / "t.jinja") == parser
+    tokenizer.chat_template = template
+    assert tool_parser(tokenizer, None) == parser

@@ -14,6 +14,7 @@ from tenant_sdk.gateway.constraints import (
     SPEC_BYTES,
     ConstraintRefused,
     _check_schema,
+    closed,
     constraint,
 )
 from tenant_sdk.gateway.requests import PARTS, ParsedRequest, parse_request
@@ -23,6 +24,29 @@ TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "x"}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]
 PARTED = [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1000}] * 5
+SMALL_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def defined(name: str, kind: str) -> dict[str, Any]:
+    parameters = {"$defs": {"x": {"type": kind}}, "properties": {"a": {"$ref": "#/$defs/x"}}}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+DEFINED, DEFINED_OTHERWISE = defined("f", "string"), defined("g", "integer")
+
+
+def chosen(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def deep() -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(70):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return {"type": "function", "function": {"name": "deep", "parameters": schema}}
+
+
+DEEP = deep()
 CALLED = [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "["}}]}]
 BIASES = {str(at): 1 for at in range(300)}
 NUMBERED = {"function": {"name": "f", "parameters": {"const": int("9" * 21)}}}
@@ -112,7 +136,14 @@ def test_what_is_refused(path: str, field: str, value: Any) -> None:
         (CHAT, {"chat_template_kwargs": {"date": "x" * 5000}}, "4096 bytes"),
         (CHAT, {"messages": IMAGE}, "type"),
         (CHAT, {"messages": PARTED}, str(PARTS)),
-        (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice needs tools"),
+        (CHAT, {"tool_choice": "auto", "tools": []}, "tool_choice needs tools"),
+        (CHAT, {"tools": [SMALL_TOOL], "tool_choice": chosen("g")}, "a function that is not in tools"),
+        (CHAT, {"tools": [SMALL_TOOL] * 2}, "two tools have the same name"),
+        (CHAT, {"tools": [SMALL_TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+         "leave out response_format"),
+        (CHAT, {"tools": [DEFINED, DEFINED_OTHERWISE], "tool_choice": "required"}, "equal where their names"),
+        (CHAT, {"tools": [DEEP], "tool_choice": chosen("deep")}, "nests more than"),
         (CHAT, {"tools": [TOOL]}, "tools"),
         (CHAT, {"chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs"),
         (CHAT, {"messages": CALLED}, "arguments"),
@@ -280,3 +311,55 @@ def test_a_chain_of_references_is_followed_once() -> None:
     assert count <= looks <= 3 * count
     with pytest.raises(ConstraintRefused, match="leads back to itself"):
         _check_schema(Links({"links": chain("#/links/7")}))
+
+
+@pytest.mark.parametrize(
+    ("choice", "may_call", "kind"),
+    [(None, True, None), ("auto", True, None), ("none", False, None), ("required", False, "array"),
+     (chosen("f"), False, "object")],
+)  # fmt: skip
+def test_calls_that_must_be_made_fix_the_form_of_an_answer(
+    choice: Any, may_call: bool, kind: str | None
+) -> None:
+    found = ask(CHAT, {"tools": [SMALL_TOOL]} | ({} if choice is None else {"tool_choice": choice}))
+    assert isinstance(found, ParsedRequest)
+    assert found.may_call == may_call
+    schema = None if found.constraint is None else json.loads(found.constraint.text)
+    assert (schema or {}).get("type") == kind
+    body = json.loads(found.body)
+    assert body.get("tool_choice") == choice
+    assert "structured_outputs" not in body  # vLLM makes it
+
+
+def test_definitions_of_tools_are_put_together() -> None:
+    other = defined("g", "string")
+    found = ask(CHAT, {"tools": [DEFINED, other], "tool_choice": "required", "parallel_tool_calls": False})
+    assert isinstance(found, ParsedRequest)
+    assert found.constraint is not None
+    schema = json.loads(found.constraint.text)
+    assert schema["$defs"] == {"x": {"type": "string"}}
+    names = [each["properties"]["name"]["enum"] for each in schema["items"]["anyOf"]]
+    assert names == [["f"], ["g"]]
+    assert json.loads(found.body)["parallel_tool_calls"] is False
+
+
+def test_objects_have_no_members_that_their_schema_does_not_describe() -> None:
+    inner = {"properties": {"b": {"type": "string"}}}
+    schema = {
+        "type": "object",
+        "properties": {"properties": inner, "open": inner | {"additionalProperties": True}},
+        "const": inner,
+        "anyOf": [inner, {"type": "array", "items": inner}],
+        "$defs": {"x": {"allOf": [inner, inner]}},
+    }
+    shut = inner | {"additionalProperties": False}
+    assert closed(schema) == {
+        "type": "object",
+        "properties": {"properties": shut, "open": inner | {"additionalProperties": True}},
+        "const": inner,
+        "anyOf": [shut, {"type": "array", "items": shut}],
+        "$defs": {"x": {"allOf": [inner, inner]}},
+        "additionalProperties": False,
+    }
+    assert closed(True) is True
+    assert "additionalProperties" not in schema
