@@ -86,7 +86,7 @@ def finetune(training: TrainingOptions, own: ModelOptions, connection: options.S
         )
         report = train(training, adapted, words, session, told, keep_tokenizer=own.tokenizer is not None)
         chats = has_chat_template(words)
-    shows.losses()
+    shows.outcome()
     print_report(report)
     print_stats(session, config, RESULTS)
     RESULTS.print(f"adapter: {escape(str(training.output))}")

@@ -37,6 +37,7 @@ class ShownTraining:
         self._loss, self._checked = "", False
         self._losses: list[float] = []
         self._held_out: list[float] = []
+        self._samples: Sequence[Sample] = ()
 
     def __enter__(self) -> ShownTraining:
         """Draw."""
@@ -71,15 +72,17 @@ class ShownTraining:
         self._checked = True
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        """Print held-out prompts and their answers."""
-        for sample in samples[:_SHOWN_SAMPLES]:
+        """Keep held-out prompts and their answers, until nothing is drawn any more."""
+        self._samples = samples[:_SHOWN_SAMPLES]
+
+    def outcome(self) -> None:
+        """Print held-out answers, and how losses went."""
+        for sample in self._samples:
             RESULTS.print(f"[bold]held-out[/]  {escape(_end(sample.prompt))}")
             RESULTS.print(f"  expected  {escape(sample.expected)}")
             RESULTS.print(f"  base      {escape(_end(sample.base))}")
             RESULTS.print(f"  adapter   {escape(_end(sample.adapted))}")
 
-    def losses(self) -> None:
-        """Print how losses went."""
         for name, values in (("loss", self._losses), ("held-out", self._held_out)):
             if len(values) > 1:
                 RESULTS.print(f"{name:<9} {plotted(values)}  {values[0]:.4f} → {values[-1]:.4f}")

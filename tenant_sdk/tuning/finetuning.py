@@ -46,7 +46,7 @@ from tenant_sdk.tuning.trainer import Run, Trained, shown_losses, train
 
 _FEW = 32  # tokens that show how a model attends
 _NO_BASE = Message(
-    "the adapter's card does not say where its base is found; {base} would have it said",
+    "the adapter's card does not say where its base is found; {base} records that",
     base=Placeholder("FOLDER|hub:NAME[@REVISION]"),
 )
 _CHECKS = 5  # of the held-out loss in a training, unless another number is given
