@@ -111,8 +111,8 @@ def print_summary(console: Console, summary: dict[str, Any], output: Path) -> No
     )
     table.add_row(
         "answers right to the letter",
-        f"{training['right_before']} of {training['answered']}",
-        f"{training['right_after']} of {training['answered']}",
+        f"{training['right_base']} of {training['answered']}",
+        f"{training['right_adapter']} of {training['answered']}",
     )
     table.add_row(
         "held-out perplexity", f"{training['perplexity_before']:.1f}", f"{training['perplexity_after']:.2f}"

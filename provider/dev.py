@@ -86,6 +86,7 @@ class Development:
             self._check_profile()
             self._check_origin()
             port = self._source_port()
+            (self._folder / ".gitignore").write_text("*\n")  # or keys and tokens would be committed
             for name in ("provider", "masks"):
                 _party(self._folder / name)
             self._ready.unlink(missing_ok=True)
@@ -130,7 +131,7 @@ class Development:
         try:
             last = tomllib.loads(self._profile.read_text())["mask_sources"][0]["url"]
             port = urlsplit(last).port or 0
-        except (OSError, ValueError, KeyError, IndexError, TypeError):
+        except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
             return 0  # there was none
         try:
             bound(self._config.host, port).close()

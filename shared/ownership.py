@@ -68,6 +68,8 @@ def check_tree(folder: str | Path) -> None:
                 f"{folder} is refused: {place} is a link, and what is written there would go elsewhere. "
                 "Remove it, or name another folder"
             )
+        if not (place.is_file() or place.is_dir()):
+            raise ConfigurationError(f"{folder} is refused: {place} is no file and no folder. Remove it")
         _check_place(place, place)
 
 

@@ -28,14 +28,26 @@ def before_torch() -> None:
             _late.set()
 
 
+def library_in(maps: str) -> str:
+    """The absolute path of libgomp in a process's ``/proc/PID/maps``.
+
+    Raises:
+        StopIteration: it is not there.
+    """
+    # The sixth field is the whole path, also if it has spaces.
+    paths = (fields[5] for line in maps.splitlines() if len(fields := line.split(maxsplit=5)) == 6)
+    return next(path for path in paths if path[0] == "/" and Path(path).name.startswith("libgomp"))
+
+
 def stop_spinning() -> None:
     """Have threads sleep although torch was imported before; without libgomp, nothing is done."""
     if not _late.is_set():
         return
     _late.clear()
     try:
-        maps = Path("/proc/self/maps").read_text().splitlines()
-        gomp = ctypes.CDLL(next(line.split()[-1] for line in maps if "libgomp" in line))
+        path = library_in(Path("/proc/self/maps").read_text())
+        # Nothing is loaded that is not there already.
+        gomp = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         # A function that does nothing, in each thread of the team.
         nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)
         parallel = gomp.GOMP_parallel

@@ -141,8 +141,8 @@ def chat(
         conversation = Chat(ready.model, ready.tokenizer, sampling, opening=given.opening, resumed=resumed)
         if sys.stdin.isatty():
             STATUS.print("Ask something; /help lists commands.")
-        for line in _lines():
-            if line.startswith("/"):
+        for line, typed in _lines():
+            if typed and line.startswith("/"):
                 if _leaves(line, conversation):
                     break
             elif line.strip():
@@ -150,8 +150,11 @@ def chat(
         print_stats(ready.session, config, STATUS)
 
 
-def _lines() -> Iterator[str]:
-    """Messages and commands, one a line or between triple quotes, until the end of the input."""
+def _lines() -> Iterator[tuple[str, bool]]:
+    """Messages, one a line or between triple quotes, until the input ends; and whether each may be a command.
+
+    Commands are typed on a terminal: what comes from a file may be anybody's.
+    """
     typed = sys.stdin.isatty()
     if typed:
         import readline  # noqa: F401 - with it, input() knows the arrow keys
@@ -162,13 +165,14 @@ def _lines() -> Iterator[str]:
                 lines = [line.removeprefix(_QUOTES)]
                 while not lines[-1].rstrip().endswith(_QUOTES):
                     lines.append(input("... " if typed else ""))
-                line = "\n".join(lines).rstrip().removesuffix(_QUOTES)
+                yield "\n".join(lines).rstrip().removesuffix(_QUOTES), False
+                continue
         except EOFError:
             return
         except KeyboardInterrupt:
             STATUS.print("\nUse Ctrl-D or /bye to leave.")
             continue
-        yield line
+        yield line, typed
 
 
 def _leaves(line: str, conversation: Chat) -> bool:
@@ -182,7 +186,7 @@ def _leaves(line: str, conversation: Chat) -> bool:
         conversation.clear()
         STATUS.print("a new conversation")
     elif command == "/save" and rest.strip():
-        _save(Path(rest.strip()).expanduser(), conversation)
+        _save(rest.strip(), conversation)
     else:
         STATUS.print(
             f"{escape(line)}: there is no such command. /help lists them; a space before a message sends it"
@@ -190,16 +194,20 @@ def _leaves(line: str, conversation: Chat) -> bool:
     return False
 
 
-def _save(file: Path, conversation: Chat) -> None:
+def _save(name: str, conversation: Chat) -> None:
     """Write the conversation as a record of training data, for its user's eyes alone."""
     record = json.dumps({"messages": conversation.messages}, ensure_ascii=False)
+    if not name.endswith(".jsonl"):  # what is pasted cannot make files that programs run
+        STATUS.print("name a file that ends in .jsonl")
+        return
     try:
+        file = Path(name).expanduser()
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
             out.write(record + "\n")
     except FileExistsError:
-        STATUS.print(f"{escape(str(file))} exists already: name a new file")
-    except OSError as error:
-        STATUS.print(f"cannot write {escape(str(file))}: {error.strerror}")
+        STATUS.print(f"{escape(name)} exists already: name a new file")
+    except (OSError, ValueError, RuntimeError) as error:
+        STATUS.print(f"cannot write {escape(name)}: {escape(str(error))}")
     else:
         STATUS.print(f"saved; `symbiosis-tenant finetune --data {escape(str(file))}` learns its answers")
 

@@ -118,6 +118,6 @@ def print_report(report: TrainingReport) -> None:
         )
     if report.answered:
         RESULTS.print(
-            f"held-out answers right to the letter: {report.right_before} of {report.answered} before, "
-            f"{report.right_after} of {report.answered} after"
+            f"held-out answers right to the letter: {report.right_base} of {report.answered} by the base, "
+            f"{report.right_adapter} of {report.answered} by the adapter"
         )

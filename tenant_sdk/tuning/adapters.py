@@ -14,6 +14,8 @@ from typing import Any
 from shared.errors import ConfigurationError
 
 ALL_LINEAR = "all-linear"
+# Methods whose adapters are trained further, by PEFT's names. AdaLoRA's ranks follow a schedule that is over.
+_KINDS = {"lora": "LORA", "ia3": "IA3", "vera": "VERA", "loha": "LOHA", "lokr": "LOKR"}
 _LORAS = ("lora", "rslora", "adalora")
 # Two layers of each expert are one parameter, which PEFT gives twice the rank. It looks for it among layers
 # alone before it says that it has not.
@@ -163,6 +165,25 @@ def find_method(name: str) -> Method:
     needs_weights = name.lower() in ("dora", "pissa", "olora", "corda", "milora")
     why = ", which reads the base weights; they stay with the provider" if needs_weights else ""
     raise ConfigurationError(f"unknown method {name!r}{why}; choose from {', '.join(METHODS)}")
+
+
+def options_of(config: Any) -> dict[str, Any]:
+    """The options of a training that made an adapter, from PEFT's configuration of it.
+
+    Raises:
+        ConfigurationError: it is of a kind that is not trained further.
+    """
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    name = next((name for name, peft_type in _KINDS.items() if peft_type == kind), "")
+    if not name:
+        raise ConfigurationError(
+            "{adapter}: an adapter of the kind {} is not trained further; these are: {}",
+            *(kind, ", ".join(_KINDS.values())),
+        )
+    if name == "lora":
+        name = "rslora" if config.use_rslora else name
+        return {"method": name, "rank": config.r, "alpha": config.lora_alpha, "dropout": config.lora_dropout}
+    return {"method": name} | ({} if name == "ia3" else {"rank": config.r})
 
 
 def default_rate(method: Method, model: Any) -> float:

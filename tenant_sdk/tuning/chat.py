@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from tenant_sdk.tuning.data import chat_prompt
 from tenant_sdk.tuning.generation import Written, context_of, stream
 from tenant_sdk.tuning.sampling import Sampling
 
+_PROMPT_END = 32  # tokens, in which a template may open a thought
 ANSWER = 1000  # tokens of an answer, unless another number is given
 
 
@@ -49,7 +51,8 @@ class Chat:
 
     def clear(self) -> None:
         """Forget the conversation, all but its opening."""
-        self.messages, self._options = [*self._opening], dict[str, Any]()
+        self.messages: list[dict[str, Any]] = [*self._opening]
+        self._options = dict[str, Any]()
 
     def ask(self, text: str, interrupted: Callable[[], bool] = lambda: False) -> Written:
         """Have a user's message answered; it stays in the conversation if it was.
@@ -79,5 +82,38 @@ class Chat:
             self._model, self._tokenizer, tokens, sampling, options=options, interrupted=interrupted
         )
         self._options = options
-        self.messages = [*messages, {"role": "assistant", "content": written.text}]
+        prompt = self._tokenizer.decode(tokens[-_PROMPT_END:])
+        said = answer_of(prompt, written, getattr(self._tokenizer, "all_special_tokens", ()))
+        if said is None:
+            raise ConfigurationError(
+                Message("the answer ended within its reasoning and is not kept: raise {max_new_tokens}")
+            )
+        # What was cut is no answer to learn.
+        kept: dict[str, Any] = {"role": "assistant", "content": said} | (
+            {} if written.ended else {"weight": 0}
+        )
+        self.messages = [*messages, kept]
         return written
+
+
+def answer_of(prompt: str, written: Written, special: Sequence[str]) -> str | None:
+    """An answer without the reasoning before it, which templates leave out of earlier turns.
+
+    Args:
+        prompt: its end, which may open a thought.
+        special: tokens that are no text.
+
+    Returns:
+        None: it is reasoning alone.
+    """
+    raw = written.raw
+    if "<|channel|>" in raw:  # harmony's
+        _, found, final = raw.rpartition("<|channel|>final<|message|>")
+        return re.split(r"<\|(?:end|return|call|start)\|>", final)[0].strip() if found else None
+    opened = prompt.rpartition("<think>")[2] if "<think>" in prompt else "</think>"
+    if "</think>" in raw:
+        said = raw.rpartition("</think>")[2]
+        for token in special:
+            said = said.replace(token, "")
+        return said.strip()
+    return None if "</think>" not in opened or "<think>" in raw else written.text

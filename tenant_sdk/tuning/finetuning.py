@@ -19,7 +19,14 @@ from transformers.integrations.integration_utils import (
     get_available_reporting_integrations,
 )
 
-from shared.errors import Argument, ConfigurationError, Message, Placeholder, StorageError
+from shared.errors import (
+    Argument,
+    ConfigurationError,
+    Message,
+    Placeholder,
+    StorageError,
+    peer_text,
+)
 from tenant_sdk.model.naming import base_of
 from tenant_sdk.sequences.stack import NotInParts
 from tenant_sdk.session.session import Session
@@ -31,7 +38,14 @@ from tenant_sdk.storage import (
     free_megabytes,
     whole_folder,
 )
-from tenant_sdk.tuning.adapters import AdapterOptions, add_adapter, default_rate, find_method, other_ranks
+from tenant_sdk.tuning.adapters import (
+    AdapterOptions,
+    add_adapter,
+    default_rate,
+    find_method,
+    options_of,
+    other_ranks,
+)
 from tenant_sdk.tuning.conversations import Day, Example
 from tenant_sdk.tuning.data import Reader, Say, collate, collate_packed, trained_tokens
 from tenant_sdk.tuning.folders import load_adapter, save_adapter
@@ -110,8 +124,8 @@ class TrainingReport:
     perplexity_after: float | None
     best_step: int | None = None
     answered: int = 0
-    right_before: int = 0
-    right_after: int = 0
+    right_base: int = 0
+    right_adapter: int = 0
 
 
 @torch.no_grad()
@@ -194,6 +208,11 @@ def finetune(
     check_reports(training.report_to)
     say, output = told.say, check_new_folder(training.output)
     day = Day(_started(output, training.resume) or today())
+    given = training.adapter
+    if given is not None:
+        set_seed(training.seed)
+        model = load_adapter(model, given, session, trainable=True)
+        training = replace(training, adapter=None, **options_of(model.peft_config["default"]))
     method = find_method(training.method)
     length = _sequence_length(training, model, training.virtual_tokens if method.prompt_like else 0)
     examples, held_out = _read(training, model, tokenizer, length, day, say)
@@ -205,13 +224,19 @@ def finetune(
     for line in where_reports_go(training.report_to):
         say(line)
 
-    model = _with_adapter(training, model, session, examples, steps)
+    if given is None:
+        model = _with_adapter(training, model, steps)
+    if training.packing:
+        model.config.use_cache = False
+        check_packing(model, examples)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say(f"{training.method} adapter with {trained:,} trained parameters{other_ranks(model)}")
     _check_space(output, state_bytes(model))
     _fit(training, model, max(len(example["input_ids"]) for example in [*examples, *held_out]), say)
 
     settings = _settings(training, examples, day) | {"steps": steps, "learning_rate": learning_rate}
+    if given is not None:
+        settings["adapter"] = digest_of((given / ADAPTER_WEIGHTS).read_bytes())
     settings |= {"sequence_length": length, "base_model": session.manifest.digest[:16]}
     checkpoints = TrainingCheckpoints(output, settings)
     resume_from = checkpoints.begin(resume=training.resume)
@@ -222,7 +247,7 @@ def finetune(
         check_steps = (training.eval_steps or math.ceil(steps / _CHECKS)) if held_out else 0
         progress = Progress(told.show, say, shown_losses(steps), check_steps, lambda: session.stats)
         held = _HeldOut(training, model, held_out, progress, told, session)
-        before = _perplexity_before(held, model, checkpoints)
+        before = _perplexity_before(held, checkpoints, of_base=given is None)
         done = int(resume_from.name.rpartition("-")[2]) if resume_from else 0
         if done < steps:
             _learn_groups(model, examples[0])
@@ -236,11 +261,11 @@ def finetune(
             say(f"held-out perplexity after: {after:.2f}")
         losses = ended.first_loss, ended.last_loss
         report = TrainingReport(ended.step, seconds, done, trained, *losses, before, after, ended.best)
-        if held_out and training.samples:
-            report = _answered(report, compare(model, tokenizer, held_out, training.samples), told)
         tokens = sum(len(example["input_ids"]) for example in examples)
         figures = _figures(training, settings, tokens, report)
         _save(output, model, session, figures, tokenizer if keep_tokenizer else None)
+        if held_out and training.samples:  # when nothing can be lost any more
+            report = _answered(report, model, tokenizer, held_out, training.samples, told)
     checkpoints.remove()
     if not base_of(model).name:
         say(_NO_BASE)
@@ -274,15 +299,16 @@ class _HeldOut:
         return loss if step == (ended.best or ended.step) else self.measure()
 
 
-def _perplexity_before(held: _HeldOut, model: Any, checkpoints: TrainingCheckpoints) -> float | None:
+def _perplexity_before(held: _HeldOut, checkpoints: TrainingCheckpoints, *, of_base: bool) -> float | None:
     """Of the base, or of the adapter that is trained further; a resumed training has it already."""
     if not held.examples:
         return None
-    kept = checkpoints.kept(_BEFORE)
+    name = f"{_BEFORE} {digest_of(repr(held.examples).encode())}"
+    kept = checkpoints.kept(name)
     if not isinstance(kept, float):
-        with model.disable_adapter() if held.training.adapter is None else nullcontext():
+        with held.model.disable_adapter() if of_base else nullcontext():
             kept = math.exp(held.measure())
-        checkpoints.keep(_BEFORE, kept)
+        checkpoints.keep(name, kept)
     held.told.say(f"held-out perplexity before: {kept:.2f}")
     return kept
 
@@ -298,16 +324,28 @@ def _learn_groups(model: Any, example: Example) -> None:
     model.zero_grad()
 
 
-def _answered(report: TrainingReport, samples: Sequence[Sample], told: Told) -> TrainingReport:
-    """With how many held-out prompts were answered to the letter."""
+def _answered(
+    report: TrainingReport, model: Any, tokenizer: Any, examples: Sequence[Example], most: int, told: Told
+) -> TrainingReport:
+    """With how many held-out prompts base and adapter answer to the letter."""
+    try:
+        samples = compare(model, tokenizer, examples, most)
+    except Exception as error:  # the adapter is saved, and good
+        told.say(f"held-out prompts could not be answered: {peer_text(repr(error))}")
+        return report
     if samples:
         told.samples(samples)
     return replace(
         report,
         answered=len(samples),
-        right_before=sum(each.base == each.expected for each in samples),
-        right_after=sum(each.adapted == each.expected for each in samples),
+        right_base=sum(each.base == each.expected for each in samples),
+        right_adapter=sum(each.adapted == each.expected for each in samples),
     )
+
+
+def digest_of(content: bytes) -> str:
+    """Short, to compare a setting by."""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _save(output: Path, model: Any, session: Session, figures: dict[str, Any], tokenizer: Any) -> None:
@@ -356,29 +394,20 @@ def _read(
     return examples, replace(reader, keep_tail=True, day=Day(day.day)).read(training.held_out)
 
 
-def _with_adapter(
-    training: TrainingOptions, model: Any, session: Session, examples: Sequence[Example], steps: int
-) -> Any:
-    """The model with a fresh adapter, or with the one that is trained further."""
+def _with_adapter(training: TrainingOptions, model: Any, steps: int) -> Any:
+    """The model with a fresh adapter."""
     set_seed(training.seed)
-    if training.adapter is not None:
-        model = load_adapter(model, training.adapter, session, trainable=True)
-    else:
-        options = AdapterOptions(
-            training.method,
-            training.rank,
-            training.targets,
-            training.virtual_tokens,
-            steps,
-            training.seed,
-            alpha=training.alpha,
-            dropout=training.dropout,
-        )
-        model = add_adapter(model, options)
-    if training.packing:
-        model.config.use_cache = False
-        check_packing(model, examples)
-    return model
+    options = AdapterOptions(
+        training.method,
+        training.rank,
+        training.targets,
+        training.virtual_tokens,
+        steps,
+        training.seed,
+        alpha=training.alpha,
+        dropout=training.dropout,
+    )
+    return add_adapter(model, options)
 
 
 def _settings(training: TrainingOptions, examples: Sequence[Example], day: Day) -> dict[str, Any]:
@@ -390,12 +419,9 @@ def _settings(training: TrainingOptions, examples: Sequence[Example], day: Day) 
     for name in (*other, "target_modules", "adapter", "samples"):
         del settings[name]
     settings["targets"] = list(training.targets)
-    if training.adapter is not None:
-        weights = (training.adapter / ADAPTER_WEIGHTS).read_bytes()
-        settings["adapter"] = hashlib.sha256(weights).hexdigest()[:16]
     if day.written:
         settings["day"] = str(day.day)
-    settings["data"] = hashlib.sha256(repr(examples).encode()).hexdigest()[:16]
+    settings["data"] = digest_of(repr(examples).encode())
     return settings
 
 
@@ -409,7 +435,9 @@ def _figures(
         del chosen[name]
     if not method.prompt_like:
         del chosen["virtual_tokens"]
+    counted = ("answered", "right_base", "right_adapter")  # later
     figures = chosen | {"tokens": tokens} | asdict(report)
+    figures = {name: value for name, value in figures.items() if name not in counted}
     if resumed_at := figures.pop("resumed_at"):
         figures |= {"resumed_at_step": resumed_at, "seconds_since_resumed": figures.pop("seconds")}
     return {name: value for name, value in figures.items() if value is not None}

@@ -67,10 +67,11 @@ def in_a_loop(tokens: list[int]) -> bool:
 class Written:
     """The text, how many new tokens, in how many seconds, and why there are no more.
 
-    ``ended``: the model ended it.
+    ``raw``: with special tokens. ``ended``: the model ended it.
     """
 
     text: str
+    raw: str
     tokens: int
     seconds: float
     end: Message
@@ -142,4 +143,5 @@ def stream(
         end = Message("{max_new_tokens}")
     else:
         end = Message("{stop}")
-    return Written(tokenizer.decode(new, skip_special_tokens=True), len(new), seconds, end, ended)
+    text, raw = (tokenizer.decode(new, skip_special_tokens=skip) for skip in (True, False))
+    return Written(text, raw, len(new), seconds, end, ended)

@@ -167,7 +167,7 @@ class TrainingOptions(ReadingOptions):
         Option(
             _TRAINING,
             "End the training if the held-out loss has not fallen in this many measurements. The adapter is "
-            "then that of the best one.",
+            "that of the best measurement, of those after the first step.",
             least=1,
             unit="COUNT",
         ),
@@ -223,6 +223,16 @@ class TrainingOptions(ReadingOptions):
     def __post_init__(self) -> None:
         """Refuse values out of bounds, and what cannot be packed."""
         super().__post_init__()
+        if self.adapter is not None:
+            ruled = ("method", "rank", "target_modules", "alpha", "dropout")
+            fields = type(self).__dataclass_fields__
+            if any(getattr(self, name) != fields[name].default for name in ruled):
+                raise ConfigurationError(
+                    Message(
+                        "{adapter} decides these: leave out {method}, {rank}, {target_modules}, {alpha} and "
+                        "{dropout}"
+                    )
+                )
         if self.early_stopping and not self.held_out:
             raise ConfigurationError(Message("{early_stopping} needs {held_out}"))
         if find_method(self.method).prompt_like and self.packing:

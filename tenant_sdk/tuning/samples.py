@@ -10,9 +10,11 @@ import torch
 
 from tenant_sdk.terminal import visible
 from tenant_sdk.tuning.conversations import IGNORED, Example
+from tenant_sdk.tuning.generation import context_of
 from tenant_sdk.tuning.sampling import Sampling
 
 MOST = 64  # tokens of an answer that is compared
+_LONGEST, _AT_ONCE = 1024, 4  # tokens of a prompt, and prompts in memory
 
 
 @dataclass(frozen=True)
@@ -25,14 +27,16 @@ class Sample:
     adapted: str
 
 
-def asked(examples: Sequence[Example], most: int) -> list[tuple[list[int], list[int]]]:
-    """Ids of prompts and of their answers, of the first examples that have a short one."""
+def asked(
+    examples: Sequence[Example], most: int, context: int = _LONGEST
+) -> list[tuple[list[int], list[int]]]:
+    """Ids of prompts and of their answers, of the first examples that have a short one and fit a context."""
     found = []
     for example in examples:
         labels = example["labels"]
         begin = next((at for at, label in enumerate(labels) if label != IGNORED), 0)
         end = next((at for at in range(begin, len(labels)) if labels[at] == IGNORED), len(labels))
-        if begin > 0 and end - begin <= MOST:
+        if 0 < begin <= min(_LONGEST, context - MOST - 1) and end - begin <= MOST:
             found.append((example["input_ids"][:begin], example["input_ids"][begin:end]))
         if len(found) == most:
             break
@@ -41,7 +45,12 @@ def asked(examples: Sequence[Example], most: int) -> list[tuple[list[int], list[
 
 @torch.no_grad()
 def answers(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], most: int) -> list[str]:
-    """Greedy continuations of all prompts at once, of at most so many tokens, without special tokens."""
+    """Greedy continuations of prompts, of at most so many tokens, without special tokens."""
+    parts = [prompts[at : at + _AT_ONCE] for at in range(0, len(prompts), _AT_ONCE)]
+    return [text for part in parts for text in _answers(model, tokenizer, part, most)]
+
+
+def _answers(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], most: int) -> list[str]:
     config = Sampling(max_new_tokens=most).config(model, tokenizer)
     longest, padding = max(map(len, prompts)), config.pad_token_id or 0
     ids = torch.tensor([[padding] * (longest - len(each)) + [*each] for each in prompts], device=model.device)
@@ -58,7 +67,8 @@ def answers(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], most: 
 
 def compare(model: Any, tokenizer: Any, examples: Sequence[Example], most: int) -> list[Sample]:
     """Have the base and the adapter of a PEFT model answer the first held-out prompts with short answers."""
-    pairs = asked(examples, most)
+    virtual = getattr(model.active_peft_config, "num_virtual_tokens", None) or 0
+    pairs = asked(examples, most, context_of(model) - virtual)
     if not pairs:
         return []
     prompts, expected = zip(*pairs, strict=True)

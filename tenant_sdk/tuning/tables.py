@@ -15,6 +15,8 @@ from shared.errors import ConfigurationError, peer_text
 TABLES = (".csv", ".tsv", ".parquet")
 _NESTED = ("messages", "conversations", "tools")  # in CSV they are written as JSON
 _MOST_NAMES, _LONGEST_NAME = 12, 40
+_MOST_VALUES, _MOST_BYTES = 20_000_000, 2 << 30  # of a Parquet file
+_SAFE = (14, 0, 1)  # of pyarrow
 
 
 def is_table(path: Path) -> bool:
@@ -51,6 +53,11 @@ def csv_records(path: Path, text: str, known: Sequence[str]) -> str:
                     f"{path}, line {len(lines) + 1}: the row has {len(row)} cells, and the header "
                     f"{len(header)}: put a cell that holds a comma, a quote or a line's end between quotes"
                 )
+            if path.suffix.lower() == ".tsv" and any("\t" in cell or "\n" in cell for cell in row):
+                raise ConfigurationError(
+                    f"{path}, line {len(lines) + 1}: a cell has a tab or a line's end, so a quote may have "
+                    'joined two rows: write "" for a quote, or use CSV'
+                )
             record = {name: _cell(name, cell) for name, cell in zip(header, row, strict=True) if cell}
             lines.append(msgspec.json.encode(record).decode())
     except csv.Error as error:
@@ -68,26 +75,49 @@ def parquet_records(path: Path, known: Sequence[str]) -> str:
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigurationError(f"{path}: Parquet files need pyarrow: pip install pyarrow") from error
+    if tuple(map(int, pyarrow.__version__.split(".")[:3])) < _SAFE:
+        raise ConfigurationError(
+            f"{path}: Parquet files need pyarrow 14.0.1 or newer; earlier ones run code in files"
+        )
     try:
         table = pyarrow.parquet.ParquetFile(path, memory_map=False)
         _check_header(path, table.schema_arrow.names, known)
-        return "\n".join(_lines(table))
+        _check_size(path, table.metadata)
+        return "\n".join(_lines(path, table))
     except (OSError, ValueError, pyarrow.ArrowException, TypeError) as error:
         raise ConfigurationError(f"cannot read {path}: {peer_text(str(error))}") from error
 
 
-def _lines(table: Any) -> Iterator[str]:
-    for batch in table.iter_batches():
+def _check_size(path: Path, metadata: Any) -> None:
+    """Refuse a file whose rows, which may be packed into next to nothing, would take all memory."""
+    groups = [metadata.row_group(at) for at in range(metadata.num_row_groups)]
+    values = sum(group.column(at).num_values for group in groups for at in range(group.num_columns))
+    if max(values, metadata.num_rows) > _MOST_VALUES:
+        raise ConfigurationError(f"{path} has {values:,} values, and {_MOST_VALUES:,} are the most: split it")
+
+
+def _lines(path: Path, table: Any) -> Iterator[str]:
+    number = size = 0
+    for batch in table.iter_batches(batch_size=1024):
         for row in batch.to_pylist():
-            record = {name: value for name, value in row.items() if value is not None}
-            yield msgspec.json.encode(_without_none(record)).decode()
+            number += 1
+            try:
+                line = msgspec.json.encode(_plain(row)).decode()
+            except (UnicodeDecodeError, TypeError) as error:
+                raise ConfigurationError(f"{path}, row {number}: a value is no text: {error}") from error
+            size += len(line)
+            if size > _MOST_BYTES:
+                raise ConfigurationError(f"{path} has more than {_MOST_BYTES >> 30} GiB of text: split it")
+            yield line
 
 
-def _without_none(value: Any) -> Any:
-    """Without keys of objects that are None: Parquet gives all objects of a list the same keys."""
+def _plain(value: Any) -> Any:
+    """As JSON has it: without None, which Parquet gives all objects of a list, and with text for bytes."""
     if isinstance(value, dict):
-        return {key: _without_none(each) for key, each in value.items() if each is not None}
-    return [_without_none(each) for each in value] if isinstance(value, list) else value
+        return {key: _plain(each) for key, each in value.items() if each is not None}
+    if isinstance(value, bytes):
+        return value.decode()
+    return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
 def _cell(name: str, cell: str) -> Any:

@@ -100,12 +100,16 @@ def train(
         try:
             if resume_from and resume_from.name == f"checkpoint-{run.steps}":
                 # The Trainer would do another step.
-                model.load_adapter(str(resume_from), "default")
                 trainer.state = TrainerState.load_from_json(str(resume_from / TRAINER_STATE_NAME))
+                best = trainer.state.best_global_step if training.early_stopping else None
+                folder = run.folder / f"checkpoint-{best}" if best else resume_from
+                model.load_adapter(str(folder), "default")
             else:
                 trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
         except (KeyboardInterrupt, SymbiosisError):
-            if between.unsaved:  # so that nothing is lost when the training is resumed
+            # So that nothing is lost when the training is resumed. If a measurement decides how it goes on,
+            # the steps before it are done again.
+            if between.unsaved and not (training.early_stopping and trainer.measuring):
                 between.forget_draws()
                 trainer._save_checkpoint(model, trial=None)
             raise
@@ -167,11 +171,13 @@ class _Trainer(Trainer):
 
     def __init__(self, run: Run, **options: Any) -> None:
         super().__init__(**options)
-        self._run = run
+        self._run, self.measuring = run, False
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """See Trainer."""
+        self.measuring = True
         metrics = {"eval_loss": self._run.measure(self.state.global_step, self.state.max_steps)}
+        self.measuring = False
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

@@ -12,19 +12,20 @@ import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from commands import BASE_MODEL, SECONDS, at, here, ok_here, start
 from conftest import Executor
 from transformers import AutoTokenizer
 
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, Message
+from tenant_sdk.command_line.answers import _leaves
 from tenant_sdk.sequences.contexts import LongContext
 from tenant_sdk.session.session import Session
-from tenant_sdk.tuning.chat import Chat
+from tenant_sdk.tuning.chat import Chat, answer_of
 from tenant_sdk.tuning.data import chat_prompt
-from tenant_sdk.tuning.generation import stream
+from tenant_sdk.tuning.generation import Written, stream
 from tenant_sdk.tuning.sampling import Sampling
 
 TEMPLATE = (
@@ -110,7 +111,7 @@ def test_an_interrupted_answer_counts_as_far_as_it_went(model: Any, tokenizer: A
     asked = iter([False, False, True])
     written = chat.ask("In the beginning", lambda: next(asked))
     assert (written.tokens, str(written.end), written.ended) == (3, "interrupted", False)
-    assert chat.messages[1] == {"role": "assistant", "content": written.text}
+    assert chat.messages[1] == {"role": "assistant", "content": written.text, "weight": 0}
     tokens = chat_prompt(tokenizer, [*chat.messages, {"role": "user", "content": "Go on"}])
     assert chat.ask("Go on").text == stream(model, tokenizer, tokens, SHORT).text
 
@@ -165,30 +166,76 @@ def test_system_messages_need_a_template(served: Executor) -> None:
 
 
 def test_a_piped_conversation(served: Executor, talkative: Path, tmp_path: Path) -> None:
+    """What is piped may be anybody's, so that no line of it is a command."""
     process = start(
         "tenant_sdk.command_line.main",
         *("chat", *at(served), "--tokenizer", talkative, "--privacy", "plain", "--max-new-tokens", 5),
         token=served.token,
         stdin=subprocess.PIPE,
     )
-    kept, kept_too = tmp_path / "kept.jsonl", tmp_path / "kept too.jsonl"
-    lines = ["/help", "Whence?", '"""Two', 'lines"""', f"/save {kept}", f"/save {kept}", "/nothing", "/clear"]
-    out, err = process.communicate("\n".join([*lines, "Whence?", f"/save {kept_too}", "/bye", "never"]))
+    out, err = process.communicate(f'Whence?\n"""Two\nlines"""\n/save {tmp_path / "x.jsonl"}\n')
     assert process.returncode == 0, err
-    whole, anew = (json.loads(each.read_text())["messages"] for each in (kept, kept_too))
-    assert [each["role"] for each in whole] == ["user", "assistant"] * 2
-    assert whole[2]["content"] == "Two\nlines"
-    assert anew == whole[:2]
-    assert out.split("\n")[0] == whole[1]["content"]
-    assert kept.stat().st_mode & 0o777 == 0o600
-    for told in (
-        "/clear      begin",
-        "exists already: name a new file",
-        "/nothing: there is no such command",
-    ):
-        assert told in err
-    assert "never" not in out + err
+    assert len(out.rstrip("\n").split("\n")) >= 3
     assert re.search(r"session: [\d,]+ requests", err)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Answers:
+    """A conversation that was had."""
+
+    messages: ClassVar[list[Any]] = [
+        {"role": "user", "content": "Whence?"},
+        {"role": "assistant", "content": "Cut", "weight": 0},
+    ]
+
+    def clear(self) -> None:
+        self.messages.clear()
+
+
+def test_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation: Any = Answers()
+    kept = tmp_path / "kept.jsonl"
+    for command, said in (
+        (f"/save {kept}", "learns its answers"),
+        (f"/save {kept}", "exists already: name a new file"),
+        (f"/save {tmp_path / '.bash_profile'}", "name a file that ends in .jsonl"),
+        ("/save ~nobody-of-this-name/x.jsonl", "cannot write"),
+        ("/save \0.jsonl", "cannot write"),
+        ("/help", "/clear      begin"),
+        ("/nothing", "/nothing: there is no such command"),
+    ):
+        assert not _leaves(command, conversation)
+        assert said in capsys.readouterr().err
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert json.loads(kept.read_text())["messages"] == Answers.messages
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.jsonl"]
+    assert not _leaves("/clear", conversation)
+    assert conversation.messages == []
+    assert _leaves("/bye", conversation)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "raw", "said"),
+    [
+        ("user: a", "Nine.</s>", "Nine."),
+        ("<think>\n", "why</think>\n\nNine.</s>", "Nine."),
+        ("<think>\n", "why and", None),
+        ("<think>\n\n</think>\n", "Nine.</s>", "Nine."),
+        ("user: a", "<think>why</think>Nine.</s>", "Nine."),
+        ("user: a", "<think>why", None),
+        (
+            "user: a",
+            "<|channel|>analysis<|message|>why<|end|><|channel|>final<|message|>Nine.<|return|>",
+            "Nine.",
+        ),
+        ("user: a", "<|channel|>analysis<|message|>why", None),
+    ],
+)
+def test_reasoning_is_no_part_of_the_answer(prompt: str, raw: str, said: str | None) -> None:
+    written = Written(raw.removesuffix("</s>"), raw, 3, 1.0, Message("x"), True)
+    assert answer_of(prompt, written, ["</s>"]) == said
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(served: Executor, talkative: Path) -> None:

@@ -33,14 +33,14 @@ from shared.errors import (
 )
 from tenant_sdk.sequences.planning import Plan
 from tenant_sdk.storage import TrainingCheckpoints
-from tenant_sdk.tuning import trainer
+from tenant_sdk.tuning import finetuning, trainer
 from tenant_sdk.tuning.adapters import METHODS, default_rate
 from tenant_sdk.tuning.conversations import whole
 from tenant_sdk.tuning.data import Reader, pack, read_tokens
 from tenant_sdk.tuning.finetuning import Told, TrainingReport, check_reports, finetune, perplexity
 from tenant_sdk.tuning.options import TrainingOptions
 from tenant_sdk.tuning.progress import TrainingStep
-from tenant_sdk.tuning.samples import Sample, answers
+from tenant_sdk.tuning.samples import Sample, answers, asked
 
 
 class Letters:
@@ -406,9 +406,7 @@ def test_held_out_prompts_are_answered(session: tenant_sdk.Session, text: Path) 
     report = finetune(training, session.load_model(progress=False), Letters(), session, told)
     assert [(each.prompt, each.expected) for each in samples] == [("Rex, terrier", "d")] * 3
     assert {each.adapted for each in samples} == {"d"}
-    assert (report.answered, report.right_before, report.right_after) == (3, 0, 3)
-    figures = json.loads((training.output / "symbiosis.json").read_text())["training"]
-    assert (figures["answered"], figures["right_after"]) == (3, 3)
+    assert (report.answered, report.right_base, report.right_adapter) == (3, 0, 3)
     assert "terrier" not in (training.output / "symbiosis.json").read_text()
     model = session.load_model(progress=False)
     loaded = tenant_sdk.load_adapter(model, training.output, session)
@@ -449,12 +447,96 @@ def test_a_training_stops_when_nothing_gets_better(session: tenant_sdk.Session, 
 def test_an_adapter_is_trained_further(session: tenant_sdk.Session, text: Path) -> None:
     first = options(text, "first", learning_rate=0.05, steps=8, held_out=(text,))
     before, _ = train(session, first)
-    further = options(text, "further", adapter=first.output, held_out=(text,), steps=4)
+    further = options(
+        text, "further", adapter=first.output, held_out=(text,), steps=4, rank=TrainingOptions.rank
+    )
     report, _ = train(session, further)
     assert report.perplexity_before == pytest.approx(before.perplexity_after, rel=1e-5)
     assert report.perplexity_after < report.perplexity_before
     config = json.loads((further.output / "adapter_config.json").read_text())
     assert config["r"] == 2
+
+
+@pytest.mark.parametrize(("method", "rate"), [("ia3", 5e-3), ("rslora", 1e-3), ("loha", 1e-3)])
+def test_an_adapter_decides_how_it_is_trained_further(
+    session: tenant_sdk.Session, text: Path, method: str, rate: float
+) -> None:
+    rank = {} if method == "ia3" else {"rank": 3}
+    first = options(text, "first", method=method, **{"rank": 2, **rank} if rank else {})
+    train(session, dataclasses.replace(first, steps=2))
+    further = dataclasses.replace(
+        options(text, "further", steps=2, rank=TrainingOptions.rank), adapter=first.output
+    )
+    _, said = train(session, further)
+    assert any(f"learning rate {rate:g}" in line for line in said)
+    assert any(line.startswith(f"{method} adapter with ") for line in said)
+    record = json.loads((further.output / "symbiosis.json").read_text())["training"]
+    assert record["method"] == method
+    assert record.get("rank", 3) == 3
+
+
+def test_what_an_adapter_decides_is_not_given(session: tenant_sdk.Session, text: Path) -> None:
+    with pytest.raises(ConfigurationError, match="adapter decides these: leave out method, rank"):
+        options(text, "further", adapter=text.parent)
+    train(session, options(text, "first", method="adalora", steps=6))
+    further = options(text, "further", adapter=text.parent / "first", rank=TrainingOptions.rank)
+    with pytest.raises(ConfigurationError, match="ADALORA is not trained further; these are: LORA"):
+        train(session, further)
+
+
+def test_early_stopping_is_resumed_to_the_same_adapter(
+    session: tenant_sdk.Session, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted in any measurement, also in the last one, after which the best adapter is loaded."""
+    path, other = learned_record(text.parent), records(text.parent)
+    more: dict[str, Any] = {"held_out": (other,), "learning_rate": 0.1, "eval_steps": 2, "early_stopping": 9}
+    more |= {"schedule": "constant", "samples": 0, "steps": 8, **LONGER}
+    whole, _ = train(session, options(path, "whole", **more))
+    assert whole.best_step is not None
+    assert whole.best_step < 8
+    expected = load_file(text.parent / "whole" / "adapter_model.safetensors")
+    measure = finetuning._HeldOut.measure
+    for interrupted in range(2, 7):  # the first is before the training; the last after it
+        counted = 0
+
+        def stops(self: Any, *steps: int) -> float:
+            nonlocal counted
+            counted += 1
+            if counted == interrupted:  # noqa: B023
+                raise KeyboardInterrupt
+            return measure(self, *steps)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(finetuning._HeldOut, "measure", stops)
+            with pytest.raises(KeyboardInterrupt):
+                train(session, options(path, f"at-{interrupted}", **more))
+        report, _ = train(session, options(path, f"at-{interrupted}", resume=True, **more))
+        assert report.best_step == whole.best_step
+        found = load_file(text.parent / f"at-{interrupted}" / "adapter_model.safetensors")
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_answers_that_fail_lose_nothing(
+    session: tenant_sdk.Session, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise IndexError("of the model")
+
+    monkeypatch.setattr(finetuning, "compare", fails)
+    path = records(text.parent)
+    report, said = train(session, options(path, "adapter", held_out=(path,), sequence_length=32))
+    assert (text.parent / "adapter" / "adapter_model.safetensors").is_file()
+    assert report.answered == 0
+    assert any("held-out prompts could not be answered: IndexError" in line for line in said)
+
+
+def test_prompts_that_are_answered_fit_the_context() -> None:
+    examples = [
+        {"input_ids": [5] * (count + 2), "labels": [-100] * count + [5, 2]} for count in (10, 60, 70, 2000)
+    ]
+    assert [len(prompt) for prompt, _ in asked(examples, 9, 128)] == [10, 60]
+    assert [len(prompt) for prompt, _ in asked(examples, 9, 9999)] == [10, 60, 70]
 
 
 def test_options_reach_the_adapter_and_the_optimizer(

@@ -27,21 +27,29 @@ WIDTH, LAYERS, HEADS, INNER = 64, 2, 4, 96
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small Llama, most of it in blocks of four bits, with a tokenizer of bytes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path, random = tmp_path / "small.gguf", np.random.default_rng(0)
+    return written(tmp_path / "small.gguf")
+
+
+def written(path: Path, wrong: str = "") -> Path:
+    """Args: wrong: what makes it one that cannot be served."""
+    random = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
+    if wrong == "scaled":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
     writer.add_context_length(128)
     writer.add_embedding_length(WIDTH)
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(2000 if wrong == "blocks" else LAYERS)
     writer.add_feed_forward_length(INNER)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
-    tokens = ["<s>", "</s>", "<unk>", *map(chr, range(33, 127)), "Ġ", "Ċ", "ab"]
+    more = ["x" * 2000] if wrong == "token" else []
+    tokens = [*more, "<s>", "</s>", "<unk>", *map(chr, range(33, 127)), "Ġ", "Ċ", "ab"]
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, 2, *[1] * (len(tokens) - 3)])
+    writer.add_token_types([*[1] * len(more), 3, 3, 2, *[1] * (len(tokens) - len(more) - 3)])
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
@@ -71,7 +79,12 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "ffn_up": (INNER, WIDTH),
             "ffn_down": (WIDTH, INNER),
         }.items():
-            add(f"blk.{layer}.{name}.weight", *shape)
+            if wrong != "missing" or (layer, name) != (1, "ffn_up"):
+                add(f"blk.{layer}.{name}.weight", *shape)
+    if wrong == "frequencies":
+        add("rope_freqs.weight", 8)
+    if wrong == "bias":
+        add("blk.0.attn_q.bias", WIDTH)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -123,7 +136,7 @@ def test_what_lies_beside_it_does_not_count(file: Path) -> None:
     [
         ("x.gguf", b"PK\3\4", "is no GGUF file"),
         ("x-00001-of-00002.gguf", b"GGUF", "llama-gguf-split --merge"),
-        ("x.gguf", b"GGUF" + b"\xff" * 100, "cannot read"),
+        ("x.gguf", b"GGUF" + b"\xff" * 100, "has a header that cannot be used"),
     ],
 )
 def test_what_is_refused(
@@ -151,3 +164,31 @@ def test_a_configuration_that_was_left_over_does_not_count(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
     assert BaseExecutor(folder, numerics="float32").catalog.manifest.weights == plain.weights
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("blocks", "says 2000 blocks of width 64, and has tensors of 2 blocks"),
+        ("token", "has a token of 2,000 bytes; 1,024 are the most"),
+        ("scaled", r"has llama\.rope\.scaling\.type, which transformers leaves out"),
+        ("frequencies", r"has rope_freqs\.weight, which transformers leaves out"),
+        ("missing", "would be made of random numbers"),
+        ("bias", "has 1 tensors bias, and transformers' model has 0"),
+    ],
+)
+def test_a_file_of_another_model_than_transformers_makes(
+    wrong: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(written(tmp_path / "wrong.gguf", wrong))
+
+
+def test_a_name_of_dots_alone(file: Path, tmp_path: Path) -> None:
+    other = Checkpoint(file).folder
+    dots = file.rename(tmp_path / "...gguf")
+    with dots.open("ab") as opened:
+        opened.write(b"\0")
+    assert Checkpoint(dots).folder.name == "model"
+    assert (other / "config.json").is_file()

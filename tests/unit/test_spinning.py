@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from shared.spinning import library_in
+
 # Processor time of short parallel regions, with pauses in which threads spin or sleep.
 PROGRAM = """
 import time
@@ -40,3 +42,13 @@ def seconds(imports: str) -> float:
 def test_threads_sleep_if_torch_was_imported_first() -> None:
     """A tenth of the time on an idle machine; with half of it the threads do not spin."""
     assert seconds(FIXED) < seconds("import torch") / 2
+
+
+def test_a_path_with_spaces_is_one_path() -> None:
+    """Its end alone would be a path in the working directory, where others may have put a library."""
+    maps = (
+        "7f00-7f01 r-xp 00000000 08:01 5   /usr/lib/libc.so.6\n"
+        "7f01-7f02 rw-p 00000000 00:00 0 \n"
+        "7f02-7f03 r-xp 00000000 08:01 6   /home/a/my tools/libgomp.so.1\n"
+    )
+    assert library_in(maps) == "/home/a/my tools/libgomp.so.1"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shared.errors import ConfigurationError
+from tenant_sdk.tuning import tables
 from tenant_sdk.tuning.records import Record, check_data, holds_records, read_text, records_of
 
 MESSAGES = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ruth."}]
@@ -94,4 +95,33 @@ def test_parquet(tmp_path: Path) -> None:
         check_data([path])
     path.write_text("no such thing")
     with pytest.raises(ConfigurationError, match=r"cannot read .*x\.parquet"):
+        check_data([path])
+
+
+def test_bytes_of_parquet_are_text_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    write_parquet(path, {"prompt": ["Größe".encode()], "completion": ["b"]})
+    assert pairs(path) == [(1, "Größe", "b")]
+    write_parquet(path, {"prompt": [b"ok", b"\xff"], "completion": ["b", "c"]})
+    with pytest.raises(ConfigurationError, match=r"x\.parquet, row 2: a value is no text"):
+        check_data([path])
+
+
+def test_parquet_whose_rows_take_all_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column of one value takes next to nothing in a file."""
+    path = tmp_path / "x.parquet"
+    write_parquet(path, {"text": ["a"] * 1000})
+    monkeypatch.setattr(tables, "_MOST_VALUES", 999)
+    with pytest.raises(ConfigurationError, match="has 1,000 values, and 999 are the most"):
+        check_data([path])
+    monkeypatch.setattr(tables, "_MOST_VALUES", 1000)
+    monkeypatch.setattr(tables, "_MOST_BYTES", 5000)
+    with pytest.raises(ConfigurationError, match="GiB of text"):
+        check_data([path])
+
+
+def test_quotes_join_no_rows_of_tabs(tmp_path: Path) -> None:
+    path = tmp_path / "x.tsv"
+    path.write_text('prompt\tcompletion\nhow long?\t"a foot\nhow wide?\t5"\n')
+    with pytest.raises(ConfigurationError, match="line 2: a cell has a tab or a line's end"):
         check_data([path])
