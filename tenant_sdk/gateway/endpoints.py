@@ -393,6 +393,8 @@ class Endpoints:
             folder = self._gateway.adapters
             if folder is None:
                 raise ConfigurationError("this gateway was started without adapters, so it takes none")
+            if Path(asked.path).name != asked.path or asked.path == "..":
+                raise ConfigurationError("path is the name of a folder directly below the adapters' folder")
             path = folder / asked.path
             adapter = await self.add(path, asked.name or path.name)
         except (SymbiosisError, OSError, ValueError, *UNREADABLE) as error:

@@ -32,8 +32,8 @@ TOKENIZES = frozenset({"/tokenize", "/detokenize"})
 FREE = frozenset({"/v1/models", "/v1/adapters", "/status.json", "/health", "/version", "/metrics"})
 _NO_CALLS = (
     "tools: this model's chat template writes no calls of tools in a form that is known here, so the model "
-    "cannot choose to call one. Give tool_choice (required, none, or a function), or start the gateway with "
-    "--tool-parser"
+    "cannot choose to call one. Give tool_choice: required, none, or a function. The operator of this gateway "
+    "can name a parser of calls"
 )
 ADAPTER, MODEL = "/v1/adapters/", "/v1/models/"  # and a name
 # OpenAI's paths that clients ask for, and why they are not here.
@@ -105,7 +105,8 @@ class Front:
         self._application, self._door, self._queue = application, door, queue
         self._folder, self._retry_after, self._clock = folder, retry_after, clock
         self._served = served
-        self._arriving, self._turns = Reservations(BODIES_BYTES, door.clients), Turns()
+        self._arriving = Reservations(BODIES_BYTES, door.clients)
+        self._own: dict[str, asyncio.Lock] = {}
         self._parsing_turns = Turns()
         self._looks = Reservations(LOOKS, door.clients)
 
@@ -193,13 +194,14 @@ class Front:
         await self._application(scope, again, self._explained(send, name, entered))
 
     async def _alone(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
-        """Have one request at a time answered of those that take the server long; clients take turns."""
+        """Have one request at a time answered of a client's that take the server long."""
         answer = list[Message]()
 
         async def keep(message: Message) -> None:  # others do not wait until this client reads
             answer.append(message)
 
-        async with self._turns.taken(client):
+        # Not a turn among all: its text waits for one in vLLM's threads, behind the client's own.
+        async with self._own.setdefault(client, asyncio.Lock()):
             await self._application(scope, receive, keep)
         for message in answer:
             await send(message)

@@ -169,6 +169,9 @@ class Completion(Sampling, kw_only=True):
             return "a list of prompts has texts, or tokens, or lists of tokens, and is not empty"
         if [] in prompts:
             return "a prompt has no tokens"
+        several = self.stream is True and (_given(self.n) or 1) > 1
+        if self.echo is True and several and _given(self.logprobs) is not None:
+            return "echo with logprobs is streamed for one answer only: leave one of them out, or set n to 1"
         if self.echo is True and "" in prompts:
             return "an empty prompt cannot be repeated: leave echo out"
         texts, lists = self._sizes

@@ -29,7 +29,7 @@ from tenant_sdk.gateway.fairness import (
 )
 from tenant_sdk.gateway.grammars import ENGINE_STACK
 from tenant_sdk.gateway.status import Ended, client_of
-from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance
+from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance, by_client
 from tenant_sdk.gateway.worker import FailedStep
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class Scheduler(Base):  # type: ignore[misc]
             manager.backend = LimitedGuidance(
                 self.vllm_config, tokenizer=manager.tokenizer, vocab_size=vocabulary
             )
+            manager._create_grammar = by_client(manager._create_grammar, client_of)
 
     def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
         """See vLLM; clients take turns. Blocks that a step writes are remembered, since clients hang up."""

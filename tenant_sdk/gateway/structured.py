@@ -5,8 +5,11 @@ What all grammars of a client take while sequences go on, ``scheduler`` bounds.
 
 from __future__ import annotations
 
-import functools
+import threading
 import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,7 +19,9 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.grammars import compiled
 
-REMEMBERED = 16  # compiled constraints; more than ``trials`` lets pass without a trial
+REMEMBERED = 64  # compiled constraints; more than ``trials`` lets pass without a trial
+SHARED = 16  # sequences that have one compiled; they share the states of its lexer, which have a limit
+_asking: ContextVar[str] = ContextVar("asking", default="")  # the client whose constraint is compiled
 _KINDS = {
     StructuredOutputOptions.JSON: "json",
     StructuredOutputOptions.REGEX: "regex",
@@ -60,15 +65,17 @@ class LimitedGrammar(GuidanceGrammar):  # type: ignore[misc]
 
 
 class LimitedGuidance(GuidanceBackend):  # type: ignore[misc]
-    """See vLLM's ``StructuredOutputBackend``; sequences with the same constraint have it compiled once.
+    """See vLLM's ``StructuredOutputBackend``; some sequences of a client share a compiled constraint.
 
-    One request may be for many, whose compiling would keep constraints of other clients waiting.
+    One request may be for many, whose compiling would keep constraints of other clients waiting. What one
+    client's texts make of a lexer's states is no matter of the others'.
     """
 
     def __post_init__(self) -> None:
         """See vLLM."""
         super().__post_init__()
-        self._compiled = functools.lru_cache(REMEMBERED)(functools.partial(compiled, self.ll_tokenizer))
+        self._kept: OrderedDict[tuple[str, Constraint], tuple[Any, int]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def compile_grammar(
         self, request_type: StructuredOutputOptions, grammar_spec: str, stop_token_ids: Any = None
@@ -78,5 +85,34 @@ class LimitedGuidance(GuidanceBackend):  # type: ignore[misc]
         Raises:
             ValueError: it cannot be compiled after all.
         """
-        matcher = self._compiled(Constraint(_KINDS[request_type], grammar_spec)).deep_copy()
+        matcher = self._matcher(_asking.get(), Constraint(_KINDS[request_type], grammar_spec))
         return LimitedGrammar(ll_matcher=matcher, ll_tokenizer=self.ll_tokenizer, vocab_size=self.vocab_size)
+
+    def _matcher(self, client: str, given: Constraint) -> Any:
+        """One for a sequence of a client."""
+        with self._lock:
+            kept, uses = self._kept.pop((client, given), (None, 0))
+        if kept is None or uses >= SHARED or _used_up(kept):
+            kept, uses = compiled(self.ll_tokenizer, given), 0
+        with self._lock:
+            self._kept[client, given] = kept, uses + 1
+            if len(self._kept) > REMEMBERED:
+                self._kept.popitem(last=False)
+        return kept.deep_copy()
+
+
+def _used_up(matcher: Any) -> bool:
+    """Whether earlier sequences left no states for another one."""
+    probe = matcher.deep_copy()
+    probe.compute_logit_bias()
+    return bool(probe.is_error())
+
+
+def by_client(create: Callable[[Any], Any], client_of: Callable[[str], str]) -> Callable[[Any], Any]:
+    """vLLM's function that has a request's constraint compiled, which then knows whose it is."""
+
+    def created(request: Any) -> Any:
+        _asking.set(client_of(request.request_id))
+        return create(request)
+
+    return created

@@ -12,6 +12,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import llguidance
 from tokenizers import Tokenizer
@@ -20,7 +21,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from tenant_sdk.gateway import structured
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.grammars import ENGINE_STACK, compiled
-from tenant_sdk.gateway.structured import LimitedGuidance
+from tenant_sdk.gateway.structured import LimitedGuidance, by_client
 from tenant_sdk.gateway.trials import Trials
 
 file = Path(sys.argv[1]) / "tokenizer.json"
@@ -44,8 +45,11 @@ def compiled_in_a_thread(given: Constraint) -> None:
         pool.submit(compiled, rules, given).result()
 
 
-def compilations(sequences: int) -> int:
-    """How often a constraint is compiled for the sequences of a request, each of which has its own state."""
+def compilations(sequences: int) -> list[int]:
+    """How often a constraint is compiled for sequences of a client, and then for another client's.
+
+    Each sequence has its own state.
+    """
     made: list[Constraint] = []
 
     def counted(tokenizer: llguidance.LLTokenizer, given: Constraint) -> llguidance.LLMatcher:
@@ -70,16 +74,22 @@ def compilations(sequences: int) -> int:
     first = grammars[0].ll_matcher
     assert first.try_consume_tokens(rules.tokenize_str("yes")) > 0
     assert all(not each.ll_matcher.is_accepting() for each in grammars[1:])
-    return len(made)
+    mine = len(made)
+    backend.compile_grammar(StructuredOutputOptions.CHOICE, CHOICE.text)
+    same = len(made)
+    by_client(
+        lambda _: backend.compile_grammar(StructuredOutputOptions.CHOICE, CHOICE.text), lambda name: name
+    )(SimpleNamespace(request_id="another"))
+    return [mine, same, len(made)]
 
 
-async def main() -> dict[str, str]:
+async def main() -> dict[str, Any]:
     """What is said of constraints that compete."""
     trials = Trials(file, tokens, 0)
     await trials.start()
     hostile = [asyncio.ensure_future(trials.refusal("hostile", ENDLESS)) for _ in range(20)]
     await asyncio.sleep(0)
-    said = {"choice": await trials.refusal("plain", CHOICE)}
+    said: dict[str, Any] = {"choice": await trials.refusal("plain", CHOICE)}
     assert sum(each.done() for each in hostile) <= 2, "others wait for all that one client sent"
     for each in hostile[3:]:
         each.cancel()
@@ -98,7 +108,7 @@ async def main() -> dict[str, str]:
     said["chain"] = await trials.refusal("plain", chain(passed + 1))
     compiled_in_a_thread(chain(passed))
     await trials.close()
-    said["compilations"] = str(compilations(30))
+    said["compilations"] = compilations(30)
     return said
 
 

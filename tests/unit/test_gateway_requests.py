@@ -123,6 +123,7 @@ def test_what_is_refused(path: str, field: str, value: Any) -> None:
         (TEXT, {"prompt": [1] * (CONTEXT + 1)}, "64 at most"),
         (TEXT, {"prompt": [[1], [1] * (CONTEXT + 1)]}, "64 at most"),
         (TEXT, {"logprobs": 21}, "logprobs"),
+        (TEXT, {"echo": True, "logprobs": 1, "stream": True, "n": 2}, "for one answer only"),
         (TEXT, {"prompt": ["x"] * 33}, "33 prompts; a request here has 32"),
         (TEXT, {"prompt": ["x"] * 9, "n": 7, "logit_bias": BIASES, "stop": "x"}, "18963, and 16384"),
         (TEXT, {"prompt": [[1] * CONTEXT] * 7, "n": 3, "echo": True, "logprobs": 20}, "4194304 are the most"),
