@@ -71,7 +71,7 @@ def request_options(how: RequestOptions) -> Iterator[None]:
         _options.reset(before)
 
 
-class LostRows:
+class NonFiniteRows:
     """Rows of a step with NaN, infinity or numbers too large to go on with; an adapter makes them.
 
     They go on as zeros, so that the other rows do, and there are as many as before; the sequences that they
@@ -93,7 +93,7 @@ class LostRows:
         return values.masked_fill(lost.unsqueeze(-1), 0.0)
 
 
-lost_rows = LostRows()
+non_finite_rows = NonFiniteRows()
 
 
 class GroupMembers(NamedTuple):
@@ -167,7 +167,7 @@ class RemoteLinearMethod(LinearMethodBase):  # type: ignore[misc]
             # A run that measures memory or warms up: nobody's rows, so nothing is sent.
             width = sum(sum(each.group.widths(each.members)) for each in self._groups)
             return x.new_zeros((*x.shape[:-1], width))
-        rows = lost_rows.without(rows)
+        rows = non_finite_rows.without(rows)
         how, count = _options.get(), len(rows)
         if count < how.rows:
             rows = nn.functional.pad(rows, (0, 0, 0, how.rows - count))
