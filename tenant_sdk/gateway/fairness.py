@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shared.latency import LEARNING, OUTLIER, Line
+from shared.latency import LEARNING, OUTLIER, LinearLatency
 
 # How many times as long a step may take for prompts: while others decode, and else while others may come.
 STEP_FACTOR_BUSY, STEP_FACTOR_QUIET = 1.5, 2.5
@@ -254,7 +254,7 @@ class Steps:
         per_token: seconds for each token that the row of a decoding sequence attends to.
     """
 
-    line: Line
+    line: LinearLatency
     per_token: float
 
     def seconds(self, rows: int, tokens: int = 0) -> float:

@@ -27,7 +27,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from shared.errors import Message, ModelMismatch, SymbiosisError
-from shared.ring.rows import below
+from shared.ring.rows import all_finite_below
 from shared.wire.header import Direction, RequestClass
 from tenant_sdk.gateway.connection import open_here, session_here
 from tenant_sdk.gateway.folder import METHOD
@@ -86,7 +86,7 @@ class NonFiniteRows:
 
     def without(self, values: torch.Tensor) -> torch.Tensor:
         """[T, D] with zeros in the rows that are lost, which are remembered; itself if none is."""
-        if below(values, MOST):
+        if all_finite_below(values, MOST):
             return values
         lost = ~(values.abs().amax(-1) < MOST)  # NaN is not less either
         self.rows = lost if self.rows is None else self.rows | lost

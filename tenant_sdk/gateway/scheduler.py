@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
-from shared.latency import Line
+from shared.latency import LinearLatency
 from tenant_sdk.gateway.fairness import (
     Allowance,
     AttentionTimeDebt,
@@ -51,7 +51,7 @@ class Scheduler(Base):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **options: Any) -> None:
         threading.stack_size(ENGINE_STACK)  # of threads that compile constraints, which begin later
         super().__init__(*arguments, **options)
-        self._steps, self._seen = Steps(Line(*GUESSED_LINE), GUESSED_TOKEN), Seen()
+        self._steps, self._seen = Steps(LinearLatency(*GUESSED_LINE), GUESSED_TOKEN), Seen()
         self._attention_debt, self._attended = AttentionTimeDebt(), 0
         self._most_rows: int = self.scheduler_config.max_num_batched_tokens
         self._allowance = Allowance(GRACE_SECONDS, STEP_SECONDS)

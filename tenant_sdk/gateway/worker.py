@@ -236,7 +236,7 @@ class Worker(Base):  # type: ignore[misc]
             if failing is not None:
                 status.failing = failing
             status.products, status.rows = stats.requests, stats.rows
-            status.rows_ahead = getattr(session_here().products, "rows_ahead", 0)
+            status.rows_ahead = session_here().products.rows_ahead
             status.bytes_sent, status.bytes_received = stats.bytes_sent, stats.bytes_received
             status.seconds_waiting = stats.seconds_waiting + stats.seconds_waiting_for_effects
             try:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.latency import Line
+from shared.latency import LinearLatency
 from tenant_sdk.gateway.fairness import (
     LATELY,
     LEAST_ROWS,
@@ -95,24 +95,24 @@ def test_a_client_counts_for_a_while_after_its_last_sequence() -> None:
 
 
 def test_prompts_take_a_time_that_decoding_sequences_set() -> None:
-    def rows(line: Line, decoding: int, busy: bool) -> int:
+    def rows(line: LinearLatency, decoding: int, busy: bool) -> int:
         steps = Steps(line, 1e-6)
         return steps.rows(decoding, 0, steps.most(decoding, busy=busy), 512)
 
-    near, far = Line(0.018, 0.0005), Line(0.5, 0.0005)
+    near, far = LinearLatency(0.018, 0.0005), LinearLatency(0.5, 0.0005)
     assert rows(near, 1, True) == 19
     assert near.seconds(19) <= STEP_FACTOR_BUSY * near.seconds(1)
     assert rows(near, 22, True) == 50  # beside many sequences, more
     assert rows(near, 1, False) == 56  # the next client waits for one such step at most
     assert rows(near, 0, True) == 56  # nobody waits for a token
     assert rows(far, 1, True) == 501  # on a long way a step takes as long with many rows
-    assert rows(Line(0.001, 0.01), 4, True) == 4 + LEAST_ROWS
+    assert rows(LinearLatency(0.001, 0.01), 4, True) == 4 + LEAST_ROWS
 
 
 @pytest.mark.parametrize(("tokens", "most"), [(2000, 2), (6000, 1), (100_000, 1), (10, 32)])
 def test_long_sequences_take_turns_by_what_they_attend_to(tokens: int, most: int) -> None:
     """A plain client's steps take 1.5 times as long on average, and all long sequences get on."""
-    steps, debt, got = Steps(Line(0.02, 0.0005), 3e-6), AttentionTimeDebt(), Counter[str]()
+    steps, debt, got = Steps(LinearLatency(0.02, 0.0005), 3e-6), AttentionTimeDebt(), Counter[str]()
     long = [SequenceInfo(f"a{at}", "a", tokens=tokens) for at in range(min(31, most * 4))]
     plain, total, count = SequenceInfo("b0", "b", tokens=20), 0.0, 2000
     limit = steps.most(1 + len(long), 20, busy=True)
@@ -131,18 +131,18 @@ def test_long_sequences_take_turns_by_what_they_attend_to(tokens: int, most: int
 
 
 def test_prompts_get_what_attention_leaves() -> None:
-    steps = Steps(Line(0.02, 0.0005), 1e-6)
+    steps = Steps(LinearLatency(0.02, 0.0005), 1e-6)
     most = steps.most(2, 100, busy=True)
     assert steps.rows(2, 100, most, 512) == 23
     assert steps.rows(2, 10_000, most, 512) == 2 + LEAST_ROWS
 
 
 def test_attention_takes_the_blame_for_long_sequences() -> None:
-    steps = Steps(Line(0.02, 0.0005), 1e-6)
+    steps = Steps(LinearLatency(0.02, 0.0005), 1e-6)
     for _ in range(100):
         steps.observe(8, 48_000, 0.024 + 48_000 * 3e-6, prompts=False)
     assert abs(steps.per_token - 3e-6) < 1e-8
-    assert steps.line == Line(0.02, 0.0005)
+    assert steps.line == LinearLatency(0.02, 0.0005)
     steps.observe(1, 100, 0.03, prompts=False)
     assert steps.line.fixed > 0.02
     steps.observe(40, 48_000, 0.3, prompts=True)
@@ -245,7 +245,7 @@ def test_what_begins_fits_and_somebody_always_does(
 
 
 def test_steps_with_prompts_do_not_change_the_forecast_of_those_without() -> None:
-    line = Line(0.02, 0.0005)
+    line = LinearLatency(0.02, 0.0005)
     for _ in range(100):
         line.observe(30, 0.08, fixed=False)
     assert line.fixed == 0.02
