@@ -5,7 +5,7 @@
     with provider.serve_in_process("examples/base_model") as endpoint:
         session = tenant_sdk.connect(endpoint, privacy="plain")
 
-Everything but the carrier is as behind a port: headers, checks on both sides, batching, metrics. There is
+Everything but the transport is as behind a port: headers, checks on both sides, batching, metrics. There is
 nobody to hide anything from in one process: it is for tests and notebooks.
 """
 

@@ -10,7 +10,7 @@
     ├── WireError                   a peer broke the protocol or asked for what cannot be (has a code)
     ├── RequestRefused              the executor answered with a typed error (has its code)
     ├── ConnectError                no session could be opened
-    │   ├── NobodyListens           no executor there, or not yet
+    │   ├── ConnectionRefused       no executor there, or not yet
     │   ├── TlsError                certificate, host name or TLS version
     │   ├── AuthenticationError     token or client certificate
     │   └── ProtocolVersionError    the two sides speak different versions
@@ -269,7 +269,7 @@ class ConnectError(SymbiosisError):
     code = "connect"
 
 
-class NobodyListens(ConnectError):
+class ConnectionRefused(ConnectError):
     """Nobody listens there: the executor does not run, or not yet, or the port is wrong."""
 
 

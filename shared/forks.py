@@ -47,8 +47,8 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
-class MadeHere:
-    """The process in which something was made."""
+class ForkGuard:
+    """Refuses use in forked children of the process in which something was made."""
 
     __slots__ = ("_made",)
 

@@ -9,7 +9,7 @@ OUTLIER = 4.0  # work interrupted by something else counts as no more than this 
 
 
 @dataclass
-class Line:
+class LinearLatency:
     """``seconds = fixed + per_row * rows``."""
 
     fixed: float

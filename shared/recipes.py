@@ -111,7 +111,7 @@ class Recipe(NamedTuple):
         """The parameters that the converter makes, or some experts of the only one.
 
         Args:
-            model: without values.
+            model: on the meta device.
             read: gives a tensor of the checkpoint, or rows of it.
             experts: from which to which; None: all. Nothing else is read.
 
@@ -149,7 +149,7 @@ def recipes_of(tensors: Tensors, model: PreTrainedModel) -> dict[str, Recipe]:
     """What each parameter or persistent buffer that a checkpoint holds is made of, by its name in the model.
 
     Args:
-        model: without values, in the dtype in which weights are dequantised.
+        model: on the meta device, in the dtype in which weights are dequantised.
 
     Raises:
         CheckpointError: the checkpoint is quantised in a way that is not served.
@@ -227,7 +227,7 @@ def _of_own_names(tensors: Tensors, model: PreTrainedModel) -> dict[str, Recipe]
     """Of tensors that have the parameters' names, with or without the prefix, or those of old norms."""
     there, prefix, recipes = set(tensors.names()), prefix_of(model), dict[str, Recipe]()
     for name in model.state_dict():
-        candidates = [name, below(name, prefix), f"{prefix}.{name}"]
+        candidates = [name, strip_prefix(name, prefix), f"{prefix}.{name}"]
         candidates += [each.replace("LayerNorm.weight", "LayerNorm.gamma") for each in candidates]
         candidates += [each.replace("LayerNorm.bias", "LayerNorm.beta") for each in candidates]
         key = next((each for each in candidates if each in there), None)
@@ -242,8 +242,8 @@ def prefix_of(model: PreTrainedModel) -> str:
     return prefix if hasattr(model, prefix) else ""
 
 
-def below(name: str, prefix: str) -> str:
-    """A name as it is below the base model."""
+def strip_prefix(name: str, prefix: str) -> str:
+    """A name as it is below the base model, without the prefix."""
     return name.removeprefix(f"{prefix}.") if prefix else name
 
 
@@ -343,8 +343,8 @@ def bounded_build(folder: Path, tensors: int) -> Iterator[None]:
         hook.remove()
 
 
-def skeleton(folder: Path, dtype: torch.dtype, tensors: int = _UNKNOWN) -> PreTrainedModel:
-    """The model that a folder's ``config.json`` describes, without values, and as if it were not quantised.
+def meta_model(folder: Path, dtype: torch.dtype, tensors: int = _UNKNOWN) -> PreTrainedModel:
+    """The model that a folder's ``config.json`` describes, on the meta device, as if it were not quantised.
 
     Args:
         tensors: that the checkpoint has.

@@ -17,7 +17,7 @@ from torch import nn
 
 from shared.errors import CheckpointError
 from shared.experts import projections
-from shared.recipes import Layout, Recipe, Tensors, below, prefix_of, recipes_of, skeleton
+from shared.recipes import Layout, Recipe, Tensors, meta_model, prefix_of, recipes_of, strip_prefix
 from shared.wire.header import DTYPE_CODES
 from shared.wire.messages import Member
 
@@ -61,12 +61,12 @@ class Stored:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The model without values, in float32.
+        """The model on the meta device, in float32.
 
         Raises:
             CheckpointError: transformers does not know it.
         """
-        return skeleton(self._tensors.folder, torch.float32, len(self._tensors.names()))
+        return meta_model(self._tensors.folder, torch.float32, len(self._tensors.names()))
 
     @property
     def prefix(self) -> str:
@@ -183,7 +183,8 @@ class Stored:
         transposed = isinstance(self.model.get_submodule(name), Conv1D)
         shape, _ = self.describe(f"{name}.weight")
         outputs, inputs = reversed(shape) if transposed else shape
-        return Member(below(name, self.prefix), outputs, source.tensor, transposed, source.made), inputs
+        name = strip_prefix(name, self.prefix)
+        return Member(name, outputs, source.tensor, transposed, source.made), inputs
 
     def layers(self) -> Iterator[tuple[Member, int]]:
         """All linear layers whose weights are stored, the head too, and experts, with their inputs."""
@@ -207,7 +208,7 @@ class Stored:
                 continue
             self.describe(each.name)
             count, outputs, inputs = each.axes
-            name = below(each.name, self.prefix)
+            name = strip_prefix(each.name, self.prefix)
             for expert in range(count):
                 yield (
                     Member(f"{name}.{expert}", outputs, source.tensor, each.transposed, source.made, expert),
@@ -242,7 +243,7 @@ class Stored:
         return self._alone[name]
 
     def _made_layout(self, source: Source) -> Layout:
-        """Of what is made of tensors without values."""
+        """Of what is made of tensors on the meta device."""
 
         def empty(key: str, rows: slice | None) -> torch.Tensor:
             shape, dtype = self._tensors.layout(key)

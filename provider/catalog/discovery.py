@@ -23,7 +23,7 @@ from provider.catalog.probe import probe
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError
 from shared.experts import projections
-from shared.recipes import below, prefix_of, skeleton
+from shared.recipes import meta_model, prefix_of, strip_prefix
 from shared.stored import Stored
 from shared.wire.messages import GroupInfo, Member, ParameterInfo
 
@@ -51,7 +51,7 @@ def discover(checkpoint: Checkpoint, *, serve_head: bool = False) -> Discovery:
     Raises:
         CheckpointError: unknown architecture, or no frozen linear layer that could be served.
     """
-    model = skeleton(checkpoint.folder, torch.bfloat16, len(checkpoint.names()))
+    model = meta_model(checkpoint.folder, torch.bfloat16, len(checkpoint.names()))
     stored = checkpoint.stored
     head = model.get_output_embeddings()
     layers = _linear_layers(model, serve_head=serve_head)
@@ -108,7 +108,7 @@ def groups_of_architecture(folder: Path, *, serve_head: bool = False) -> list[Gr
     Raises:
         CheckpointError: unknown architecture, or no linear layer.
     """
-    model = skeleton(folder, torch.bfloat16)
+    model = meta_model(folder, torch.bfloat16)
     head, prefix = model.get_output_embeddings(), prefix_of(model)
     layers = _linear_layers(model, serve_head=serve_head)
     groups = []
@@ -120,15 +120,16 @@ def groups_of_architecture(folder: Path, *, serve_head: bool = False) -> list[Gr
             for name, size in zip(names, sizes, strict=True)
         ]
         members = tuple(
-            Member(below(name, prefix), size[0], "", isinstance(layers[name], Conv1D))
+            Member(strip_prefix(name, prefix), size[0], "", isinstance(layers[name], Conv1D))
             for name, size in zip(names, sizes, strict=True)
         )
         groups.append(GroupInfo(sizes[0][1], members, head=layers[names[0]] is head))
     if not groups:
         raise CheckpointError(f"{folder}/config.json is of a model without linear layers")
     experts = [
-        (Member(f"{below(each.name, prefix)}.{expert}", outputs, "", each.transposed, expert=expert), inputs)
+        (Member(f"{name}.{expert}", outputs, "", each.transposed, expert=expert), inputs)
         for each in projections(model)
+        for name in [strip_prefix(each.name, prefix)]
         for count, outputs, inputs in [each.axes]
         for expert in range(count)
     ]

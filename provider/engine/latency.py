@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.latency import Line
+from shared.latency import LinearLatency
 from shared.wire.header import member_indices
 
 # Guesses for a shape that was never measured, of an ordinary processor.
@@ -41,18 +41,18 @@ class LatencyModel:
 
     def __init__(self, shapes: Sequence[Shape]) -> None:
         self.shapes = list(shapes)
-        self._lines: dict[tuple[Shape, int], Line] = {}
+        self._lines: dict[tuple[Shape, int], LinearLatency] = {}
 
-    def line(self, group: int, direction: int) -> Line:
+    def line(self, group: int, direction: int) -> LinearLatency:
         """The line of a group and direction."""
         shape = self.shapes[group]
         if (shape, direction) not in self._lines:
-            self._lines[shape, direction] = Line(
+            self._lines[shape, direction] = LinearLatency(
                 4 * shape.size / GUESSED_BYTES_PER_SECOND, shape.size / GUESSED_PRODUCTS_PER_SECOND
             )
         return self._lines[shape, direction]
 
-    def set(self, group: int, direction: int, line: Line) -> None:
+    def set(self, group: int, direction: int, line: LinearLatency) -> None:
         """Set the forecast of a group's shape and direction."""
         self._lines[self.shapes[group], direction] = line
 

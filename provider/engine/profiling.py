@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from provider.engine.latency import LatencyModel, Shape
 from provider.executor.products import GroupExecutor
-from shared.latency import Line
+from shared.latency import LinearLatency
 from shared.wire.header import Direction
 from shared.wire.messages import GroupInfo, Manifest
 
@@ -21,7 +21,7 @@ def shapes_of(groups: Iterable[GroupInfo]) -> list[Shape]:
 
 def profile(
     executor: GroupExecutor, groups: Mapping[int, GroupInfo], rounds: int = 3
-) -> dict[tuple[int, Direction], Line]:
+) -> dict[tuple[int, Direction], LinearLatency]:
     """Measure products of one and of many rows, for each shape and direction; takes seconds at most.
 
     Args:
@@ -31,7 +31,7 @@ def profile(
     Returns:
         Lines of one group of each shape.
     """
-    lines: dict[tuple[int, Direction], Line] = {}
+    lines: dict[tuple[int, Direction], LinearLatency] = {}
     alike: dict[Shape, list[int]] = {}
     for number, shape in zip(groups, shapes_of(groups.values()), strict=True):
         alike.setdefault(shape, []).append(number)
@@ -49,7 +49,7 @@ def profile(
                         seconds.append(time.perf_counter() - started)
             few, many = (sorted(seconds)[rounds // 2] for seconds in times.values())
             per_row = max(many - few, 0.01 * many) / (PROFILE_ROWS - 1)
-            lines[numbers[0], direction] = Line(max(few - per_row, 0.1 * few), per_row)
+            lines[numbers[0], direction] = LinearLatency(max(few - per_row, 0.1 * few), per_row)
     return lines
 
 

@@ -198,7 +198,7 @@ class Lockstep:
 
 
 @dataclass(frozen=True)
-class Objective:
+class LatencyObjective:
     """What the provider promises, and how long it lets requests wait for other requests.
 
     Attributes:
@@ -236,8 +236,8 @@ class Opportunistic:
         objective: see there.
     """
 
-    def __init__(self, latency: LatencyModel, objective: Objective | None = None) -> None:
-        self._latency, self._objective = latency, objective or Objective()
+    def __init__(self, latency: LatencyModel, objective: LatencyObjective | None = None) -> None:
+        self._latency, self._objective = latency, objective or LatencyObjective()
         self.tokens = DecodedTokens(self._objective.decode_seconds)
         # A token passes all groups: each request has its part of the time.
         self._request_seconds = self._objective.decode_seconds / max(1, len(latency.shapes))
@@ -440,7 +440,7 @@ class _Active:
 POLICIES = ("opportunistic", "none", "lockstep")
 
 
-def make_policy(name: str, latency: LatencyModel, objective: Objective) -> Policy:
+def make_policy(name: str, latency: LatencyModel, objective: LatencyObjective) -> Policy:
     """A policy by the name that ``--batching`` takes; one of POLICIES."""
     if name == "none":
         return Unbatched()

@@ -12,7 +12,7 @@ from provider.executor.stripes import Stripe
 from shared.devices import Pipeline, to_device, to_host
 from shared.errors import WireError
 from shared.ring.mask_stream import MaskStream
-from shared.ring.rows import below
+from shared.ring.rows import all_finite_below
 from shared.wire.header import DTYPE_NAMES, Direction, Header, Operation, member_indices, wire_dtypes
 from shared.wire.protocol import GroupShape, split_blocks
 
@@ -23,7 +23,7 @@ def check_finite(blocks: Sequence[torch.Tensor]) -> None:
     Raises:
         WireError: ``non_finite``.
     """
-    if not all(below(block) for block in blocks if block.is_floating_point()):
+    if not all(all_finite_below(block) for block in blocks if block.is_floating_point()):
         raise WireError("non_finite", "the rows hold NaN or infinity; nothing was computed")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
 import threading
 import time
@@ -19,26 +18,12 @@ from provider.observe.metrics import Metrics
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import TenantSession
 from shared.errors import ConfigurationError, WireError
+from shared.reminder import Reminder
 
 log = logging.getLogger(__name__)
 
 REMIND_SECONDS = 60.0  # between lines of the log that say the same
 JITTER = (0.9, 1.1)  # of a connection's greatest age: those that began together do not all move at once
-
-
-class Reminder:
-    """Whether to say once more what may happen a thousand times a second."""
-
-    def __init__(self) -> None:
-        self._told = -math.inf
-
-    def due(self) -> bool:
-        """Whether it was not said lately; then it is taken as said now."""
-        now = time.monotonic()
-        if now - self._told <= REMIND_SECONDS:
-            return False
-        self._told = now
-        return True
 
 
 class Connection(ABC):
@@ -142,7 +127,7 @@ class Connections:
         self._reserved_for: Counter[str] = Counter()  # by tenant
         self._open: set[Connection] = set()
         self._changed = threading.Condition()
-        self._full, self._unchecked = Reminder(), Reminder()
+        self._full, self._unchecked = Reminder(REMIND_SECONDS), Reminder(REMIND_SECONDS)
         self.draining = False
 
     def reserve(self, peer: str) -> bool:
@@ -157,7 +142,7 @@ class Connections:
     def turn_away(self, peer: str, why: str) -> None:
         """Count a connection for which there is no room; the log has one of a minute's."""
         self.metrics.handshake_failed("full")
-        if self._full.due():
+        if self._full.due(time.monotonic()):
             extra = {"peer": peer, "reason": "full"}
             log.warning("no room for %s, and perhaps for others: %s", peer, why, extra=extra)
 
@@ -217,7 +202,7 @@ class Connections:
         try:
             valid = tokens.good() if there else set()
         except ConfigurationError as error:
-            if self._unchecked.due():
+            if self._unchecked.due(time.monotonic()):
                 log.error("cannot check the tokens of open sessions: %s", error)
             return
         for connection in there:

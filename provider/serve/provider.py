@@ -16,7 +16,7 @@ import torch
 from provider.config import ServeConfig
 from provider.engine.engine import Engine
 from provider.engine.profiling import profiled
-from provider.engine.scheduler import Objective, Opportunistic, make_policy
+from provider.engine.scheduler import LatencyObjective, Opportunistic, make_policy
 from provider.executor.base import BaseExecutor
 from provider.observe.admin import AdminServer
 from provider.observe.metrics import Metrics
@@ -177,7 +177,7 @@ class Provider:
 
     def _make_service(self, executor: BaseExecutor | WorkerPool, metrics: Metrics) -> Service:
         config = self.config
-        objective = Objective(
+        objective = LatencyObjective(
             config.decode_objective_ms / 1000, config.decode_rows, wait_seconds=config.batch_wait_ms / 1000
         )
         quotas = Quotas(

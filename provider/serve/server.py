@@ -8,6 +8,7 @@ import os
 import socket
 import ssl
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import msgspec
 
 from provider.observe.metrics import Reason
 from provider.serve.certificates import own_certificate
-from provider.serve.connection import DEFAULT_LIMITS, ConnectionLimits, Connections, Reminder
+from provider.serve.connection import DEFAULT_LIMITS, REMIND_SECONDS, ConnectionLimits, Connections
 from provider.serve.descriptors import ReserveDescriptor, explained, none_left
 from provider.serve.handshake import (
     HANDSHAKE_ERRORS,
@@ -29,6 +30,7 @@ from provider.serve.tokens import TokenFile
 from provider.serve.websocket_connection import OpenSession, WebsocketConnection
 from provider.session.tenant import Send, Service, TenantSession
 from shared.errors import ConfigurationError
+from shared.reminder import Reminder
 
 log = logging.getLogger(__name__)
 
@@ -90,14 +92,14 @@ class Acceptor:
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
     def _accept(self) -> None:
-        reminder = Reminder()
+        reminder = Reminder(REMIND_SECONDS)
         while not self._connections.draining:
             try:
                 raw, address = self._listener.accept()
             except OSError as error:
                 if self._connections.draining or error.errno == errno.EINVAL:  # nobody listens any more
                     break
-                if reminder.due():
+                if reminder.due(time.monotonic()):
                     log.error("cannot accept connections: %s", explained(error))
                 if not (none_left(error) and self._reserve.release()):
                     threading.Event().wait(0.1)  # give some time to close

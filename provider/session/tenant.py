@@ -125,7 +125,7 @@ class TenantSession:
         """Answer one complete message, which may be an error, now or later.
 
         Raises:
-            OSError, EOFError: the carrier broke.
+            OSError, EOFError: the transport broke.
             WireError: fatal.
         """
         header = message.header
@@ -156,7 +156,7 @@ class TenantSession:
         self._send(header, data, _nothing)
 
     def close(self) -> None:
-        """The tenant left, or its carrier broke, perhaps in the middle of a message."""
+        """The tenant left, or its transport broke, perhaps in the middle of a message."""
         lasted, count = round(time.monotonic() - self._began, 3), self._answered
         extra = self._who | {"seconds": lasted, "requests": count}
         log.info(

@@ -72,7 +72,7 @@ class GatheredLane(WorkerLane):
                 raise
         return [each.result() for each in asked]
 
-    def again(self, worker: WorkerProcess) -> Assignment:
+    def restart_assignment(self, worker: WorkerProcess) -> Assignment:
         """See ``provider.workers.process.Owner``: the first one that comes back ends all others."""
         with self._lock:
             if worker in self._meeting:

@@ -235,7 +235,7 @@ class WorkerLane:
                 future.set_result(self._unavailable(len(batch.order)))
         self._changed()
 
-    def again(self, worker: WorkerProcess) -> Assignment:
+    def restart_assignment(self, worker: WorkerProcess) -> Assignment:
         """See ``provider.workers.process.Owner``."""
         return worker.assignment
 

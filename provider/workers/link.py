@@ -23,7 +23,7 @@ from provider.engine.loop import Loop
 from provider.executor.stripes import Gathering, Stripe
 from provider.workers.memory import Segment
 from shared.errors import WireError
-from shared.latency import Line
+from shared.latency import LinearLatency
 from shared.transport.colocated import SharedMemory
 from shared.wire.messages import GroupInfo
 
@@ -67,7 +67,7 @@ class Loaded(msgspec.Struct, frozen=True):
     """
 
     groups: dict[int, GroupInfo]
-    lines: list[tuple[int, int, Line]]
+    lines: list[tuple[int, int, LinearLatency]]
     weights: str = ""
 
 

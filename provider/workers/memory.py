@@ -31,7 +31,7 @@ class Segment:
 
     def view(self, unused: deque[Segment]) -> SharedMemory:
         """A view, after whose last tensor the segment is appended to ``unused``; from any thread."""
-        view = self._mapped.again()
+        view = self._mapped.alias()
         weakref.finalize(view.whole, unused.append, self)
         return view
 

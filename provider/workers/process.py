@@ -60,7 +60,7 @@ class Owner(Protocol):
         """It has ended, or stopped, and will not answer what it had."""
         ...
 
-    def again(self, worker: WorkerProcess) -> Assignment:
+    def restart_assignment(self, worker: WorkerProcess) -> Assignment:
         """It is about to be started again, in a thread of its own: what it shall hold then."""
         ...
 
@@ -255,7 +255,7 @@ class WorkerProcess:
             tries += 1
             self.restarts += 1
             try:
-                self.assignment = self._owner.again(self)
+                self.assignment = self._owner.restart_assignment(self)
                 self._process = self._launch()
                 if not self._closing.is_set():
                     self._ready()

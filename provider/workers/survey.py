@@ -28,7 +28,7 @@ from provider.executor.weights import FloatWeight, GroupWeight, RingWeight
 from provider.workers.planner import Device
 from provider.workers.world import processors_each
 from shared.errors import Argument, ConfigurationError
-from shared.latency import Line
+from shared.latency import LinearLatency
 from shared.ring.fixed_point import LARGEST
 from shared.wire.header import RINGS, Direction
 from shared.wire.messages import GroupInfo, Member
@@ -169,7 +169,7 @@ def latency_of(
         if found is not None and found.lines is not None:
             both = list(found.lines[number])
         for direction, line in zip((Direction.FORWARD, Direction.BACKWARD), both, strict=True):
-            model.set(number, direction, Line(*line))
+            model.set(number, direction, LinearLatency(*line))
     return model
 
 

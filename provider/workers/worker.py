@@ -43,7 +43,7 @@ from provider.workers.link import (
 from shared.checkpoint import Checkpoint
 from shared.devices import pin
 from shared.errors import SymbiosisError, WireError
-from shared.latency import Line
+from shared.latency import LinearLatency
 from shared.transport.colocated import SharedMemory
 from shared.wire.header import Direction
 from shared.wire.protocol import GroupShape
@@ -83,7 +83,7 @@ def load(
     infos = {number: group.info for number, group in loaded.items()}
     sharing = (assignment.gathering or ALONE).count  # what was measured is one's part of the rows
     lines = [
-        (group, int(direction), Line(line.fixed, line.per_row / sharing))
+        (group, int(direction), LinearLatency(line.fixed, line.per_row / sharing))
         for (group, direction), line in profile(executor, infos).items()
     ]
     if shards is not None:

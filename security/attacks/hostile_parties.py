@@ -184,12 +184,12 @@ def in_copy(action: Callable[[], object]) -> str:
 
 def unguarded(masks: Any, action: Callable[[], object]) -> str:
     """The same without what keeps a child from its parent's masks; its connections it loses all the same."""
-    in_child, check = forks.MadeHere.in_child, forks.MadeHere.check
+    in_child, check = forks.ForkGuard.in_child, forks.ForkGuard.check
     forks._owners.discard(masks)
-    forks.MadeHere.in_child = property(lambda self: False)  # type: ignore[method-assign, assignment]
-    forks.MadeHere.check = lambda self: None  # type: ignore[method-assign]
+    forks.ForkGuard.in_child = property(lambda self: False)  # type: ignore[method-assign, assignment]
+    forks.ForkGuard.check = lambda self: None  # type: ignore[method-assign]
     try:
         return in_copy(action)
     finally:
-        forks.MadeHere.in_child, forks.MadeHere.check = in_child, check  # type: ignore[method-assign]
+        forks.ForkGuard.in_child, forks.ForkGuard.check = in_child, check  # type: ignore[method-assign]
         forks.register_for_fork(masks)

@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 
-from shared.forks import MadeHere
+from shared.forks import ForkGuard
 from shared.wire.header import SEED_BYTES
 
 _ZEROS = bytes(1 << 18)  # stays in the processor's cache
@@ -36,7 +36,7 @@ class MaskStream:
     def __init__(self, seed: bytes | bytearray | memoryview, skip: int = 0) -> None:
         if len(seed) != SEED_BYTES:
             raise ValueError(f"a seed has {SEED_BYTES} bytes")
-        self._made_here = MadeHere()
+        self._fork_guard = ForkGuard()
         blocks, rest = divmod(skip, 16)
         self._stream = Cipher(AES(bytes(seed)), CTR(blocks.to_bytes(16, "big"))).encryptor()
         self._stream.update(bytes(rest))
@@ -47,7 +47,7 @@ class MaskStream:
         Raises:
             ConnectionLost: this is a forked child of the process that made the stream.
         """
-        self._made_here.check()
+        self._fork_guard.check()
         size = 4 * rows * columns
         if 0 < size <= len(_ZEROS):  # those of decoding, for which calls count
             stream = bytearray(self._stream.update(_ZEROS[:size]))

@@ -113,8 +113,8 @@ def multiply(which: int, rows: torch.Tensor, weight: torch.Tensor, out: torch.Te
         raise MemoryError("no memory for a product")
 
 
-def below(values: torch.Tensor, limit: float) -> bool:
-    """See ``shared.ring.rows.below``; contiguous float32, and there is native code."""
+def all_finite_below(values: torch.Tensor, limit: float) -> bool:
+    """See ``shared.ring.rows.all_finite_below``; contiguous float32, and there is native code."""
     bits = int.from_bytes(struct.pack("<f", limit), "little")
     return bool(LIBRARY.ring_below(_address(values), values.numel(), bits))  # type: ignore[union-attr]
 

@@ -25,11 +25,11 @@ def _check(tensor: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ..
         )
 
 
-def below(values: torch.Tensor, limit: float = math.inf) -> bool:
+def all_finite_below(values: torch.Tensor, limit: float = math.inf) -> bool:
     """Whether all of a float tensor, on whatever device, are numbers of less than ``limit``'s size."""
     ordinary = values.dtype == torch.float32 and values.device.type == "cpu" and values.is_contiguous()
     if ordinary and ring_native.LIBRARY is not None:
-        return ring_native.below(values, limit)
+        return ring_native.all_finite_below(values, limit)
     # One reduction is cheaper than a look at every element, which a finite tensor has if its sum overflows.
     if limit == math.inf and math.isfinite(values.sum().item()):
         return True

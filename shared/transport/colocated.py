@@ -130,7 +130,7 @@ class SharedMemory:
         memory.whole, memory.size = np.empty(size, np.uint8), size
         return memory
 
-    def again(self) -> SharedMemory:
+    def alias(self) -> SharedMemory:
         """The same memory, whose tensors keep another array alive."""
         other = copy.copy(self)
         other.whole = np.frombuffer(self.whole.data, np.uint8)  # not a view: those are views of the first

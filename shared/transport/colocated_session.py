@@ -13,7 +13,7 @@ import zmq
 from shared.errors import (
     AuthenticationError,
     ConnectError,
-    NobodyListens,
+    ConnectionRefused,
     ProtocolVersionError,
     WireError,
     peer_seconds,
@@ -98,7 +98,7 @@ def open_link(url: str, token: str, timeout: float) -> Link:
     try:
         doubt = why_not_private(directory)
     except OSError as error:
-        raise NobodyListens(
+        raise ConnectionRefused(
             f"cannot connect to {url}: {error.strerror}; is the executor running with `--local-dir`?"
         ) from error
     if doubt:
@@ -148,7 +148,7 @@ def _request_session(directory: Path, url: str, token: str, timeout: float) -> O
         if not ready:
             raise ConnectError(f"{url} did not answer within {timeout:.0f} s")
         if sock not in ready:
-            raise NobodyListens(f"cannot connect to {url}: nobody listens; is the executor running?")
+            raise ConnectionRefused(f"cannot connect to {url}: nobody listens; is the executor running?")
         kind, body = [*sock.recv_multipart(), b""][:2]
     finally:
         sock.disable_monitor()

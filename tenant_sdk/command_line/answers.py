@@ -68,12 +68,12 @@ def _ready(
     if own.tokenizer is None and given.adapter is not None and tokenizer_in(given.adapter):
         STATUS.print(escape(shown(not_used(given.adapter))))
     with open_session(config) as session:
-        model, words = load(session, own.tokenizer, own.model, bars=STATUS.is_terminal)
+        model, tokenizer = load(session, own.tokenizer, own.model, bars=STATUS.is_terminal)
         if given.adapter is not None:
             model = load_adapter(model, given.adapter, session, allow_other_base=given.allow_other_base)
         if context.kv is None:
             place = replace(place, kv=default_place(model))
-        yield _Ready(session, model, words, place)
+        yield _Ready(session, model, tokenizer, place)
 
 
 @options.command_line.takes

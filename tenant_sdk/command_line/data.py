@@ -51,16 +51,16 @@ def data(
     with imports.at_once():
         from tenant_sdk.session.opening import open_session
         from tenant_sdk.tuning.data import Reader
-        from tenant_sdk.tuning.own import Words, words_in, words_of
+        from tenant_sdk.tuning.own import TokenizerInfo, tokenizer_info_in, tokenizer_info_of
 
-    words: Words
+    info: TokenizerInfo
     if config is None:
-        words = words_in(tokenizer or Path())
+        info = tokenizer_info_in(tokenizer or Path())
     else:
         with open_session(config) as session:
-            words = words_of(session)
+            info = tokenizer_info_of(session)
     length, whole = reading.sequence_length, reading.train_on_prompt
-    reader = Reader(words.tokenizer, length, whole, ends=words.ends, embeddings=words.embeddings)
+    reader = Reader(info.tokenizer, length, whole, ends=info.ends, embeddings=info.embeddings)
     read = [reader.file(path) for path in files]
     if as_json:
         for file in read:
@@ -68,7 +68,7 @@ def data(
                 sys.stdout.buffer.write(_line(file, entry) + b"\n")
         sys.stdout.buffer.flush()
     else:
-        _show(words.tokenizer, read, length, _HEAD if head is None else head)
+        _show(info.tokenizer, read, length, _HEAD if head is None else head)
 
 
 def _line(file: ReadFile, entry: Entry) -> bytes:

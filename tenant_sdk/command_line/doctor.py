@@ -17,8 +17,8 @@ from cryptography import x509
 from shared.errors import (
     AuthenticationError,
     ConfigurationError,
+    ConnectionRefused,
     Message,
-    NobodyListens,
     Placeholder,
     ProtocolVersionError,
     SymbiosisError,
@@ -320,7 +320,7 @@ class _Waiting(Generic[T]):
             started = time.perf_counter()
             try:
                 self.done = self._attempt()
-            except NobodyListens:
+            except ConnectionRefused:
                 if started - began >= self._target.wait:
                     raise
                 if not told:

@@ -76,16 +76,16 @@ def finetune(training: TrainingOptions, own: ModelOptions, connection: options.S
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", f"{training.output}.runs")
     say_connecting(config)
     with interruption_told(), open_session(config) as session, ShownTraining() as shows:
-        adapted, words = load(session, own.tokenizer, own.model, training.base, bars=STATUS.is_terminal)
+        adapted, tokenizer = load(session, own.tokenizer, own.model, training.base, bars=STATUS.is_terminal)
         told = Told(
             lambda line: STATUS.print(escape(shown(line))),
             shows.step,
-            lambda example: show_first(STATUS, words, example),
+            lambda example: show_first(STATUS, tokenizer, example),
             shows.checking,
             shows.samples,
         )
-        report = train(training, adapted, words, session, told, keep_tokenizer=own.tokenizer is not None)
-        chats = has_chat_template(words)
+        report = train(training, adapted, tokenizer, session, told, keep_tokenizer=own.tokenizer is not None)
+        chats = has_chat_template(tokenizer)
     shows.outcome()
     print_report(report)
     print_stats(session, config, RESULTS)

@@ -1,8 +1,8 @@
 """One connection to an executor: many requests in flight, from any thread, without a thread of its own.
 
-Whoever waits for an answer and finds the carrier free becomes the *leader*: it writes what is to be
+Whoever waits for an answer and finds the transport free becomes the *leader*: it writes what is to be
 written and reads what arrives, for itself and for the others, until its own answer is complete;
-then it hands the carrier to another waiter. So a lone thread, which is the usual case, sends and
+then it hands the transport to another waiter. So a lone thread, which is the usual case, sends and
 receives without a single hand-over between threads.
 
 What carries the messages is a subclass's: ``websocket_channel``, ``colocated``, ``inprocess``.
@@ -29,7 +29,7 @@ from shared.errors import (
     peer_seconds,
     peer_text,
 )
-from shared.forks import MadeHere
+from shared.forks import ForkGuard
 from shared.wire.header import Header, Operation, RequestClass
 from shared.wire.messages import ErrorInfo, decode
 from shared.wire.protocol import TenantProtocol
@@ -41,10 +41,10 @@ Entropy = Callable[[int], bytes]
 class Pending:
     """A request under way; ``Channel.wait`` turns it into its answer."""
 
-    __slots__ = ("answer", "done", "error", "event", "leads", "pressing", "waited")
+    __slots__ = ("answer", "done", "error", "event", "latency_sensitive", "leads", "waited")
 
     def __init__(self) -> None:
-        self.pressing = False  # somebody waits for what it is for
+        self.latency_sensitive = False  # somebody waits for what it is for
         self.event: threading.Event | None = None  # made only if another thread leads
         self.answer: Incoming | None = None
         self.error: SymbiosisError | None = None
@@ -78,7 +78,7 @@ class Channel(abc.ABC):
         self.timeout = timeout
         self._protocol = TenantProtocol()
         self._lock = threading.Lock()  # guards all below
-        self._made_here = MadeHere()
+        self._fork_guard = ForkGuard()
         self._leading = False
         self._pending: dict[int, Pending] = {}
         self._pongs: deque[Pending] = deque()
@@ -96,29 +96,29 @@ class Channel(abc.ABC):
             ConnectionLost: this is a forked child.
             SymbiosisError: what broke the channel earlier.
         """
-        self._made_here.check()
+        self._fork_guard.check()
         pending = Pending()
         with self._lock:
             if self._broken is not None:
-                raise again(self._broken)
+                raise copy_error(self._broken)
             header = header_of(self._protocol)
             try:
                 self._outbox.append(self._message(header, blocks))
             except BaseException:
                 self._protocol.answered(header.request_id)
                 raise
-            pending.pressing = header.request_class in (RequestClass.DECODE, RequestClass.PREFILL)
+            pending.latency_sensitive = header.request_class in (RequestClass.DECODE, RequestClass.PREFILL)
             self._pending[header.request_id] = pending
             if self._leading:  # it may be asleep until something arrives
                 self._wake_leader()
         return pending
 
     def push(self) -> None:
-        """Send what the carrier takes at once, if nobody else is at it; without waiting for anything.
+        """Send what the transport takes at once, if nobody else is at it; without waiting for anything.
 
         What breaks the channel here is raised to those who wait.
         """
-        self._made_here.check()
+        self._fork_guard.check()
         pusher = Pending()  # nobody waits for it
         try:
             with self._lock:
@@ -136,7 +136,7 @@ class Channel(abc.ABC):
             RequestRefused: the executor answered with an error; the channel is still good.
             ConnectionLost, RequestTimeout, WireError: the channel is broken from now on.
         """
-        self._made_here.check()
+        self._fork_guard.check()
         try:
             with self._lock:
                 pending.waited = True
@@ -168,11 +168,11 @@ class Channel(abc.ABC):
 
     def ping(self) -> None:
         """A round trip that asks for nothing."""
-        self._made_here.check()
+        self._fork_guard.check()
         pending = Pending()
         with self._lock:
             if self._broken is not None:
-                raise again(self._broken)
+                raise copy_error(self._broken)
             self._pongs.append(pending)
             self._outbox.append(self._ping_message())
             if self._leading:
@@ -181,10 +181,10 @@ class Channel(abc.ABC):
 
     def close(self) -> None:
         """End the session; later requests, and those under way, raise ConnectionLost."""
-        if self._made_here.in_child:
+        if self._fork_guard.in_child:
             return  # it is the parent's, who goes on with it
         with self._lock:
-            ours = not self._leading  # else the leader shuts the carrier: nobody else may touch it
+            ours = not self._leading  # else the leader shuts the transport: nobody else may touch it
             self._leading = True  # and from now on nobody starts to lead
             well = ours and self._broken is None
         try:
@@ -198,10 +198,10 @@ class Channel(abc.ABC):
                 self._shut()
 
     def forked(self) -> None:
-        """See ``shared.forks``; a carrier closes its descriptors too, and the other side hears nothing."""
+        """See ``shared.forks``; a transport closes its descriptors too, and the other side hears nothing."""
         self._outbox, self._pending, self._pongs = deque(), {}, deque()
 
-    # -- what a carrier does ---------------------------------------------------------------------
+    # -- what a transport does -------------------------------------------------------------------
 
     @abc.abstractmethod
     def _message(self, header: Header, blocks: list[torch.Tensor] | bytes) -> Any:
@@ -229,7 +229,7 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     def _shut(self) -> None:
-        """Give the carrier back; only whoever leads, or led last, is here."""
+        """Give the transport back; only whoever leads, or led last, is here."""
 
     # -- leading ---------------------------------------------------------------------------------
 
@@ -300,16 +300,16 @@ class Channel(abc.ABC):
         """Fail everything under way and everything to come."""
         with self._lock:
             if self._broken is None:
-                self._broken = again(error)  # without the frames of whoever met it
+                self._broken = copy_error(error)  # without the frames of whoever met it
             waiting = [*self._pending.values(), *self._pongs]
             self._pending.clear()
             self._pongs.clear()
             self._outbox.clear()
         for pending in waiting:
-            pending.finish(None, again(self._broken))
+            pending.finish(None, copy_error(self._broken))
 
 
-def again(error: SymbiosisError) -> SymbiosisError:
+def copy_error(error: SymbiosisError) -> SymbiosisError:
     """A copy to raise: one object raised many times would keep every caller's frames alive."""
     return copy.copy(error).with_traceback(None)
 

@@ -19,8 +19,8 @@ from shared.errors import (
     AuthenticationError,
     ConfigurationError,
     ConnectError,
+    ConnectionRefused,
     Message,
-    NobodyListens,
     Placeholder,
     ProtocolVersionError,
     SymbiosisError,
@@ -122,7 +122,7 @@ def open_tcp(host: str, port: int, timeout: float, address: str = "") -> socket.
             f"{at} did not answer within {timeout:.0f} s; is a firewall in between?"
         ) from error
     except OSError as error:
-        kind = NobodyListens if isinstance(error, ConnectionRefusedError) else ConnectError
+        kind = ConnectionRefused if isinstance(error, ConnectionRefusedError) else ConnectError
         raise kind(
             f"cannot connect to {at}: {error.strerror}; is the executor running and the port right?"
         ) from error

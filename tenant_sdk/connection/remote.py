@@ -25,7 +25,7 @@ from shared.wire.header import (
 from shared.wire.messages import Fetch, FileInfo, ParameterInfo, encode
 from shared.wire.protocol import GroupShape, Plan, TenantProtocol
 from shared.wire.websocket import Incoming, tensor_bytes
-from tenant_sdk.connection.channel import Channel, Pending, again
+from tenant_sdk.connection.channel import Channel, Pending, copy_error
 from tenant_sdk.connection.clock import CLOCK, Clock
 from tenant_sdk.connection.replicas.parts import PartConnections
 from tenant_sdk.connection.replicas.reconnecting import FindReplicas, ReconnectingConnection
@@ -62,10 +62,10 @@ class PendingProduct:
             try:
                 self._result = finish()
             except SymbiosisError as error:
-                self._error = again(error)
+                self._error = copy_error(error)
                 raise
         if self._error is not None:
-            raise again(self._error)
+            raise copy_error(self._error)
         if self._result is None:
             raise ConnectionLost("somebody waited for this product and was interrupted")
         return self._result

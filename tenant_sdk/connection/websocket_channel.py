@@ -117,7 +117,7 @@ class WebsocketChannel(Channel):
 
     def _lead(self, pending: Pending) -> None:
         last_progress = self._clock.now()
-        awake_until = last_progress + SPIN_SECONDS if pending.pressing else 0.0
+        awake_until = last_progress + SPIN_SECONDS if pending.latency_sensitive else 0.0
         while not pending.done:
             blocked = self._send()
             now = self._clock.now()

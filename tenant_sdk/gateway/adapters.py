@@ -134,7 +134,7 @@ def take(
     ):
         copy = Path(made)
         check = partial(_check, source=source, most_rank=most_rank)
-        received = receive(source, copy, _frame(manifest), within=within, check=check)
+        received = receive(source, copy, _stub_model(manifest), within=within, check=check)
         record = None if allow_other_base else Provenance.read(copy, source)
         notes = record.check(manifest, source) if record is not None else ""
         folder = copies / received.digest[:32]
@@ -144,19 +144,19 @@ def take(
     return Adapter(name, source, folder, _rank(received.config), notes)
 
 
-def _frame(manifest: Manifest) -> nn.Module:
-    """The layers that adapters can change here, under their names in adapters, and without memory."""
+def _stub_model(manifest: Manifest) -> nn.Module:
+    """Stubs, without memory, of the layers that adapters can change here, by their names in adapters."""
     import torch
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    frame = nn.Module()
+    model = nn.Module()
     for group in manifest.groups:
         for member in group.members:
             if group.head or member.expert is not None:
                 continue
             *above, name = f"{manifest.base_prefix}.{member.name}".removeprefix(".").split(".")
-            place = frame
+            place = model
             for part in above:
                 if not hasattr(place, part):
                     place.add_module(part, nn.Module())
@@ -170,7 +170,7 @@ def _frame(manifest: Manifest) -> nn.Module:
             layer.bias, shape = None, layer.weight.shape
             layer.weight = nn.Parameter(torch.zeros(()).expand(shape), False)
             place.add_module(name, layer)
-    return frame
+    return model
 
 
 def _rank(config: Any) -> int:

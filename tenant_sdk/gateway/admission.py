@@ -79,7 +79,7 @@ def told(failure: str, message: str, retry_after: int) -> Refusal:
 
 
 @dataclass
-class Strangers:
+class UnauthenticatedConnections:
     """Connections that have shown no key yet: the one that has been here longest makes room for another.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tenant_sdk.gateway.admission import Door, Refusal, Strangers
+from tenant_sdk.gateway.admission import Door, Refusal, UnauthenticatedConnections
 from tenant_sdk.gateway.fairness import Reservations
 from tenant_sdk.gateway.front import BODY_BYTES, FLUSHED, SMALL_BODY_BYTES
 
@@ -18,7 +18,7 @@ HEADER_BYTES = 64 << 10
 HEADERS = 128
 UNREAD_SECONDS = 60.0  # until a client that does not read the rest of its answer is given up
 UNREAD_BYTES = 64 << 20  # of answers that clients have not read yet, of all clients
-STRANGERS = 128  # connections that have shown no key
+MAX_UNAUTHENTICATED = 128  # connections that have shown no key
 CONNECTIONS = 1024  # that have shown one, of all clients
 
 
@@ -29,20 +29,20 @@ class Connections:
     Args:
         door: says whose a connection is.
         known: places of connections that have shown a key.
-        strangers: the others.
+        unauthenticated: the others.
         unread: bytes of answers that known clients have not read yet.
     """
 
     door: Door
     known: Reservations
-    strangers: Strangers
+    unauthenticated: UnauthenticatedConnections
     unread: Reservations
 
     @classmethod
     def at(cls, door: Door) -> Connections:
         """Those behind a door."""
         known, unread = (Reservations(most, door.clients) for most in (CONNECTIONS, UNREAD_BYTES))
-        return cls(door, known, Strangers(STRANGERS), unread)
+        return cls(door, known, UnauthenticatedConnections(MAX_UNAUTHENTICATED), unread)
 
     def protocol(self) -> type[HttpToolsProtocol]:
         """What uvicorn makes for each connection."""
@@ -65,7 +65,7 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # writing is paused until all has left
         self._expect()
-        if (first := self.shared.strangers.arrive(self)) is not None:
+        if (first := self.shared.unauthenticated.arrive(self)) is not None:
             assert isinstance(first, _Arrival)  # noqa: S101 - only they arrive
             first.transport.abort()
 
@@ -73,7 +73,7 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
         """See asyncio."""
         self._cancel("_late")
         self._cancel("_rest")
-        self.shared.strangers.leave(self)
+        self.shared.unauthenticated.leave(self)
         self._read()
         if self._client is not None:
             self.shared.known.give_back(self._client, 1)
@@ -122,7 +122,7 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
         if self._client is None:
             client = self.shared.door.admit(self.headers)
             if not isinstance(client, Refusal):
-                self.shared.strangers.leave(self)
+                self.shared.unauthenticated.leave(self)
                 if not self.shared.known.take(client, 1):
                     self.transport.abort()
                     return

@@ -33,7 +33,7 @@ from tenant_sdk.gateway.front import GENERATES, TOKENIZES, Front, Served
 from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.quiet import leave_words_out
 from tenant_sdk.gateway.status import Status
-from tenant_sdk.gateway.trials import Trials
+from tenant_sdk.gateway.trials import ConstraintChecker
 from tenant_sdk.gateway.turns import TOKENIZING_THREADS, CachedAnswer, Threads, Turns, current_client
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Gateway:
     refused: dict[str, str] = field(default_factory=dict)  # folders that hold none, and why
     engine: Any = None  # vLLM's client of it
     parser: RequestParser = field(default_factory=RequestParser)
-    trials: Trials | None = None  # of constraints, if it takes any
+    constraint_checker: ConstraintChecker | None = None  # of constraints, if it takes any
     samples: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
 
     @property
@@ -152,7 +152,7 @@ class Endpoints:
             served=Served(
                 context=lambda: gateway.engine.model_config.max_model_len,
                 parser=gateway.parser,
-                constraint_checker=lambda: gateway.trials,
+                constraint_checker=lambda: gateway.constraint_checker,
                 unserved=self._unserved,
                 calls=bool(gateway.tool_parser),
             ),
@@ -193,8 +193,8 @@ class Endpoints:
         rules.no_truncation()
         file.write_text(rules.to_str())
         tokens = max(engine.model_config.get_vocab_size(), len(tokenizer))
-        gateway.trials = Trials(file, tokens, tokenizer.eos_token_id)
-        await gateway.trials.start()
+        gateway.constraint_checker = ConstraintChecker(file, tokens, tokenizer.eos_token_id)
+        await gateway.constraint_checker.start()
         backend_guidance.validate_guidance_grammar = lambda *_, **__: None
 
     async def _announce(self) -> None:

@@ -1,7 +1,7 @@
 """Which waiting sequences may begin, so that one client's do not make those of others wait. No I/O, no clock.
 
 FlexLLM fills what the latency of a step leaves (§6.2), and shares tokens among tenants (appendix C). Here the
-clients of a gateway take turns with what a step has: seats, places for adapters, and rows for prompts.
+clients of a gateway take turns with what a step has: sequences, adapters, and rows for prompts.
 
 These rules say what one client can take:
 
@@ -13,9 +13,10 @@ These rules say what one client can take:
 - ``grammars``: time and memory for compiling a constraint; ``trials``: one at a time.
 - ``turns``: one at a time of the server's threads for tokenizing.
 - ``endpoints``: names of adapters; one change of them at a time.
-- here: ``Reservations`` of all that is counted; seats, adapters and memory of sequences (``in_turn``,
-  ``giving_up``); of a step the time (``Steps``), attention (``Attention``), sampling (``paused_sampling``)
-  and rows for prompts (``second_prompts``, ``rows_per_client``); time to apply constraints (``Allowance``).
+- here: ``Reservations`` of all that is counted; sequences, their adapters and their memory
+  (``next_admissions``, ``next_preemptions``); of a step the time (``Steps``), attention
+  (``AttentionTimeDebt``), sampling (``paused_sampling``) and rows for prompts (``second_prompts``,
+  ``rows_per_client``); time to apply constraints (``Allowance``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shared.latency import LEARNING, OUTLIER, Line
+from shared.latency import LEARNING, OUTLIER, LinearLatency
 
 # How many times as long a step may take for prompts: while others decode, and else while others may come.
 STEP_FACTOR_BUSY, STEP_FACTOR_QUIET = 1.5, 2.5
@@ -106,7 +107,7 @@ class Allowance:
         return self._remaining[client] >= 0
 
 
-class Wanted(NamedTuple):
+class SequenceInfo(NamedTuple):
     """A sequence.
 
     Attributes:
@@ -135,11 +136,11 @@ class Memory(NamedTuple):
     free: int
 
 
-def in_turn(
-    running: Sequence[Wanted],
-    waiting: Sequence[Wanted],
-    seats: int,
-    places: int,
+def next_admissions(
+    running: Sequence[SequenceInfo],
+    waiting: Sequence[SequenceInfo],
+    max_sequences: int,
+    max_adapters: int,
     clients: int,
     *,
     several: bool = True,
@@ -147,7 +148,7 @@ def in_turn(
 ) -> list[str]:
     """Names of the waiting sequences that may begin now, in order; the others wait for another step.
 
-    The client that has the fewest sequences comes first. A part of all seats and places stays free for each
+    The client that has the fewest sequences comes first. A part of both counts stays free for each
     client (``Reservations``). If there are several clients, nothing of a client begins while a prompt of it
     is read (but several may begin in one step, see ``second_prompts``), and what begins stays within its
     client's equal share of the memory, or is the only one that the client has.
@@ -155,20 +156,21 @@ def in_turn(
     Args:
         running: sequences that have begun, in the order in which they did.
         waiting: the others, in the order in which they came.
-        seats: sequences that may run at once.
-        places: different adapters that may run at once.
+        max_sequences: that may run at once.
+        max_adapters: different ones that may run at once.
         clients: how many there may be.
         several: more than one client has had sequences lately.
         memory: for keys and values; None: is not looked at.
     """
     held = Counter(each.client for each in running)
-    seated, placed = Reservations(seats, clients, dict(held)), Reservations(places, clients)
+    for_sequences = Reservations(max_sequences, clients, dict(held))
+    for_adapters = Reservations(max_adapters, clients)
     adapters = {0}
     for each in running:
         if each.adapter not in adapters:
             adapters.add(each.adapter)
-            placed.taken[each.client] = placed.taken.get(each.client, 0) + 1
-    queues: dict[str, deque[Wanted]] = {}
+            for_adapters.taken[each.client] = for_adapters.taken.get(each.client, 0) + 1
+    queues: dict[str, deque[SequenceInfo]] = {}
     for each in waiting:
         queues.setdefault(each.client, deque()).append(each)
     if several:
@@ -183,23 +185,25 @@ def in_turn(
         )  # of those that have as many, the first that came
         each = queues[client].popleft()
         own = share is None or used[client] + each.more <= share or not held[client]
-        if not own or (share is not None and each.more > free) or not seated.take(client, 1):
+        if not own or (share is not None and each.more > free) or not for_sequences.take(client, 1):
             del queues[client]
             continue
-        if each.adapter in adapters or placed.take(client, 1):
+        if each.adapter in adapters or for_adapters.take(client, 1):
             adapters.add(each.adapter)
             begin.append(each.name)
             held[client] += 1
             used[client] += each.more
             free -= each.more
         else:
-            seated.give_back(client, 1)
+            for_sequences.give_back(client, 1)
         if not queues[client]:
             del queues[client]
     return begin
 
 
-def giving_up(running: Sequence[Wanted], waiting: Sequence[Wanted], memory: Memory) -> list[str]:
+def next_preemptions(
+    running: Sequence[SequenceInfo], waiting: Sequence[SequenceInfo], memory: Memory
+) -> list[str]:
     """Names of the running sequences whose keys and values make room, to be computed again later.
 
     Clients with more than an equal share give up their newest, if what runs could not go on otherwise, or
@@ -227,7 +231,7 @@ def giving_up(running: Sequence[Wanted], waiting: Sequence[Wanted], memory: Memo
     return given
 
 
-def _used(running: Sequence[Wanted]) -> Counter[str]:
+def _used(running: Sequence[SequenceInfo]) -> Counter[str]:
     """Blocks of each client's sequences after their next step."""
     used = Counter[str]()
     for each in running:
@@ -235,7 +239,7 @@ def _used(running: Sequence[Wanted]) -> Counter[str]:
     return used
 
 
-def _share(there: Sequence[Wanted], memory: Memory | None) -> int | None:
+def _share(there: Sequence[SequenceInfo], memory: Memory | None) -> int | None:
     """Blocks of one client; None: it is alone."""
     clients = {each.client for each in there}
     return memory.blocks // len(clients) if memory and len(clients) > 1 else None
@@ -250,7 +254,7 @@ class Steps:
         per_token: seconds for each token that the row of a decoding sequence attends to.
     """
 
-    line: Line
+    line: LinearLatency
     per_token: float
 
     def seconds(self, rows: int, tokens: int = 0) -> float:
@@ -284,13 +288,19 @@ class Steps:
 
 
 @dataclass
-class Attention:
+class AttentionTimeDebt:
     """What clients owe for steps that took longer because of what their sequences attend to."""
 
     owed: dict[str, float] = field(default_factory=dict)
 
     def paused(
-        self, going: Sequence[Wanted], steps: Steps, seconds: float, *, clients: int, lightest: str | None
+        self,
+        going: Sequence[SequenceInfo],
+        steps: Steps,
+        seconds: float,
+        *,
+        clients: int,
+        lightest: str | None,
     ) -> set[str]:
         """Names of the sequences that wait for a later step; a client that owes nothing has one in this.
 
@@ -331,11 +341,11 @@ def paused_sampling(sorting: Sequence[tuple[str, str]], vocabulary: int) -> set[
     return paused
 
 
-def second_prompts(running: Sequence[Wanted]) -> set[str]:
+def second_prompts(running: Sequence[SequenceInfo]) -> set[str]:
     """Names of running sequences that pause while another prompt of their client is read.
 
-    ``in_turn`` lets several of a client begin in one step. Of those that are not read at its end, all but one
-    pause.
+    ``next_admissions`` lets several of a client begin in one step. Of those that are not read at its end, all
+    but one pause.
 
     Args:
         running: sequences that have begun, in the order in which prompts came.
@@ -367,7 +377,7 @@ class Seen:
         return len(self._last)
 
 
-def rows_per_client(rows: int, running: Sequence[Wanted], beginning: Iterable[str]) -> int:
+def rows_per_client(rows: int, running: Sequence[SequenceInfo], beginning: Iterable[str]) -> int:
     """Rows that the prompt of each client has in a step, as many for each; 0: one client has all.
 
     Args:

@@ -32,8 +32,8 @@ TOKENIZES = frozenset({"/tokenize", "/detokenize"})
 FREE = frozenset({"/v1/models", "/v1/adapters", "/status.json", "/health", "/version", "/metrics"})
 _NO_CALLS = (
     "tools: this model's chat template writes no calls of tools in a form that is known here, so the model "
-    "cannot choose to call one. Give tool_choice: required, none, or a function. The operator of this gateway "
-    "can name a parser of calls"
+    "cannot choose to call one. Give tool_choice: required, none, or a function. The gateway's operator can "
+    "also name a parser of calls"
 )
 ADAPTER, MODEL = "/v1/adapters/", "/v1/models/"  # and a name
 # OpenAI's paths that clients ask for, and why they are not here.
@@ -48,14 +48,14 @@ BODIES_BYTES = 64 << 20  # of all that arrive at once
 BODY_SECONDS = 30.0
 SEND_SECONDS = 60.0  # until a client that does not read its answer is given up
 FLUSHED = "symbiosis.flushed"  # of a scope's extensions: waits until what was sent has left
-LOOKS = 64  # requests for adapters, figures and the like that are answered at once
+MAX_UNQUEUED = 64  # requests at once that need no place in the queue: for adapters, figures and the like
 # vLLM reads others too: priorities, ranks, formats.
 _HEADERS = frozenset({b"accept", b"content-length", b"content-type", b"host"})
 _ERROR = b'data: {"error"'  # an event of a stream
 
 
-class ConstraintChecker(Protocol):
-    """See ``tenant_sdk.gateway.trials.Trials``."""
+class ChecksConstraints(Protocol):
+    """See ``tenant_sdk.gateway.trials.ConstraintChecker``."""
 
     async def refusal(self, client: str, given: Constraint) -> str:
         """Why a constraint is refused; or empty."""
@@ -74,7 +74,7 @@ class Served(NamedTuple):
 
     context: Callable[[], int]
     parser: Callable[[str, bytes, int], Awaitable[ParsedRequest | Refusal]]
-    constraint_checker: Callable[[], ConstraintChecker | None] = lambda: None
+    constraint_checker: Callable[[], ChecksConstraints | None] = lambda: None
     unserved: Callable[[str], str] = lambda _: ""
     calls: bool = False
 
@@ -108,7 +108,7 @@ class Front:
         self._arriving = Reservations(BODIES_BYTES, door.clients)
         self._own: dict[str, asyncio.Lock] = {}
         self._parsing_turns = Turns()
-        self._looks = Reservations(LOOKS, door.clients)
+        self._unqueued = Reservations(MAX_UNQUEUED, door.clients)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -134,7 +134,7 @@ class Front:
             if not isinstance(body, bytes):
                 return await _refuse(send, body)
             if path not in GENERATES | TOKENIZES:
-                return await self._looked(client, scope, _again(body, receive), send)
+                return await self._looked(client, scope, _replayed(body, receive), send)
             wanted = self._away() or await self._wanted(client, path, body)
         if isinstance(wanted, Refusal):
             return await _refuse(send, wanted)
@@ -166,22 +166,22 @@ class Front:
 
     async def _looked(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
         """Have a request answered that needs no place in the queue."""
-        if not self._looks.take(client, 1):
+        if not self._unqueued.take(client, 1):
             why = "too many requests for adapters or figures are under way with your key; try again"
             return await _refuse(send, Refusal(429, "overloaded", why, 1))
         try:
             await self._application(scope, receive, send)
             await _flushed(scope)
         finally:
-            self._looks.give_back(client, 1)
+            self._unqueued.give_back(client, 1)
 
     async def _entered(
         self, client: str, wanted: ParsedRequest, scope: Message, receive: Receive, send: Send
     ) -> None:
         """Have a request answered that is in the queue."""
-        again = _again(wanted.body, receive)
+        replayed = _replayed(wanted.body, receive)
         if scope["path"] in TOKENIZES:
-            await self._alone(client, _with_length(scope, wanted.body), again, send)
+            await self._alone(client, _with_length(scope, wanted.body), replayed, send)
             return
         if wanted.constraint is not None:
             refusal = await _unless_gone(self._constraint_refusal(client, wanted.constraint), receive)
@@ -191,7 +191,7 @@ class Front:
         # What ended one of its sequences is found by a name that nobody else can give.
         name, entered = request_name(client, secrets.token_hex(16)), self._clock()
         scope = _with_length(scope, wanted.body, name.encode())
-        await self._application(scope, again, self._explained(send, name, entered))
+        await self._application(scope, replayed, self._explained(send, name, entered))
 
     async def _alone(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
         """Have one request at a time answered of a client's that take the server long."""
@@ -357,7 +357,7 @@ def _with_length(scope: Message, body: bytes, name: bytes = b"") -> Message:
     return {**scope, "headers": headers}
 
 
-def _again(body: bytes, receive: Receive) -> Receive:
+def _replayed(body: bytes, receive: Receive) -> Receive:
     """``receive`` as if nobody had asked for the body yet."""
     first: Message | None = {"type": "http.request", "body": body, "more_body": False}
 

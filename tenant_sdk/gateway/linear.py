@@ -27,7 +27,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from shared.errors import Message, ModelMismatch, SymbiosisError
-from shared.ring.rows import below
+from shared.ring.rows import all_finite_below
 from shared.wire.header import Direction, RequestClass
 from tenant_sdk.gateway.connection import open_here, session_here
 from tenant_sdk.gateway.folder import METHOD
@@ -71,7 +71,7 @@ def request_options(how: RequestOptions) -> Iterator[None]:
         _options.reset(before)
 
 
-class LostRows:
+class NonFiniteRows:
     """Rows of a step with NaN, infinity or numbers too large to go on with; an adapter makes them.
 
     They go on as zeros, so that the other rows do, and there are as many as before; the sequences that they
@@ -86,14 +86,14 @@ class LostRows:
 
     def without(self, values: torch.Tensor) -> torch.Tensor:
         """[T, D] with zeros in the rows that are lost, which are remembered; itself if none is."""
-        if below(values, MOST):
+        if all_finite_below(values, MOST):
             return values
         lost = ~(values.abs().amax(-1) < MOST)  # NaN is not less either
         self.rows = lost if self.rows is None else self.rows | lost
         return values.masked_fill(lost.unsqueeze(-1), 0.0)
 
 
-lost_rows = LostRows()
+non_finite_rows = NonFiniteRows()
 
 
 class GroupMembers(NamedTuple):
@@ -167,7 +167,7 @@ class RemoteLinearMethod(LinearMethodBase):  # type: ignore[misc]
             # A run that measures memory or warms up: nobody's rows, so nothing is sent.
             width = sum(sum(each.group.widths(each.members)) for each in self._groups)
             return x.new_zeros((*x.shape[:-1], width))
-        rows = lost_rows.without(rows)
+        rows = non_finite_rows.without(rows)
         how, count = _options.get(), len(rows)
         if count < how.rows:
             rows = nn.functional.pad(rows, (0, 0, 0, how.rows - count))

@@ -31,9 +31,9 @@ def _told(record: logging.LogRecord) -> str:
     error = record.exc_info[1] if record.exc_info else None
     if error is None:
         return told
-    return f"{told}\n{wordless(error)}"
+    return f"{told}\n{redacted(error)}"
 
 
-def wordless(error: BaseException) -> str:
+def redacted(error: BaseException) -> str:
     """The way that an exception took, and its kind."""
     return "".join(traceback.format_tb(error.__traceback__)) + type(error).__name__

@@ -31,7 +31,7 @@ Biases = Annotated[
 Likeliest = Annotated[int, Meta(ge=0, le=20)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
-Words = Annotated[list[Stop], Meta(max_length=4)]  # as many as vLLM takes
+StopStrings = Annotated[list[Stop], Meta(max_length=4)]  # as many as vLLM takes
 Short = Annotated[str, Meta(max_length=256)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Plain = str | bool | int | float | None
@@ -98,7 +98,7 @@ class Sampling(Struct, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=INT32)] | UnsetType | None = UNSET
     presence_penalty: Penalty | UnsetType | None = UNSET
     seed: Seed | UnsetType | None = UNSET
-    stop: Stop | Words | UnsetType | None = UNSET
+    stop: Stop | StopStrings | UnsetType | None = UNSET
     stream: bool | UnsetType | None = UNSET
     stream_options: StreamOptions | UnsetType | None = UNSET
     temperature: Annotated[float, Meta(ge=0, le=2)] | UnsetType | None = UNSET

@@ -13,16 +13,16 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
-from shared.latency import Line
+from shared.latency import LinearLatency
 from tenant_sdk.gateway.fairness import (
     Allowance,
-    Attention,
+    AttentionTimeDebt,
     Memory,
     Seen,
+    SequenceInfo,
     Steps,
-    Wanted,
-    giving_up,
-    in_turn,
+    next_admissions,
+    next_preemptions,
     paused_sampling,
     rows_per_client,
     second_prompts,
@@ -51,8 +51,8 @@ class Scheduler(Base):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **options: Any) -> None:
         threading.stack_size(ENGINE_STACK)  # of threads that compile constraints, which begin later
         super().__init__(*arguments, **options)
-        self._steps, self._seen = Steps(Line(*GUESSED_LINE), GUESSED_TOKEN), Seen()
-        self._attention, self._attended = Attention(), 0
+        self._steps, self._seen = Steps(LinearLatency(*GUESSED_LINE), GUESSED_TOKEN), Seen()
+        self._attention_debt, self._attended = AttentionTimeDebt(), 0
         self._most_rows: int = self.scheduler_config.max_num_batched_tokens
         self._allowance = Allowance(GRACE_SECONDS, STEP_SECONDS)
         self._folder, self._ended = Path(self.vllm_config.model_config.model), Ended()
@@ -71,13 +71,13 @@ class Scheduler(Base):  # type: ignore[misc]
         # A decoding sequence needs one row; prompts get the others.
         self.running.sort(key=lambda each: (_prefilling(each), _arrived(each) if _prefilling(each) else 0.0))
         waiting = {each.request_id: each for each in sorted(self.waiting, key=_arrived)}
-        running = [self._wanted(each) for each in self.running]
+        running = [self._sequence_info(each) for each in self.running]
         several = self._seen.count(there, time.monotonic()) > 1
         self.max_num_scheduled_tokens, self._for_prompts = self._most_rows, 0
         paused = self._pace(running, there) if several else set[str]()
-        begin = in_turn(
+        begin = next_admissions(
             running,
-            [self._wanted(each) for each in waiting.values()],
+            [self._sequence_info(each) for each in waiting.values()],
             self.max_num_running_reqs,
             self.lora_config.max_loras if self.lora_config else 0,
             self.vllm_config.additional_config["clients"],
@@ -115,15 +115,15 @@ class Scheduler(Base):  # type: ignore[misc]
     def _make_room(self) -> None:
         """Take memory from clients that have more than their share, if others wait for it."""
         running, waiting = (
-            [self._wanted(each) for each in sorted(several, key=_arrived)]
+            [self._sequence_info(each) for each in sorted(several, key=_arrived)]
             for several in (self.running, self.waiting)
         )
-        for name in giving_up(running, waiting, self._memory()):
+        for name in next_preemptions(running, waiting, self._memory()):
             request = self.requests[name]
             self.running.remove(request)
             self._preempt_request(request, time.monotonic())
 
-    def _pace(self, running: list[Wanted], there: Counter[str]) -> set[str]:
+    def _pace(self, running: list[SequenceInfo], there: Counter[str]) -> set[str]:
         """Have each client leave a part of each step to the others; names of sequences that wait."""
         sorting = [
             (each.name, each.client)
@@ -141,7 +141,7 @@ class Scheduler(Base):  # type: ignore[misc]
         least = there[lightest] if lightest is not None else 0
         most = self._steps.most(count, least, busy=busy)
         spare = most - self._steps.seconds(count, least)
-        paused |= self._attention.paused(
+        paused |= self._attention_debt.paused(
             going, self._steps, spare, clients=max(1, len(there)), lightest=lightest
         )
         decoding = [each for each in going if not each.prefilling and each.name not in paused]
@@ -152,12 +152,12 @@ class Scheduler(Base):  # type: ignore[misc]
         self._for_prompts = self.max_num_scheduled_tokens - count
         return paused
 
-    def _wanted(self, request: Request) -> Wanted:
+    def _sequence_info(self, request: Request) -> SequenceInfo:
         name, computed = request.request_id, request.num_computed_tokens
         groups = self.kv_cache_manager.get_block_ids(name)
         has = sum(map(len, groups))
         needs = -(-(request.num_tokens + 1 + self.num_spec_tokens) // self.block_size) * len(groups)
-        return Wanted(
+        return SequenceInfo(
             name,
             client_of(name),
             request.lora_request.lora_int_id if request.lora_request else 0,

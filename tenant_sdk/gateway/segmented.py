@@ -14,7 +14,7 @@ from torch import nn
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from tenant_sdk.gateway.linear import RemoteLinearMethod, lost_rows
+from tenant_sdk.gateway.linear import RemoteLinearMethod, non_finite_rows
 from tenant_sdk.tuning.segmented import Segments
 
 
@@ -52,7 +52,7 @@ class SegmentedLora(PunicaWrapperCPU):  # type: ignore[misc]
         output_slices: tuple[int, ...],
         **_: Any,
     ) -> None:
-        """Add ``scale * x_i A^T B^T`` of each row's adapter to the rows of ``y``; see ``LostRows``.
+        """Add ``scale * x_i A^T B^T`` of each row's adapter to the rows of ``y``; see ``NonFiniteRows``.
 
         Args:
             y: [T, sum of slices], changed in place.
@@ -75,7 +75,7 @@ class SegmentedLora(PunicaWrapperCPU):  # type: ignore[misc]
             else:
                 into.index_add_(0, segments.rows, product, alpha=scale)
             start += width
-        if (kept := lost_rows.without(out)) is not out:
+        if (kept := non_finite_rows.without(out)) is not out:
             out.copy_(kept)
 
     def add_lora_embedding(self, *_: Any, **__: Any) -> None:

@@ -13,7 +13,7 @@ from tenant_sdk.gateway.turns import Turns
 REMEMBERED = 8  # constraints; fewer than the engine has compiled, which takes them without turns otherwise
 
 
-class Trials(HelperProcess):
+class ConstraintChecker(HelperProcess):
     """See ``tenant_sdk.gateway.grammars``.
 
     Args:

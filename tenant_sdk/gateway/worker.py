@@ -24,9 +24,9 @@ from shared.options import flags_of
 from shared.wire.header import RequestClass
 from tenant_sdk.gateway.admission import Failure
 from tenant_sdk.gateway.connection import session_here
-from tenant_sdk.gateway.linear import RequestOptions, check_adaptable, lost_rows, probe, request_options
+from tenant_sdk.gateway.linear import RequestOptions, check_adaptable, non_finite_rows, probe, request_options
 from tenant_sdk.gateway.options import GatewayOptions
-from tenant_sdk.gateway.quiet import leave_words_out, wordless
+from tenant_sdk.gateway.quiet import leave_words_out, redacted
 from tenant_sdk.gateway.status import Status
 from tenant_sdk.session.options import SessionConfig
 
@@ -133,7 +133,7 @@ class Worker(Base):  # type: ignore[misc]
         scheduled, status = scheduler_output.num_scheduled_tokens, self._status
         if not scheduled:  # it says who has ended; nothing is asked for, so it does not show who is back
             return super().execute_model(scheduler_output)
-        lost_rows.rows, self._lost, self._in_step = None, {}, list(scheduled)
+        non_finite_rows.rows, self._lost, self._in_step = None, {}, list(scheduled)
         status.steps += 1
         status.sequences += len(scheduled)
         try:
@@ -149,7 +149,7 @@ class Worker(Base):  # type: ignore[misc]
     def _failed(self, error: Exception) -> FailedStep:
         """The output of a step that failed; what a library says of it may be a client's words."""
         ours, status = isinstance(error, (SymbiosisError, LoRAAdapterNotFoundError)), self._status
-        log.warning("a step failed: %s", error if ours else wordless(error))
+        log.warning("a step failed: %s", error if ours else redacted(error))
         status.failed_steps += 1
         status.failure = Failure.of(error)
         status.error = _shown(error) if ours else ""
@@ -177,11 +177,11 @@ class Worker(Base):  # type: ignore[misc]
 
     def _owners(self, scheduled: dict[str, int]) -> dict[str, str]:
         """The sequences of a step whose rows were lost, and why."""
-        if lost_rows.rows is None:
+        if non_finite_rows.rows is None:
             return {}
         sequences = self.model_runner.input_batch.req_ids  # in the order of the rows
         counts = [scheduled[each] for each in sequences]
-        parts = lost_rows.rows[: sum(counts)].split(counts)
+        parts = non_finite_rows.rows[: sum(counts)].split(counts)
         lost = [sequence for sequence, part in zip(sequences, parts, strict=True) if part.any()]
         return {sequence: self._explained(sequence) for sequence in lost}
 
@@ -236,7 +236,7 @@ class Worker(Base):  # type: ignore[misc]
             if failing is not None:
                 status.failing = failing
             status.products, status.rows = stats.requests, stats.rows
-            status.rows_ahead = getattr(session_here().products, "rows_ahead", 0)
+            status.rows_ahead = session_here().products.rows_ahead
             status.bytes_sent, status.bytes_received = stats.bytes_sent, stats.bytes_received
             status.seconds_waiting = stats.seconds_waiting + stats.seconds_waiting_for_effects
             try:
@@ -293,8 +293,8 @@ def _for_each_draft(
 
 
 def _without_lost(_: Any, __: Any, hidden: Any) -> Any:
-    """What a model makes last is looked at by no layer behind it; see ``LostRows``."""
-    return lost_rows.without(hidden) if isinstance(hidden, torch.Tensor) else hidden
+    """What a model makes last is looked at by no layer behind it; see ``NonFiniteRows``."""
+    return non_finite_rows.without(hidden) if isinstance(hidden, torch.Tensor) else hidden
 
 
 def _sane(down: torch.Tensor, up: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 from transformers import PreTrainedModel
 
-from tenant_sdk.model.recording import Memory, Mode, Recording, Store
+from tenant_sdk.model.recording import CopyStore, Mode, Recording, Store
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def keep_products(model: nn.Module, store: Store | None = None) -> None:
         model: its layers are virtual; changed in place.
         store: of the answers until they are needed again; default: in memory.
     """
-    store = store or Memory()
+    store = store or CopyStore()
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             enable = functools.partial(_enable, store=store)

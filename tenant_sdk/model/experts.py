@@ -19,7 +19,7 @@ from shared.wire.header import Direction, RequestClass
 from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.model.recording import answered
 from tenant_sdk.model.remote_weight import RemoteWeight
-from tenant_sdk.model.virtual import DRAFT_TOKENS, Group, check_values, followed
+from tenant_sdk.model.virtual import DRAFT_TOKENS, Group, check_values, requires_autograd
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Experts:
         tokens: int = 0,
     ) -> torch.Tensor:
         """``product`` with a graph where something needs one."""
-        if transforms_run()() or followed(rows):
+        if transforms_run()() or requires_autograd(rows):
             out: torch.Tensor = _ExpertProduct.apply(  # type: ignore[no-untyped-call]
                 self, direction, counts, request_class, tokens, rows
             )

@@ -126,7 +126,7 @@ def load_model(
     model_class: type[Any] | None,
     **config_overrides: Any,
 ) -> PreTrainedModel:
-    """Build the model's skeleton, put virtual layers in, download the parameters that tenants hold.
+    """Build the model without weights, put virtual layers in, download the parameters that tenants hold.
 
     Raises:
         ModelMismatch: this transformers does not build the model that the executor serves.

@@ -12,7 +12,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from shared.checkpoint import Checkpoint
 from shared.errors import ModelMismatch
 from shared.experts import Projection, projections
-from shared.recipes import below
+from shared.recipes import strip_prefix
 from shared.wire.header import Direction, RequestClass
 from shared.wire.messages import GroupInfo, Manifest, Member
 from tenant_sdk.model.experts import IMPLEMENTATION, Experts, Padding, RemoteExperts, experts_forward
@@ -64,7 +64,7 @@ def own_projections(model: nn.Module) -> dict[str, Projection]:
     prefix = getattr(inner, "base_model_prefix", "")
     prefix = prefix if hasattr(inner, prefix) else ""
     # PEFT puts a wrapper around the module for each parameter that it adapts.
-    return {below(each.name.replace(".base_layer", ""), prefix): each for each in projections(inner)}
+    return {strip_prefix(each.name.replace(".base_layer", ""), prefix): each for each in projections(inner)}
 
 
 def _check(name: str, here: Projection | None, infos: Sequence[GroupInfo]) -> None:
@@ -185,4 +185,5 @@ def expert_parameters(manifest: Manifest, exclude: Sequence[str] = ()) -> set[st
     """The full names of a manifest's parameters that hold the weights of experts that are swapped."""
     names = {m.name.rpartition(".")[0] for g in manifest.groups for m in g.members if m.expert is not None}
     names = {name for name in names if not any(fits(name, entry) for entry in exclude)}
-    return {info.name for info in manifest.parameters if below(info.name, manifest.base_prefix) in names}
+    prefix = manifest.base_prefix
+    return {info.name for info in manifest.parameters if strip_prefix(info.name, prefix) in names}

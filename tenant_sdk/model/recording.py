@@ -36,7 +36,7 @@ class Store(Protocol):
         ...
 
 
-class Memory:
+class CopyStore:
     """Keeps copies of tensors in memory, where they are: the model may write into those that it was given."""
 
     def write(self, tensor: torch.Tensor) -> torch.Tensor:

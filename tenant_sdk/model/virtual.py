@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from shared.compat import is_traced, transforms_run
 from shared.devices import to_device, to_host
 from shared.errors import ConfigurationError, ModelMismatch, NonFiniteError, RemoteWeightUnavailable
-from shared.ring.rows import below
+from shared.ring.rows import all_finite_below
 from shared.wire.header import Direction, RequestClass, member_indices
 from shared.wire.messages import GroupInfo, Member
 from shared.wire.websocket import own
@@ -121,8 +121,8 @@ class Group:
     def _request(self, members: int, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         there, rows = _tokens.get(), x.to(dtype)
         if there is None or there.shape != x.shape[:-1]:
-            return self.differentiable(Direction.FORWARD, members, (rows,), waited_for(x))
-        answers = self.differentiable(Direction.FORWARD, members, (rows[there],), waited_for(x))
+            return self.differentiable(Direction.FORWARD, members, (rows,), request_class_for(x))
+        answers = self.differentiable(Direction.FORWARD, members, (rows[there],), request_class_for(x))
         return tuple(
             answer.new_zeros((*there.shape, answer.shape[-1])).index_put((there,), answer)
             for answer in answers
@@ -136,7 +136,7 @@ class Group:
         request_class: RequestClass = RequestClass.FINETUNING,
     ) -> tuple[torch.Tensor, ...]:
         """``product`` of blocks [..., W] of one leading shape, with a graph where something needs one."""
-        if transforms_run()() or any(map(followed, blocks)):
+        if transforms_run()() or any(map(requires_autograd, blocks)):
             outputs: tuple[torch.Tensor, ...] = _GroupProduct.apply(  # type: ignore[no-untyped-call]
                 self, direction, members, request_class, *blocks
             )
@@ -250,7 +250,7 @@ def check_values(block: torch.Tensor, direction: Direction, names: Iterable[str]
             "vectorize=True of torch.autograd; use torch.func (vmap, jacrev, jacfwd, hessian), which remote "
             "products know"
         ) from error
-    if below(block):
+    if all_finite_below(block):
         return
     if direction == Direction.FORWARD:
         raise NonFiniteError(
@@ -366,24 +366,24 @@ def _reached(members: int, blocks: Sequence[torch.Tensor | None]) -> tuple[int, 
     return sum(1 << index for index, _ in there), tuple(block for _, block in there)
 
 
-def followed(x: torch.Tensor) -> bool:
+def requires_autograd(x: torch.Tensor) -> bool:
     """Whether autograd follows what is made of this tensor: for gradients, or with a tangent."""
     if x.requires_grad and torch.is_grad_enabled():
         return True
     return forward_ad.unpack_dual(x).tangent is not None
 
 
-_learning: ContextVar[bool] = ContextVar("learning", default=False)
+_training_forward: ContextVar[bool] = ContextVar("training_forward", default=False)
 
 
 @contextmanager
-def learning() -> Iterator[None]:
-    """What is computed here is learned from, though it has no graph: nobody waits for its tokens."""
-    token = _learning.set(True)
+def training_forward() -> Iterator[None]:
+    """What is computed here is a training's forward, though it has no graph: nobody waits for its tokens."""
+    token = _training_forward.set(True)
     try:
         yield
     finally:
-        _learning.reset(token)
+        _training_forward.reset(token)
 
 
 _tokens: ContextVar[torch.Tensor | None] = ContextVar("tokens", default=None)
@@ -403,10 +403,10 @@ def without_padding(there: torch.Tensor) -> Iterator[None]:
         _tokens.reset(token)
 
 
-def waited_for(x: torch.Tensor) -> RequestClass:
-    """What an input [..., T, D] without a graph is for: the next tokens, a prompt, or learning."""
+def request_class_for(x: torch.Tensor) -> RequestClass:
+    """Of a request for an input [..., T, D] without a graph: for the next tokens, a prompt, or training."""
     # Nothing is generated with gradients; below the first adapter x has none.
-    if torch.is_grad_enabled() or _learning.get():
+    if torch.is_grad_enabled() or _training_forward.get():
         return RequestClass.FINETUNING
     tokens = x.shape[-2] if x.dim() > 1 else 1
     return RequestClass.DECODE if tokens <= DRAFT_TOKENS else RequestClass.PREFILL

@@ -10,7 +10,7 @@ from threading import Condition
 import numpy as np
 import torch
 
-from shared.forks import MadeHere, register_for_fork
+from shared.forks import ForkGuard, register_for_fork
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import SEED_BYTES, RequestClass
 from shared.wire.protocol import GroupShape
@@ -49,7 +49,7 @@ class BankMasks:
         self._options, self._entropy, self._clock = options, entropy, clock
         self._banks: dict[ProductKey, _Bank] = {}
         self._lock = Condition()
-        self._made_here = MadeHere()
+        self._fork_guard = ForkGuard()
         register_for_fork(self)
 
     def take(
@@ -60,7 +60,7 @@ class BankMasks:
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> Mask:
         """See Masks."""
-        self._made_here.check()
+        self._fork_guard.check()
         with self._lock:
             bank, now = self._banks.get(key), self._clock()
             if (
@@ -87,9 +87,14 @@ class BankMasks:
     def note_request(self, key: ProductKey, rows: int) -> None:
         """See Masks."""
 
+    @property
+    def rows_ahead(self) -> int:
+        """See Masks."""
+        return 0
+
     def close(self) -> None:
         """See Masks."""
-        if self._made_here.in_child:
+        if self._fork_guard.in_child:
             return
         self._banks.clear()
         self._source.close()
@@ -100,12 +105,12 @@ class _BankMask:
     masks: torch.Tensor = field(repr=False)
     bank: torch.Tensor = field(repr=False)  # effects
     picked: torch.Tensor = field(repr=False)
-    made_here: MadeHere = field(default_factory=MadeHere)
+    fork_guard: ForkGuard = field(default_factory=ForkGuard)
 
     def request(self) -> torch.Tensor:
-        self.made_here.check()
+        self.fork_guard.check()
         return self.masks  # a copy: indexing made it
 
     def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-        self.made_here.check()
+        self.fork_guard.check()
         yield slice(0, len(self.picked)), [self.bank[self.picked]]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from shared.errors import ConfigurationError, ConnectionLost, RequestTimeout
-from shared.forks import MadeHere, register_for_fork
+from shared.forks import ForkGuard, register_for_fork
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import SEED_BYTES, RequestClass
 from shared.wire.protocol import GroupShape
@@ -76,6 +76,11 @@ class Masks(Protocol):
         """A request of so many rows had its masks, and others like it will come."""
         ...
 
+    @property
+    def rows_ahead(self) -> int:
+        """Rows of masks, of all kinds, whose effects are in store or ordered; 0 if none are fetched ahead."""
+        ...
+
     def close(self) -> None:
         """Stop background work and forget all masks."""
         ...
@@ -85,7 +90,7 @@ class NoMasks:
     """Privacy mode ``plain``: the mask is zero."""
 
     def __init__(self, shapes: list[GroupShape]) -> None:
-        self._shapes, self._made_here = shapes, MadeHere()
+        self._shapes, self._fork_guard = shapes, ForkGuard()
 
     def take(
         self,
@@ -95,12 +100,17 @@ class NoMasks:
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> Mask:
         """See Masks."""
-        self._made_here.check()
+        self._fork_guard.check()
         plan = self._shapes[key.group].plan(key.direction, key.members)
         return _NoMask(torch.zeros((rows, plan.request_columns), dtype=torch.int32))
 
     def note_request(self, key: ProductKey, rows: int) -> None:
         """See Masks."""
+
+    @property
+    def rows_ahead(self) -> int:
+        """See Masks."""
+        return 0
 
     def close(self) -> None:
         """See Masks."""
@@ -109,14 +119,14 @@ class NoMasks:
 @dataclass(frozen=True)
 class _NoMask:
     zeros: torch.Tensor
-    made_here: MadeHere = field(default_factory=MadeHere)
+    fork_guard: ForkGuard = field(default_factory=ForkGuard)
 
     def request(self) -> torch.Tensor:
-        self.made_here.check()
+        self.fork_guard.check()
         return self.zeros
 
     def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-        self.made_here.check()
+        self.fork_guard.check()
         yield slice(0, len(self.zeros)), []
 
 
@@ -156,7 +166,7 @@ class OneTimeMask:
     """
 
     def __init__(self, mask: torch.Tensor, parts: list[tuple[int, int, list[Future[torch.Tensor]]]]) -> None:
-        self._made_here = MadeHere()
+        self._fork_guard = ForkGuard()
         self._mask: torch.Tensor | None = mask
         self._parts = parts  # rows, where they begin in the effects, and the effects
 
@@ -170,7 +180,7 @@ class OneTimeMask:
             RuntimeError: it was handed over before.
             ConnectionLost: this is a forked child.
         """
-        self._made_here.check()
+        self._fork_guard.check()
         mask, self._mask = self._mask, None
         if mask is None:
             raise RuntimeError("a one-time mask was asked for twice")
@@ -180,7 +190,7 @@ class OneTimeMask:
         """See Mask."""
         at = 0
         for rows, start, effects in self._parts:
-            self._made_here.check()  # nothing arrives in a child
+            self._fork_guard.check()  # nothing arrives in a child
             try:
                 there = [effect.result()[start : start + rows] for effect in effects]
             except CancelledError:
@@ -233,7 +243,7 @@ class OneTimeMasks:
         self._closed = False
         self._warned = not budget_bytes  # whoever gives none knows
         self._satisfied = False  # nothing under way, and nothing to order
-        self._made_here = MadeHere()
+        self._fork_guard = ForkGuard()
         register_for_fork(self)
         Thread(target=self._fetch_ahead, name="symbiosis-masks", daemon=True).start()
 
@@ -249,7 +259,7 @@ class OneTimeMasks:
         Raises:
             ConnectionLost: the session is closed, or this process is not the one that opened it.
         """
-        self._made_here.check()
+        self._fork_guard.check()
         columns = self._shapes[key.group].plan(key.direction, key.members).request_columns
         masks: list[torch.Tensor] = []
         parts: list[tuple[int, int, list[Future[torch.Tensor]]]] = []
@@ -295,7 +305,7 @@ class OneTimeMasks:
 
     @property
     def rows_ahead(self) -> int:
-        """Rows of all kinds in store or ordered."""
+        """See Masks."""
         with self._changed:
             return sum(self._stock.values())
 
@@ -376,7 +386,7 @@ class OneTimeMasks:
             RequestTimeout: it took longer than ``timeout`` seconds.
             ConnectionLost: this is a forked child.
         """
-        self._made_here.check()
+        self._fork_guard.check()
         with self._changed:
             self.budget_bytes, self._satisfied, self._warned = budget_bytes, False, True
             self._changed.notify_all()
@@ -410,7 +420,7 @@ class OneTimeMasks:
 
     def close(self) -> None:
         """See Masks."""
-        if self._made_here.in_child:
+        if self._fork_guard.in_child:
             return
         with self._changed:
             self._closed = True

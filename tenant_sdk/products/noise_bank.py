@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.forks import MadeHere, register_for_fork
+from shared.forks import ForkGuard, register_for_fork
 from shared.wire.header import Direction, Operation, RequestClass, member_indices
 from tenant_sdk.connection.channel import Entropy
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
@@ -69,7 +69,7 @@ class NoiseBank:
         self._entropy, self._clock = entropy, clock
         self._banks: dict[tuple[int, Direction], _Bank] = {}
         self._lock = threading.Lock()
-        self._made_here = MadeHere()
+        self._fork_guard = ForkGuard()
         register_for_fork(self)
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-noise-bank")
 
@@ -86,7 +86,7 @@ class NoiseBank:
         Raises:
             ConnectionLost: this is a forked child.
         """
-        self._made_here.check()
+        self._fork_guard.check()
         bank = self._bank(group, direction, len(rows[0]))
         started = time.perf_counter()
         choice, silent = self._choose(rows)
@@ -183,9 +183,14 @@ class NoiseBank:
         """See ``shared.forks``."""
         self._banks = {}
 
+    @property
+    def rows_ahead(self) -> int:
+        """See Products."""
+        return 0
+
     def close(self) -> None:
         """Stop fetching and forget the masks; in a forked child, nothing."""
-        if self._made_here.in_child:
+        if self._fork_guard.in_child:
             return
         self._fetcher.shutdown(wait=False, cancel_futures=True)
         self._banks.clear()

@@ -46,6 +46,11 @@ class Products(Protocol):
         """
         ...
 
+    @property
+    def rows_ahead(self) -> int:
+        """Rows of masks, of all kinds, whose effects are in store or ordered; 0 if none are fetched ahead."""
+        ...
+
     def close(self) -> None:
         """Stop background work."""
         ...
@@ -67,6 +72,11 @@ class PlainProducts:
     ) -> PendingProduct:
         """See Products."""
         return self._remote.submit(Operation.PRODUCT, group, direction, members, rows, request_class)
+
+    @property
+    def rows_ahead(self) -> int:
+        """See Products."""
+        return 0
 
     def close(self) -> None:
         """See Products."""
@@ -100,8 +110,8 @@ class PaddedProducts:
 
     @property
     def rows_ahead(self) -> int:
-        """See RingProducts."""
-        return getattr(self._inner, "rows_ahead", 0)
+        """See Products."""
+        return self._inner.rows_ahead
 
     def close(self) -> None:
         """See Products."""

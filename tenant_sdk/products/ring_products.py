@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 
 from shared.errors import ModelMismatch, NonFiniteError, VerificationError
-from shared.forks import MadeHere
+from shared.forks import ForkGuard
 from shared.ring.fixed_point import Bounds, capacity
-from shared.ring.rows import below, hide, reveal
+from shared.ring.rows import all_finite_below, hide, reveal
 from shared.wire.header import Direction, Operation, RequestClass, member_indices
 from shared.wire.messages import GroupInfo
-from tenant_sdk.connection.channel import again
+from tenant_sdk.connection.channel import copy_error
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor, check_shapes
 from tenant_sdk.products.forecast import ProductKey
 from tenant_sdk.products.masks import Mask, Masks
@@ -92,7 +92,7 @@ class RingProducts:
         self._unforeseen = unforeseen
         self._groups: dict[int, RingGroup] = {}
         self._failed: VerificationError | None = None
-        self._made_here = MadeHere()
+        self._fork_guard = ForkGuard()
 
     def submit(
         self,
@@ -107,9 +107,9 @@ class RingProducts:
         Raises:
             VerificationError: a wrong answer, now or earlier in this session.
         """
-        self._made_here.check()  # in a forked child locks may be held for ever
+        self._fork_guard.check()  # in a forked child locks may be held for ever
         if self._failed is not None:
-            raise again(self._failed)
+            raise copy_error(self._failed)
         key = ProductKey(group, direction, members)
         check_shapes(rows, self._widths(transposed(key)))
         fingerprint, count = self._fingerprint(key), rows[0].shape[0]
@@ -128,7 +128,7 @@ class RingProducts:
 
         cut = self._remote.pieces(*key, count)
         ready: list[list[torch.Tensor]] = []
-        if len(cut) > 1 and not all(below(block, self._group(group).ordinary) for block in rows):
+        if len(cut) > 1 and not all(all_finite_below(block, self._group(group).ordinary) for block in rows):
             ready = [
                 hide_piece(piece) for piece in cut
             ]  # all, or one that cannot be sent might follow others
@@ -180,7 +180,7 @@ class RingProducts:
         waiting = 0.0
         while pieces:
             if self._failed is not None:  # another product of this session
-                raise again(self._failed)
+                raise copy_error(self._failed)
             piece = pieces.pop(0)
             (answer,) = sent.pop(0).result()
             effects, first = piece.mask.effects(), piece.rows.start
@@ -222,7 +222,7 @@ class RingProducts:
 
     def _fail(self, error: VerificationError) -> VerificationError:
         """From now on nothing is asked for; a copy is kept, which holds no frames alive."""
-        self._failed = again(error)  # type: ignore[assignment]
+        self._failed = copy_error(error)  # type: ignore[assignment]
         self._masks.close()
         return error
 
@@ -238,8 +238,8 @@ class RingProducts:
 
     @property
     def rows_ahead(self) -> int:
-        """Rows of masks, of all kinds, whose effects are in store or ordered."""
-        return getattr(self._masks, "rows_ahead", 0)
+        """See Products."""
+        return self._masks.rows_ahead
 
     def _widths(self, key: ProductKey) -> list[int]:
         shape = self._remote.shapes[key.group]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shared.forks import MadeHere
+from shared.forks import ForkGuard
 from tenant_sdk.sequences.kv_layers import BLOCK, Block, host_memory
 from tenant_sdk.sequences.spill import Spill, Spilled
 
@@ -75,7 +75,7 @@ class KvBudget:
         self._layers: list[weakref.ref[DiskLayer]] = []  # weak: the file is closed with the last of them
         self._scratches, self._next = [_Scratch(), _Scratch()], 0
         self._ahead: _Ahead | None = None
-        self._readers, self._made_here = ThreadPoolExecutor(_READERS, "keys and values"), MadeHere()
+        self._readers, self._fork_guard = ThreadPoolExecutor(_READERS, "keys and values"), ForkGuard()
 
     def enter(self, layer: DiskLayer) -> int:
         """The number of a new layer."""
@@ -112,7 +112,7 @@ class KvBudget:
             reading.result()
 
     def _begin(self, blocks: Sequence[Block], out: Sequence[Tensor]) -> list[Future[None]]:
-        self._made_here.check()
+        self._fork_guard.check()
         numbered = list(enumerate(blocks))
         shares = [numbered[first::_READERS] for first in range(_READERS)]
         return [self._readers.submit(fill, self.spill, share, out) for share in shares if share]
@@ -122,7 +122,7 @@ class KvBudget:
 
         They are overwritten by the second call after this one.
         """
-        self._made_here.check()
+        self._fork_guard.check()
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             wait(ahead.reading)
@@ -151,7 +151,7 @@ class KvBudget:
 
     def forget(self) -> None:
         """Blocks change: what was read ahead is of no use."""
-        self._made_here.check()
+        self._fork_guard.check()
         if self._ahead is not None:
             wait(self._ahead.reading)
             self._ahead = None

@@ -18,7 +18,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from shared.errors import Argument, ConfigurationError
-from shared.forks import MadeHere, register_for_fork
+from shared.forks import ForkGuard, register_for_fork
 from tenant_sdk.storage import disk_errors
 
 PIECE = 256 * 1024  # bytes encrypted at once: with their copy they stay in the processor's cache
@@ -70,7 +70,7 @@ class Spill:
             self._file = os.dup(file.fileno())
         self.close = weakref.finalize(self, os.close, self._file)  # gives the space back
         self._cipher = AESGCM(AESGCM.generate_key(128))
-        self._made_here = MadeHere()
+        self._fork_guard = ForkGuard()
         self._numbers = itertools.count()
         self._lock = threading.RLock()  # finalizers give places up, at any moment
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # places by their size
@@ -104,7 +104,7 @@ class Spill:
             StorageError: the disk is full.
             ConnectionLost: this is a forked child, whose numbers would be its parent's.
         """
-        self._made_here.check()
+        self._fork_guard.check()
         values = tensor.detach().contiguous()
         plain = values.view(-1).view(torch.uint8).numpy().data if values.numel() else memoryview(b"")
         count = -(-len(plain) // PIECE)
@@ -141,7 +141,7 @@ class Spill:
         Raises:
             InvalidTag: somebody changed the file.
         """
-        self._made_here.check()
+        self._fork_guard.check()
         if out is None:
             out = torch.empty(spilled.shape, dtype=spilled.dtype)
         elif (out.shape, out.dtype) != (spilled.shape, spilled.dtype) or not out.is_contiguous():
@@ -177,7 +177,7 @@ class Spill:
 
     def free(self, spilled: Spilled) -> None:
         """Give its place to another of its size; it must not be read any more, nor freed twice."""
-        if self._made_here.in_child:  # a child has nothing of it, and its lock may be held for ever
+        if self._fork_guard.in_child:  # a child has nothing of it, and its lock may be held for ever
             return
         count = -(-spilled.nbytes // PIECE)
         with self._lock:

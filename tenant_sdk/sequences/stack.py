@@ -251,15 +251,15 @@ def _handled(handler: _Handler | None) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """The state of random numbers and of automatic mixed precision, to be in again."""
+class RandomAndAutocastState:
+    """The state of random numbers and of automatic mixed precision, to be restored."""
 
     random: Sequence[torch.Tensor]
     device: torch.device
     autocast: tuple[bool, torch.dtype]
 
     @classmethod
-    def now(cls, device: torch.device) -> Moment:
+    def now(cls, device: torch.device) -> RandomAndAutocastState:
         """The present one, of the CPU and of a device."""
         random = [torch.get_rng_state()]
         if device.type == "cuda":
@@ -268,8 +268,8 @@ class Moment:
         return cls(random, device, (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Be in it; afterwards random numbers go on as if nothing had been."""
+    def restored(self) -> Iterator[None]:
+        """Restore it for a while; afterwards random numbers go on as if nothing had been."""
         enabled, dtype = self.autocast
         with ExitStack() as stack:
             devices = [self.device] if self.device.type == "cuda" else []

@@ -23,15 +23,15 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from shared.compat import cache_name
 from shared.memory import FreedMemory
 from tenant_sdk.model.recording import Recording, Store
-from tenant_sdk.model.virtual import learning
+from tenant_sdk.model.virtual import training_forward
 from tenant_sdk.sequences.chunked_loss import Loss, add_up
-from tenant_sdk.sequences.stack import Call, Moment, NotInParts, Stack
+from tenant_sdk.sequences.stack import Call, NotInParts, RandomAndAutocastState, Stack
 
 FREED_BYTES = 128 << 20  # that lie free between blocks in use, before they are given back
 CALL_BYTES = 256 << 20  # of masks and tables of windows, which are made again above
 
 
-class Held:
+class ReferenceStore:
     """A store that keeps the tensors that it is given, not copies: nobody writes into them."""
 
     def write(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ class Held:
 
 
 @dataclass
-class Kept:
+class SavedTensors:
     """Tensors of a sequence that are needed once more; their places go with them.
 
     Attributes:
@@ -86,7 +86,7 @@ class _Attended:
     span: slice
     states: list[torch.Tensor] = field(default_factory=list)
     gradients: list[torch.Tensor | None] = field(default_factory=lambda: [None, None])
-    again: bool = False
+    recompute: bool = False
 
 
 class _Append(torch.autograd.Function):
@@ -164,7 +164,7 @@ class WindowCache(Cache):
         span = attended.span
         if new[0].shape[2] != span.stop - span.start:
             raise NotInParts("a layer attends to other tokens than it is given, so they cannot be cut")
-        if attended.again:
+        if attended.recompute:
             keys, values = (
                 _Append.apply(each, attended, which)  # type: ignore[no-untyped-call]
                 for which, each in enumerate(new)
@@ -223,9 +223,9 @@ class Run:
         self._cache = WindowCache(len(stack.layers))
         self._calls: dict[int, list[Call]] = {}
         self._call_bytes = 0
-        self._kept = Kept(stores.states)
+        self._saved = SavedTensors(stores.states)
         self._answers: dict[tuple[int, int], Recording] = {}
-        self._moments: dict[tuple[int, int], Moment] = {}
+        self._random_and_autocast: dict[tuple[int, int], RandomAndAutocastState] = {}
         self._freed = FreedMemory(FREED_BYTES)
         outside = bool(stack.outer()) or (batch.embeddings is not None and batch.embeddings.requires_grad)
         trained = (index for index in range(len(stack.layers)) if stack.of_layer(index))
@@ -246,7 +246,7 @@ class Run:
     @torch.no_grad()
     def loss(self, loss: Loss) -> None:
         """Let the batch through and add its loss up."""
-        with self.stack.uncheckpointed(), learning() if self.wanted else nullcontext():
+        with self.stack.uncheckpointed(), training_forward() if self.wanted else nullcontext():
             hidden = [self._embedded(at) for at in range(len(self.spans))]
             for index in range(len(self.stack.layers)):
                 self._layer_forward(index, hidden)
@@ -255,31 +255,31 @@ class Run:
                 gradient = loss.add(hidden[at], self.batch.labels[:, span])
                 hidden[at] = hidden[at].new_empty(0)
                 if gradient is not None:
-                    self._kept.put(("top", at), gradient)
+                    self._saved.put(("top", at), gradient)
 
     def _embedded(self, at: int) -> torch.Tensor:
-        self._moments[-1, at] = Moment.now(self.batch.labels.device)
+        self._random_and_autocast[-1, at] = RandomAndAutocastState.now(self.batch.labels.device)
         hidden, calls = self._before(at)
         self._remember(at, calls)
         return hidden
 
     def _layer_forward(self, index: int, hidden: list[torch.Tensor]) -> None:
         """Replace what a layer is given, for each window, by what it gives."""
-        again = self.wanted and index >= self._first
+        recompute = self.wanted and index >= self._first
         for at, span in self._attending(_Attended(self._length, self.spans[0])):
             call = self._call(at, index)
             with ExitStack() as recorded:
-                if again:
-                    self._kept.put((index, at), hidden[at])
-                    self._moments[index, at] = Moment.now(hidden[at].device)
+                if recompute:
+                    self._saved.put((index, at), hidden[at])
+                    self._random_and_autocast[index, at] = RandomAndAutocastState.now(hidden[at].device)
                     if self.stores.answers is not None:
                         recording = self._answers[index, at] = Recording(self.stores.answers)
                         recorded.enter_context(recording.record())
                 hidden[at] = self.stack.layer(index, hidden[at], call)
-            if again and span.stop == self._length:
+            if recompute and span.stop == self._length:
                 assert self._cache.attended is not None  # noqa: S101 -- ``_attending`` sets it
                 for which, state in enumerate(self._cache.attended.states):
-                    self._kept.put((index, "states", which), state)
+                    self._saved.put((index, "states", which), state)
 
     # -- backward ----------------------------------------------------------------------------------
 
@@ -298,7 +298,7 @@ class Run:
             found.update((id(p), each) for p, each in zip(params, sums, strict=True))
 
         with self.stack.uncheckpointed():
-            tops = [self._kept.take(("top", at)) for at in range(len(self.spans))]
+            tops = [self._saved.take(("top", at)) for at in range(len(self.spans))]
             gradients = [top * scale for top in tops]
             del tops
             for index in range(len(self.stack.layers) - 1, self._first - 1, -1):
@@ -309,21 +309,21 @@ class Run:
 
     def _layer_backward(self, index: int, gradients: list[torch.Tensor], add: Callable[..., None]) -> None:
         """Replace gradients of what a layer gave, for each window, by those of what it was given."""
-        attended = _Attended(self._length, self.spans[-1], again=True)
+        attended = _Attended(self._length, self.spans[-1], recompute=True)
         for which in range(2):
-            if (index, "states", which) in self._kept.places:
-                attended.states.append(self._kept.take((index, "states", which)))
+            if (index, "states", which) in self._saved.places:
+                attended.states.append(self._saved.take((index, "states", which)))
         below = index > self._first or self._outside
         trained = self.stack.of_layer(index)
         for at, _ in self._attending(attended):
             call = self._call(at, index)
             recording = self._answers.pop((index, at), None)
-            hidden = self._kept.take((index, at)).detach().requires_grad_(below)
-            with ExitStack() as again:
-                again.enter_context(self._moments.pop((index, at)).again())
+            hidden = self._saved.take((index, at)).detach().requires_grad_(below)
+            with ExitStack() as contexts:
+                contexts.enter_context(self._random_and_autocast.pop((index, at)).restored())
                 if recording is not None:
-                    again.enter_context(recording.replay())
-                again.enter_context(torch.enable_grad())
+                    contexts.enter_context(recording.replay())
+                contexts.enter_context(torch.enable_grad())
                 out = self.stack.layer(index, hidden, call)
             wanted = [*([hidden] if below else []), *trained]
             found = torch.autograd.grad(out, wanted, gradients[at].to(out.dtype), allow_unused=True)
@@ -342,7 +342,7 @@ class Run:
         found: list[torch.Tensor | None] = []
         for at, span in enumerate(self.spans):
             part = None if given is None else given[:, span].detach().requires_grad_(given.requires_grad)
-            with self._moments[-1, at].again(), torch.enable_grad():
+            with self._random_and_autocast[-1, at].restored(), torch.enable_grad():
                 hidden, _ = self._before(at, part)
             wanted = [each for each in (part, *outer) if each is not None and each.requires_grad]
             if not hidden.requires_grad:
@@ -360,7 +360,7 @@ class Run:
         """The windows in order, backwards if they are computed again, while a layer attends to this."""
         order = range(len(self.spans))
         try:
-            for at in reversed(order) if attended.again else order:
+            for at in reversed(order) if attended.recompute else order:
                 attended.span = self.spans[at]
                 self._cache.past, self._cache.attended = attended.span.start, attended
                 yield at, attended.span
@@ -387,7 +387,7 @@ class Run:
     def _call(self, at: int, index: int) -> Call:
         """How a layer is called for a window; masks of long sequences are made again."""
         if at not in self._calls:
-            with torch.no_grad(), self._moments[-1, at].again():
+            with torch.no_grad(), self._random_and_autocast[-1, at].restored():
                 self._remember(at, self._before(at)[1])
         return self._calls[at][index]
 

@@ -11,8 +11,8 @@ from shared.errors import (
     Argument,
     AuthenticationError,
     ConnectError,
+    ConnectionRefused,
     Message,
-    NobodyListens,
     Placeholder,
     TlsError,
 )
@@ -125,7 +125,7 @@ class ReplicatedExecutor:
         elif isinstance(error, AuthenticationError) and not isinstance(error.__cause__, OSError):
             given = Argument(f"{self._of}token", Placeholder("TOKEN"))
             error.told += Message(". This one was given with {}", given)
-        elif isinstance(error, NobodyListens):
+        elif isinstance(error, ConnectionRefused):
             error.told += " `symbiosis-tenant doctor --wait SECONDS` waits for it"
         if self._of:
             named = error.message.startswith(url_of(address.target))

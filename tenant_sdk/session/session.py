@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shared.errors import ConfigurationError
-from shared.forks import MadeHere
+from shared.forks import ForkGuard
 from shared.wire.messages import Manifest
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.stats import Stats
@@ -39,7 +39,12 @@ class Session:
     """
 
     def __init__(self, executor: RemoteExecutor, products: Products, privacy: str, experts: str) -> None:
-        self.executor, self.products, self.privacy, self._made_here = executor, products, privacy, MadeHere()
+        self.executor, self.products, self.privacy, self._fork_guard = (
+            executor,
+            products,
+            privacy,
+            ForkGuard(),
+        )
         self.experts, self._padding = experts, Padding() if experts == "padded" else None
         manifest = executor.manifest
         self.groups = [Group(at, info, products, manifest.digest) for at, info in enumerate(manifest.groups)]
@@ -264,7 +269,7 @@ class Session:
 
         In a forked child, nothing: the session is the parent's.
         """
-        if self._made_here.in_child:
+        if self._fork_guard.in_child:
             return
         self.products.close()
         self.executor.close()

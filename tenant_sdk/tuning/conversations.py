@@ -17,7 +17,7 @@ from datetime import date
 from typing import Any
 
 from shared.errors import ConfigurationError, Placeholder
-from tenant_sdk.tuning.parts import MessagePart, Words
+from tenant_sdk.tuning.parts import MessagePart, Placeholders
 
 IGNORED = -100  # a label that takes no part in the loss
 Example = dict[str, list[int]]  # input_ids and, as long, labels: the same ids, or IGNORED
@@ -181,7 +181,7 @@ class Conversations:
             )
         chat = _Chat(self, messages, tools, where)
         text = chat.written(chat.messages)
-        chat.check(chat.sample(len(messages)), text, lambda part: True)
+        chat.check(chat.placeholder_rendering(len(messages)), text, lambda part: True)
         last = len(messages) - 1
         if last == 0 or messages[last]["role"] != "assistant":
             return whole(encode(self.tokenizer, text))
@@ -197,7 +197,7 @@ class _Chat:
         self.tokenizer, self.day, self.where = of.tokenizer, of.day, where
         self.tools = tools or None  # a template may write that there are tools, though the list is empty
         self.messages = self._in_form(messages)
-        self.words = Words(self.messages, self.tools)
+        self.placeholders = Placeholders(self.messages, self.tools)
         self.ends = [end for end in map(of.tokenizer.decode, of.ends) if end]
 
     def asked(self, at: int) -> str:
@@ -207,21 +207,21 @@ class _Chat:
     def written(self, messages: Messages, **options: Any) -> str:
         return _render(self.tokenizer, messages, self.tools, self.where, self.day, **options)
 
-    def sample(self, until: int, **options: Any) -> str:
-        """As the template writes the messages ``until`` one, with words in place of their parts."""
-        words = self.words
-        return _render(self.tokenizer, words.messages[:until], words.tools, self.where, self.day, **options)
+    def placeholder_rendering(self, until: int, **options: Any) -> str:
+        """As the template writes the messages ``until`` one, with placeholders for their parts."""
+        messages, tools = self.placeholders.messages[:until], self.placeholders.tools
+        return _render(self.tokenizer, messages, tools, self.where, self.day, **options)
 
-    def check(self, sample: str, text: str, needed: Callable[[MessagePart], bool]) -> int:
-        """Where the last part ends in a text that is the sample with the parts in the words' places.
+    def check(self, rendering: str, text: str, needed: Callable[[MessagePart], bool]) -> int:
+        """Where the last part ends in a text: the rendering with the parts in the placeholders' places.
 
         Raises:
             ConfigurationError: a part is not in it as it was given; the message names it.
         """
         end, changed = 0, ""
-        lost = self.words.left_out(sample, needed)
+        lost = self.placeholders.left_out(rendering, needed)
         if not lost:
-            end, changed = self.words.end(sample, text)
+            end, changed = self.placeholders.end(rendering, text)
         if lost or changed:
             raise _refusal(
                 "{}: the chat template does not write the whole conversation: it {} {}. Use a tokenizer "
@@ -239,15 +239,15 @@ class _Chat:
             before: what inference sends before it.
             prompt: its ids.
         """
-        words = self.words
-        sample = self.sample(at, add_generation_prompt=True)
-        self.check(sample, before, lambda part: part.at < at and not part.thought)
+        placeholders = self.placeholders
+        rendering = self.placeholder_rendering(at, add_generation_prompt=True)
+        self.check(rendering, before, lambda part: part.at < at and not part.thought)
         answered = self.written(self.messages[: at + 1])
-        with_words = self.written([*self.messages[:at], words.messages[at]])
-        begin, ahead = _begin(before, answered), _begin(before, with_words)
+        with_placeholders = self.written([*self.messages[:at], placeholders.messages[at]])
+        begin, ahead = _begin(before, answered), _begin(before, with_placeholders)
         if begin is None or ahead is None:
-            raise self._begun_otherwise(at, sample)
-        end = begin + self.check(with_words[ahead:], answered[begin:], lambda part: part.at == at)
+            raise self._begun_otherwise(at, rendering)
+        end = begin + self.check(with_placeholders[ahead:], answered[begin:], lambda part: part.at == at)
         ids: list[int] = []
         labels: list[int] = []
         for piece, learned in self._pieces(at, answered, begin, end):
@@ -263,10 +263,10 @@ class _Chat:
             )
         return ids, labels
 
-    def _begun_otherwise(self, at: int, sample: str) -> ConfigurationError:
-        """``sample``: the prompt with words, so that the message shows no text of the data."""
-        words = self.words
-        prompt, text = words.hidden(sample), words.hidden(self.sample(at + 1))
+    def _begun_otherwise(self, at: int, rendering: str) -> ConfigurationError:
+        """``rendering``: the prompt with placeholders, so that the message shows no text of the data."""
+        placeholders = self.placeholders
+        prompt, text = placeholders.hidden(rendering), placeholders.hidden(self.placeholder_rendering(at + 1))
         pairs = enumerate(zip(prompt, text, strict=False))
         same = next((n for n, (one, other) in pairs if one != other), min(len(prompt), len(text)))
         same = max(prompt.rfind(">", 0, same) + 1, same - _SHOWN)  # not in the middle of a marker
@@ -293,9 +293,9 @@ class _Chat:
             return self._marked(at, _with_signs(template), answered[begin:until], begin)
         if stop:
             return [(answered[begin : end + stop], True)]
-        turns = [*self.messages[:at], self.words.messages[at], self.words.next_turn(at)]
+        turns = [*self.messages[:at], self.placeholders.messages[at], self.placeholders.next_turn(at)]
         try:
-            behind = self.words.behind(self.written(turns), at)
+            behind = self.placeholders.behind(self.written(turns), at)
         except ConfigurationError:  # some want another order of roles
             behind = ""
         if stop := _stop(behind, self.ends):
@@ -327,12 +327,12 @@ class _Chat:
         at = next((at for at, message in enumerate(messages) if message.get("tool_calls")), None)
         if at is not None:
             for form in (messages, [_with_texts(message) for message in messages]):
-                words = Words(form, None)
+                placeholders = Placeholders(form, None)
                 try:
-                    sample = self.written([*form[:at], words.messages[at]])
+                    rendering = self.written([*form[:at], placeholders.messages[at]])
                 except ConfigurationError:
                     continue
-                if not words.left_out(sample, lambda part: part.at == at):
+                if not placeholders.left_out(rendering, lambda part: part.at == at):
                     return form
         return messages
 

@@ -16,13 +16,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.model.checkpointing import forget_products, is_checkpointed, keep_products, keeps_products
-from tenant_sdk.model.recording import Memory, OnHost, Store
+from tenant_sdk.model.recording import CopyStore, OnHost, Store
 from tenant_sdk.sequences.chunked_loss import ChunkedLoss, Loss, items_of, shifted
 from tenant_sdk.sequences.measuring import FRACTION, free_disk, memory_left, shapes_of
 from tenant_sdk.sequences.planning import GIB, Place, Plan, plan_step
 from tenant_sdk.sequences.spill import Spill
 from tenant_sdk.sequences.stack import NotInParts, Stack, instead
-from tenant_sdk.sequences.windows import Batch, Held, Run, Stores, WindowedLoss
+from tenant_sdk.sequences.windows import Batch, ReferenceStore, Run, Stores, WindowedLoss
 from tenant_sdk.trust.attestation import base_model
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class LongTuning:
         if place == Place.DISK:
             assert self._spill is not None  # noqa: S101 -- ``use`` makes it
             return OnHost(self._spill)
-        return Held() if own else Memory()
+        return ReferenceStore() if own else CopyStore()
 
     def _forward_of(self, model: nn.Module | None, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if model not in (None, self._model):  # a copy of it

@@ -55,23 +55,23 @@ def load(
         transformers_logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     with disk_errors(Path(tempfile.gettempdir()), "temporary files", "Then run again."):
-        words = None
+        loaded = None
         if tokenizer is not None:  # before anything large is loaded
-            words = own_tokenizer(tokenizer, embedded(read_configuration(session.executor)[0]))
+            loaded = own_tokenizer(tokenizer, embedded(read_configuration(session.executor)[0]))
         model: Any
         if own is None:
             check_causal(session.executor)
             model = session.load_model(base=base, progress=bars)
         else:
             model, folder = attach_own(session, own, base)
-            if words is None and tokenizer_in(folder):
-                words = own_tokenizer(folder)
-        if words is None:
-            words = session.load_tokenizer()
+            if loaded is None and tokenizer_in(folder):
+                loaded = own_tokenizer(folder)
+        if loaded is None:
+            loaded = session.load_tokenizer()
     if torch.cuda.is_available():
-        return model.to("cuda"), words
+        return model.to("cuda"), loaded
     os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")  # no copies of keys and values for every head
-    return model, words
+    return model, loaded
 
 
 def attach_own(session: Session, name: str, base: str | None = None) -> tuple[Any, Path]:
@@ -130,7 +130,7 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
 
 
 @dataclass(frozen=True)
-class Words:
+class TokenizerInfo:
     """A tokenizer, and what a model says of it.
 
     ``ends``: ids of the tokens at which `generate` stops. ``embeddings``: how many tokens the model knows;
@@ -142,7 +142,7 @@ class Words:
     embeddings: int | None = None
 
 
-def words_of(session: Session) -> Words:
+def tokenizer_info_of(session: Session) -> TokenizerInfo:
     """The executor's tokenizer.
 
     Raises:
@@ -151,10 +151,10 @@ def words_of(session: Session) -> Words:
     """
     config, generation = read_configuration(session.executor)
     tokenizer = session.load_tokenizer()
-    return Words(tokenizer, ends_of(generation, tokenizer), embedded(config))
+    return TokenizerInfo(tokenizer, ends_of(generation, tokenizer), embedded(config))
 
 
-def words_in(folder: Path) -> Words:
+def tokenizer_info_in(folder: Path) -> TokenizerInfo:
     """The tokenizer of a folder of the user's own, in which the model's configuration may be too.
 
     Raises:
@@ -169,7 +169,7 @@ def words_in(folder: Path) -> Words:
             generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"the configuration in {folder} cannot be read: {error}") from error
-    return Words(tokenizer, ends_of(generation, tokenizer), embeddings)
+    return TokenizerInfo(tokenizer, ends_of(generation, tokenizer), embeddings)
 
 
 def embedded(config: Any) -> int | None:

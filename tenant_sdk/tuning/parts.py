@@ -1,8 +1,8 @@
 """The parts of a conversation, and whether a chat template writes them.
 
-A word of its own is put in the place of each part, and the conversation is rendered once more: that is the
-sample. If the template does not write a word, it does not write the part. Where it writes the word, the
-conversation itself must hold the part.
+A placeholder of its own is put in the place of each part, and the conversation is rendered once more: that is
+the rendering with placeholders. If it has no placeholder of a part, the template does not write the part.
+Where it has the placeholder, the conversation itself must hold the part.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from shared.errors import peer_text
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message that templates may write
 _LONGEST_KEY = 40  # of an argument's name in an error
 _MOST_NAMES = 3  # in an error
-# Words stay the same when they are trimmed, escaped or written as JSON. What is no text becomes a number.
+# They stay the same when they are trimmed, escaped or written as JSON. What is no text becomes a number.
 _TEXT, _NUMBER = "part5r81c{}e", 581_274_903_000_000
-_WORDS = re.compile(r"part5r81c\d+e|581274903\d{6}")
+_PLACEHOLDERS = re.compile(r"part5r81c\d+e|581274903\d{6}")
 _THOUGHT = re.compile(r"(</?think>)")  # templates take thoughts out of what is said
 _SPACE = re.compile(r"\s*")
 
@@ -50,15 +50,15 @@ class MessagePart:
         return sorted({form.strip() for form in forms}, key=len, reverse=True)
 
 
-class Words:
-    """A conversation with words in the place of its parts: ``messages``, ``tools``.
+class Placeholders:
+    """A conversation with placeholders for its parts: ``messages``, ``tools``.
 
     A part is the content of a message, and of an assistant's also the reasoning, and each call's name and
     arguments. Of a tool it is the name.
     """
 
     def __init__(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> None:
-        self._parts: dict[str, MessagePart] = {}  # by the word in its place
+        self._parts: dict[str, MessagePart] = {}  # by its placeholder
         self._roles = [message["role"] for message in messages]
         self.tools = [self._tool(tool) for tool in tools] if tools else None
         self.messages = [self._message(at, message) for at, message in enumerate(messages)]
@@ -69,47 +69,47 @@ class Words:
             return self.messages[at + 1]
         return {"role": "user", "content": _TEXT.format(len(self._parts))}
 
-    def left_out(self, sample: str, needed: Callable[[MessagePart], bool]) -> str:
+    def left_out(self, rendering: str, needed: Callable[[MessagePart], bool]) -> str:
         """Names of the parts of the first message of which the template leaves some out; or empty."""
-        there = {word[0] for word in _WORDS.finditer(sample)}
-        lost = [part for word, part in self._parts.items() if needed(part) and word not in there]
+        there = {found[0] for found in _PLACEHOLDERS.finditer(rendering)}
+        lost = [part for mark, part in self._parts.items() if needed(part) and mark not in there]
         return self._named([part for part in lost if part.at == lost[0].at])
 
-    def end(self, sample: str, text: str) -> tuple[int, str]:
+    def end(self, rendering: str, text: str) -> tuple[int, str]:
         """Where the last part ends in a text, and the name of a part that is not there as it was given.
 
-        The text must be the sample with the parts in the words' places. White space may differ at their
-        beginnings and ends alone, which templates trim.
+        The text must be the rendering with the parts in the placeholders' places. White space may differ at
+        their beginnings and ends alone, which templates trim.
         """
         at = end = done = 0
         part = None
-        for word in _WORDS.finditer(sample):
-            if word[0] in self._parts:
-                part, ahead = self._parts[word[0]], sample[done : word.start()].strip()
-                done = word.end()
+        for placeholder in _PLACEHOLDERS.finditer(rendering):
+            if placeholder[0] in self._parts:
+                part, ahead = self._parts[placeholder[0]], rendering[done : placeholder.start()].strip()
+                done = placeholder.end()
                 end = _after(text, _after(text, at, [ahead]), part.forms)
-                if end < 0 and ahead[-1:] == "'" == sample[done : done + 1]:  # Python quotes otherwise
+                if end < 0 and ahead[-1:] == "'" == rendering[done : done + 1]:  # Python quotes otherwise
                     done += 1
                     end = _after(text, _after(text, at, [ahead[:-1]]), [repr(part.value)])
                 if end < 0:
                     return end, self._named([part])
                 at = end
-        behind = sample[done:]
+        behind = rendering[done:]
         if _after(text, _after(text, at, [behind.strip()]), [""]) != len(text) and part is not None:
             return end, self._named([part])
-        # White space behind the part is the part's own, but for what the sample has too.
+        # White space behind the part is the part's own, but for what the rendering has too.
         return max(end, len(text) - len(behind)) if text.endswith(behind) else end, ""
 
-    def behind(self, sample: str, at: int) -> str:
-        """What stands between the last part of the message ``at`` and the next word."""
-        words = [*_WORDS.finditer(sample)]
-        own = [n for n, word in enumerate(words) if word[0] in self._parts and self._parts[word[0]].at == at]
-        after = words[own[-1] + 1 :] if own else []
-        return sample[words[own[-1]].end() : after[0].start()] if after else ""
+    def behind(self, rendering: str, at: int) -> str:
+        """What stands between the last part of the message ``at`` and the next placeholder."""
+        found = [*_PLACEHOLDERS.finditer(rendering)]
+        own = [n for n, each in enumerate(found) if each[0] in self._parts and self._parts[each[0]].at == at]
+        after = found[own[-1] + 1 :] if own else []
+        return rendering[found[own[-1]].end() : after[0].start()] if after else ""
 
     def hidden(self, text: str) -> str:
-        """A text with dots in the places of its words."""
-        return _WORDS.sub("...", text)
+        """A text with dots in the places of its placeholders."""
+        return _PLACEHOLDERS.sub("...", text)
 
     def _named(self, parts: Sequence[MessagePart]) -> str:
         names = list(dict.fromkeys(part.name for part in parts))
@@ -124,39 +124,40 @@ class Words:
         named = inner if isinstance(inner, dict) else tool
         if not isinstance(name := named.get("name"), str):
             return tool
-        worded = {**named, "name": self._word(-1, f"the tool `{peer_text(name, _LONGEST_KEY)}`", name)}
-        return {**tool, "function": worded} if named is inner else worded
+        placeholder = self._placeholder(-1, f"the tool `{peer_text(name, _LONGEST_KEY)}`", name)
+        replaced = {**named, "name": placeholder}
+        return {**tool, "function": replaced} if named is inner else replaced
 
     def _message(self, at: int, message: dict[str, Any]) -> dict[str, Any]:
-        worded, content = dict(message), message["content"]
+        replaced, content = dict(message), message["content"]
         if message["role"] != "assistant":
-            return {**worded, "content": self._word(at, "`content`", content)}
-        words: dict[str, str] = {}  # reasoning under several keys is one part if it is the same
+            return {**replaced, "content": self._placeholder(at, "`content`", content)}
+        thoughts: dict[str, str] = {}  # reasoning under several keys is one part if it is the same
         for key in REASONING:
             if text := message.get(key):
-                words[text] = words.get(text) or self._word(at, f"`{key}`", text, thought=True)
-                worded[key] = words[text]
+                thoughts[text] = thoughts.get(text) or self._placeholder(at, f"`{key}`", text, thought=True)
+                replaced[key] = thoughts[text]
         if calls := message.get("tool_calls"):
-            worded["tool_calls"] = [self._call(at, call) for call in calls]
-        if content or not (words or calls):
-            worded["content"] = self._content(at, content)
-        return worded
+            replaced["tool_calls"] = [self._call(at, call) for call in calls]
+        if content or not (thoughts or calls):
+            replaced["content"] = self._content(at, content)
+        return replaced
 
     def _content(self, at: int, content: str) -> str:
         pieces = _THOUGHT.split(content)
         said = [n for n in range(0, len(pieces), 2) if pieces[n].strip()]
         if not said:
-            return str(self._word(at, "`content`", content))
+            return str(self._placeholder(at, "`content`", content))
         for n in said:
-            word = self._word(at, "`content`", pieces[n], thought="</think>" in pieces[n:])
+            placeholder = self._placeholder(at, "`content`", pieces[n], thought="</think>" in pieces[n:])
             # A prompt may hold the white space behind what opens a thought.
-            pieces[n] = pieces[n].replace(pieces[n].strip(), word) if len(pieces) > 1 else word
+            pieces[n] = pieces[n].replace(pieces[n].strip(), placeholder) if len(pieces) > 1 else placeholder
         return "".join(pieces)
 
     def _call(self, at: int, call: dict[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
         name = f"of the tool `{peer_text(str(function.get('name')), _LONGEST_KEY)}`"
-        function["name"] = self._word(at, f"the call {name}", function.get("name"))
+        function["name"] = self._placeholder(at, f"the call {name}", function.get("name"))
         if arguments := function.get("arguments"):
             function["arguments"] = self._within(at, arguments, f"an argument of a call {name}")
         return {**call, "function": function}
@@ -166,13 +167,13 @@ class Words:
             return {key: self._within(at, each, name) for key, each in value.items()}
         if isinstance(value, list):
             return [self._within(at, each, name) for each in value]
-        return self._word(at, name, value)
+        return self._placeholder(at, name, value)
 
-    def _word(self, at: int, name: str, value: Any, *, thought: bool = False) -> Any:
+    def _placeholder(self, at: int, name: str, value: Any, *, thought: bool = False) -> Any:
         number = len(self._parts)
-        word: Any = _TEXT.format(number) if isinstance(value, str) else _NUMBER + number
-        self._parts[str(word)] = MessagePart(at, name, value, thought)
-        return word
+        placeholder: Any = _TEXT.format(number) if isinstance(value, str) else _NUMBER + number
+        self._parts[str(placeholder)] = MessagePart(at, name, value, thought)
+        return placeholder
 
 
 def _after(text: str, at: int, literals: Iterable[str]) -> int:

@@ -1,7 +1,7 @@
 """The folder of an adapter that may be anybody's: how `generate`, ``load_adapter`` and the gateway read it.
 
 Its files are copied, each up to the size that it can have, so that what is checked is what is used. Then PEFT
-says which tensors it would place where: it is given tensors without values, on layers without values.
+says which tensors it would place where: it is given tensors and layers on the meta device.
 
 By these rules a folder is refused:
 
@@ -141,7 +141,7 @@ class _MetaAdapter:
         return name in self.state and not self.state[name].is_meta
 
     def place(self, given: Mapping[str, Tensor], file: Path) -> tuple[list[str], list[str]]:
-        """Names that PEFT has no place for, and names of places that stay empty, of tensors without values.
+        """Names that PEFT has no place for, and of places that stay empty, of tensors on the meta device.
 
         Raises:
             ModelMismatch: some do not fit.
@@ -275,7 +275,7 @@ def _plain(name: str) -> str:
 
 
 def _unpruned(name: str, given: Tensor, ranks: Mapping[str, Any]) -> Tensor:
-    """A tensor of AdaLoRA's, without values, as it was before ranks were taken from its layer."""
+    """A tensor of AdaLoRA's, on the meta device, as it was before ranks were taken from its layer."""
     layer, _, part = name.removeprefix("base_model.model.").rpartition(".")
     kept, shape, axis = ranks.get(f"{layer}.lora_E"), list(given.shape), int(part == "lora_B")
     if kept is None or len(shape) != 2 or shape[axis] != sum(kept):

@@ -89,7 +89,7 @@ def architectures() -> list[tuple[str, str, str]]:
 
 
 def candidates(model_type: str, class_name: str) -> Iterator[PreTrainedModel]:
-    """Tiny models without values, likely ones first.
+    """Tiny models on the meta device, likely ones first.
 
     Raises:
         NotBuilt: there is none, and why.

@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 
 from tenant_sdk.gateway import arrivals
-from tenant_sdk.gateway.admission import Door, Strangers
+from tenant_sdk.gateway.admission import Door, UnauthenticatedConnections
 from tenant_sdk.gateway.arrivals import Connections
 from tenant_sdk.gateway.fairness import Reservations
 from tenant_sdk.gateway.front import FLUSHED
@@ -61,7 +61,7 @@ def asks(connection: socket.socket, key: int) -> bytes:
 
 door = Door(KEYS)
 connections = Connections(
-    door, Reservations(8, door.clients), Strangers(4), Reservations(160 << 20, door.clients)
+    door, Reservations(8, door.clients), UnauthenticatedConnections(4), Reservations(160 << 20, door.clients)
 )
 sockets = [socket.create_server(("127.0.0.1", 0))]
 port = sockets[0].getsockname()[1]
@@ -180,20 +180,20 @@ for _ in range(600):  # what is left of it in the system's buffers hides from he
 assert not connections.known.total, "an answer that is not read"
 unread.close()
 
-strangers = [connected() for _ in range(8)]
-assert all(map(ended, strangers[:4])), "the strangers that waited longest make room"
-assert asks(strangers[-1], 0) == OK
+unauthenticated = [connected() for _ in range(8)]
+assert all(map(ended, unauthenticated[:4])), "of those without a key the ones that waited longest make room"
+assert asks(unauthenticated[-1], 0) == OK
 known, answers = list[socket.socket](), list[bytes]()
-for _ in range(6):  # one after the other, or they would be strangers together
+for _ in range(6):  # one after the other, or they would all be without a key together
     known.append(connected())
     answers.append(asks(known[-1], 0))
 assert answers.count(OK) == 5, "one key has six of eight places, and two stay for the other"
 others = [connected() for _ in range(2)]
 assert [asks(each, 1) for each in others] == [OK, OK]
-for each in [*strangers, *known, *others, *unfinished, kept, large]:
+for each in [*unauthenticated, *known, *others, *unfinished, kept, large]:
     each.close()
 server.should_exit = True
 thread.join()
 assert connections.known.total == 0, "who leaves gives the place back"
-assert not connections.strangers.waiting
+assert not connections.unauthenticated.waiting
 print(json.dumps({"known": connections.known.taken}))

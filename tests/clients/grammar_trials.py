@@ -22,7 +22,7 @@ from tenant_sdk.gateway import structured
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.grammars import ENGINE_STACK, compiled
 from tenant_sdk.gateway.structured import LimitedGuidance, by_client
-from tenant_sdk.gateway.trials import Trials
+from tenant_sdk.gateway.trials import ConstraintChecker
 
 file = Path(sys.argv[1]) / "tokenizer.json"
 tokens = Tokenizer.from_file(str(file)).get_vocab_size()
@@ -85,29 +85,29 @@ def compilations(sequences: int) -> list[int]:
 
 async def main() -> dict[str, Any]:
     """What is said of constraints that compete."""
-    trials = Trials(file, tokens, 0)
-    await trials.start()
-    hostile = [asyncio.ensure_future(trials.refusal("hostile", ENDLESS)) for _ in range(20)]
+    checker = ConstraintChecker(file, tokens, 0)
+    await checker.start()
+    hostile = [asyncio.ensure_future(checker.refusal("hostile", ENDLESS)) for _ in range(20)]
     await asyncio.sleep(0)
-    said: dict[str, Any] = {"choice": await trials.refusal("plain", CHOICE)}
+    said: dict[str, Any] = {"choice": await checker.refusal("plain", CHOICE)}
     assert sum(each.done() for each in hostile) <= 2, "others wait for all that one client sent"
     for each in hostile[3:]:
         each.cancel()
     said["endless"] = await hostile[0]
     await asyncio.gather(*hostile, return_exceptions=True)
-    assert trials._process is not None
-    trials._process.kill()  # as the system does when memory is short
-    await trials._process.wait()
-    assert not await trials.refusal("plain", CHOICE), "what has passed is not tried again"
-    said["died"] = await trials.refusal("plain", PATTERN)
-    said["again"] = await trials.refusal("plain", PATTERN)
+    assert checker._process is not None
+    checker._process.kill()  # as the system does when memory is short
+    await checker._process.wait()
+    assert not await checker.refusal("plain", CHOICE), "what has passed is not tried again"
+    said["died"] = await checker.refusal("plain", PATTERN)
+    said["again"] = await checker.refusal("plain", PATTERN)
     passed = 0  # the longest chain that a trial lets through; halving
     for step in (1024, 512, 256, 128, 64, 32, 16, 8, 4, 2, 1):
-        if not await trials.refusal("plain", chain(passed + step)):
+        if not await checker.refusal("plain", chain(passed + step)):
             passed += step
-    said["chain"] = await trials.refusal("plain", chain(passed + 1))
+    said["chain"] = await checker.refusal("plain", chain(passed + 1))
     compiled_in_a_thread(chain(passed))
-    await trials.close()
+    await checker.close()
     said["compilations"] = compilations(30)
     return said
 

@@ -11,7 +11,7 @@ import torch
 from vllm.v1.outputs import ModelRunnerOutput
 
 from tenant_sdk.gateway import worker
-from tenant_sdk.gateway.linear import RemoteLinearMethod, lost_rows
+from tenant_sdk.gateway.linear import RemoteLinearMethod, non_finite_rows
 from tenant_sdk.gateway.segmented import SegmentedLora
 from tenant_sdk.gateway.status import Status
 from tenant_sdk.tuning.segmented import Segments
@@ -45,7 +45,7 @@ expected[:2] += x[:2] @ a[0, 0].T @ b[0, 0].T
 lora.add_lora_linear(y, x, (a,), (b,), 1.0, (16,))
 torch.testing.assert_close(y[others], expected[others])
 assert y[2].eq(0).all()
-assert lost_rows.rows.tolist() == [False, False, True, False, False]
+assert non_finite_rows.rows.tolist() == [False, False, True, False, False]
 
 # What makes NaN between two layers is seen at the second, and there are as many rows as before.
 method = RemoteLinearMethod([SimpleNamespace(group=Products(), members=1)], "layer")
@@ -103,4 +103,4 @@ assert worker._for_each_draft(torch.tensor([0.0, 1.0, 0.5]), ends, 5, 0, 1).toli
 assert worker._sane(torch.randn(8, 16), torch.randn(16, 8))
 for down, up in ((1e19, 1.0), (1.0, 1e30), (1e19, 1e19), (INFINITY, 1.0)):
     assert not worker._sane(torch.randn(8, 16) * down, torch.randn(16, 8) * up)
-print(json.dumps({"lost": lost_rows.rows.tolist()}))
+print(json.dumps({"lost": non_finite_rows.rows.tolist()}))

@@ -114,8 +114,8 @@ def one_authority(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 def children_go_on(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Nobody counts forks."""
-    patch.setattr(forks.MadeHere, "in_child", property(lambda self: False))
-    patch.setattr(forks.MadeHere, "check", lambda self: None)
+    patch.setattr(forks.ForkGuard, "in_child", property(lambda self: False))
+    patch.setattr(forks.ForkGuard, "check", lambda self: None)
     patch.setattr(masks.OneTimeMasks, "forked", lambda self: None)
 
 

@@ -21,7 +21,7 @@ from provider.workers.gathered import GatheredLane, GatheredLatency
 from provider.workers.link import Assignment
 from provider.workers.pool import Sharding, WorkerPool
 from shared.errors import SymbiosisError, WireError
-from shared.latency import Line
+from shared.latency import LinearLatency
 from shared.wire.header import Direction
 from shared.wire.messages import GroupInfo, Member
 
@@ -100,7 +100,7 @@ def test_rows_of_several_tenants_in_one_batch(both: Sharded) -> None:
 def test_windows_are_worth_a_gather() -> None:
     """A product that gathers for longer than a window is long has rows all the same."""
     latency = GatheredLatency([Shape(4, (4,))])
-    latency.set(0, Direction.FORWARD, Line(fixed=0.5, per_row=0.001))
+    latency.set(0, Direction.FORWARD, LinearLatency(fixed=0.5, per_row=0.001))
     assert latency.rows(0, Direction.FORWARD, 1, 0.25) == 500
     assert latency.rows(0, Direction.FORWARD, 1, 2.5) == 2000
 

@@ -35,8 +35,8 @@ from shared.errors import (
     ConfigurationError,
     ConnectError,
     ConnectionLost,
+    ConnectionRefused,
     ModelMismatch,
-    NobodyListens,
 )
 from shared.wire.header import Direction, Operation
 from tenant_sdk.command_line.doctor import diagnose
@@ -342,7 +342,7 @@ def test_none_can_be_used_and_each_says_why(
         f"{server.url}: refused the token",
     ):
         assert why in e.value.message
-    with pytest.raises(NobodyListens, match="cannot connect"):
+    with pytest.raises(ConnectionRefused, match="cannot connect"):
         reach(closed, patience=0.0)  # of one, its own error
 
 

@@ -21,7 +21,7 @@ from raw_peers import SECONDS, eventually, metric, open_raw, product
 from provider.engine.engine import Engine
 from provider.engine.latency import LatencyModel
 from provider.engine.profiling import shapes_of
-from provider.engine.scheduler import Objective, Opportunistic
+from provider.engine.scheduler import LatencyObjective, Opportunistic
 from provider.executor.base import BaseExecutor
 from provider.executor.products import GroupExecutor
 from provider.observe.metrics import Metrics
@@ -60,7 +60,7 @@ class Shop:
         tls_dir: Path,
         work: Path,
         *limits: Quota,
-        objective: Objective | None = None,
+        objective: LatencyObjective | None = None,
         quotas: type[Quotas] = Quotas,
         **options: Any,
     ) -> None:
@@ -366,7 +366,8 @@ def test_tenants_that_connect_ask_cancel_die_and_come_back(
     here = shop(
         Quota(bytes_in_flight=1 << 20, requests_per_second=500),
         Quota(bytes_in_flight=2 << 20),
-        objective=Objective(decode_seconds=1e-4),  # so little that larger requests are multiplied in parts
+        # So little that larger requests are multiplied in parts.
+        objective=LatencyObjective(decode_seconds=1e-4),
         lane=lane,
     )
     executors = [here.executor(f"tenant-{number % 4}") for number in range(6)]

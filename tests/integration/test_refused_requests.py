@@ -63,7 +63,7 @@ def wait_for(
     monkeypatch.setattr(reconnecting, "_hello", lambda channel: "model")
     stats = Stats()
     connection = ReconnectingConnection(single_replica(lambda: channel), stats, 0.0, clock=clock)
-    connection.policy.chance = lambda: chance
+    connection.policy.uniform = lambda: chance
     try:
         return connection.answer(channel, channel.ask), stats
     except RequestRefused:

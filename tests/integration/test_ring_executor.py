@@ -240,7 +240,7 @@ def storages(root: object) -> dict[int, int]:
             return
         seen.add(id(each))
         if isinstance(each, torch.Tensor):
-            if each.is_meta:  # of the model without values
+            if each.is_meta:  # of the model on the meta device
                 return
             storage = each.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()

@@ -27,7 +27,7 @@ from shared.errors import (
     AuthenticationError,
     ConfigurationError,
     ConnectionLost,
-    NobodyListens,
+    ConnectionRefused,
     RequestRefused,
 )
 from shared.wire.header import Direction, Header, Operation, RequestClass
@@ -315,5 +315,5 @@ def test_the_executor_in_a_notebook(checkpoint: Callable[[str], Path]) -> None:
 
 def test_the_first_connection_is_not_waited_for_and_says_what_does() -> None:
     """However patient the session is: the URL may be mistyped."""
-    with pytest.raises(NobodyListens, match=r"`symbiosis-tenant doctor --wait SECONDS` waits for it"):
+    with pytest.raises(ConnectionRefused, match=r"`symbiosis-tenant doctor --wait SECONDS` waits for it"):
         tenant_sdk.connect("wss://127.0.0.1:1", token="x", privacy="plain", patience=1e6)

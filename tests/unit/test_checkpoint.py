@@ -19,7 +19,7 @@ from provider.executor.base import BaseExecutor
 from shared import recipes
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError
-from shared.recipes import skeleton
+from shared.recipes import meta_model
 from shared.wire.messages import Fetch, digest_of
 from tenant_sdk.tuning.own import own_tokenizer
 
@@ -186,7 +186,7 @@ def test_a_configuration_does_not_name_what_is_elsewhere(config: dict[str, Any],
     """transformers would ask a hub for it, although the folder was named."""
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DetrModel"]} | config))
     with pytest.raises(CheckpointError, match="the backbone 'org/name'"):
-        skeleton(tmp_path, torch.float32)
+        meta_model(tmp_path, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_configuration_that_would_load_something_is_refused(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
     with pytest.raises(CheckpointError, match=said):
-        skeleton(tmp_path, torch.float32)
+        meta_model(tmp_path, torch.float32)
 
 
 def test_nobody_is_asked_whether_code_is_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +219,7 @@ def test_a_configuration_does_not_name_another_file(tmp_path: Path) -> None:
     """transformers would read that one, which nobody has looked at."""
     (tmp_path / "config.json").write_text(json.dumps({"configuration_files": ["config.4.0.0.json"]}))
     with pytest.raises(CheckpointError, match="configuration_files"):
-        skeleton(tmp_path, torch.float32)
+        meta_model(tmp_path, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_a_model_that_takes_hours_to_build_is_refused(
     monkeypatch.setattr(recipes, "BUILD_SECONDS", 0.5)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="to build"):
-        skeleton(tmp_path, torch.float32, 10)
+        meta_model(tmp_path, torch.float32, 10)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from provider.engine.engine import AWAY_SECONDS, Completion, Engine
 from provider.engine.lanes import BatchResult, ProcessLane, RowRange
 from provider.engine.latency import LatencyModel
 from provider.engine.profiling import profiled, shapes_of
-from provider.engine.scheduler import Batch, Objective, Opportunistic, Policy, make_policy
+from provider.engine.scheduler import Batch, LatencyObjective, Opportunistic, Policy, make_policy
 from provider.executor.base import BaseExecutor
 from shared.errors import WireError
 from shared.ring.mask_stream import MaskStream
@@ -39,7 +39,9 @@ def ring(checkpoint: Callable[[str], Path]) -> BaseExecutor:
 
 def policy(base: BaseExecutor, name: str = "opportunistic") -> Policy:
     """With products of one tile of rows, so that every larger request is divided."""
-    return make_policy(name, LatencyModel(shapes_of(base.manifest.groups)), Objective(decode_seconds=1e-6))
+    return make_policy(
+        name, LatencyModel(shapes_of(base.manifest.groups)), LatencyObjective(decode_seconds=1e-6)
+    )
 
 
 def request(base: BaseExecutor, draw: random.Random) -> tuple[Header, torch.Tensor]:
@@ -391,7 +393,7 @@ def test_a_batch_that_waits_for_another_took_only_its_own_time(base: BaseExecuto
     """Or the latency model would learn that products take twice as long."""
     now, lane, seconds = [0.0], DeepLane(base), list[float]()
     latency = LatencyModel(shapes_of(base.manifest.groups))
-    policy = make_policy("none", latency, Objective())
+    policy = make_policy("none", latency, LatencyObjective())
     policy.finished = lambda batch, took, now: seconds.append(took)  # type: ignore[method-assign]
     engine = Engine([lane], policy, latency, clock=lambda: now[0])
     futures = [engine.submit_threadsafe(name, name, *rows_of_group_0(base, 3)) for name in "ab"]

@@ -23,7 +23,7 @@ from simulated import (
 from provider.engine.scheduler import (
     PRODUCT_SECONDS,
     BatchKey,
-    Objective,
+    LatencyObjective,
     Opportunistic,
     Work,
     bounded_class,
@@ -105,7 +105,7 @@ def test_a_tenant_that_rested_saved_nothing_up() -> None:
 
 def test_who_does_not_fit_is_passed_over() -> None:
     """A tenant that is too far ahead keeps nobody else out of a product."""
-    policy = Opportunistic(model(), Objective(decode_seconds=0.04))
+    policy = Opportunistic(model(), LatencyObjective(decode_seconds=0.04))
     policy.counters.started_waiting("greedy")
     policy.counters.charge("greedy", 1e6)
     policy.counters.stopped_waiting("greedy")

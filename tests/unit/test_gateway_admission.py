@@ -20,7 +20,7 @@ from shared.errors import (
 )
 from tenant_sdk.gateway import front as in_front
 from tenant_sdk.gateway import serving
-from tenant_sdk.gateway.admission import Door, Failure, Queue, Refusal, Strangers, told
+from tenant_sdk.gateway.admission import Door, Failure, Queue, Refusal, UnauthenticatedConnections, told
 from tenant_sdk.gateway.fairness import Allowance, Reservations
 from tenant_sdk.gateway.front import Front, Served
 from tenant_sdk.gateway.options import GatewayOptions
@@ -164,11 +164,11 @@ def test_shares_of_many_clients() -> None:
 
 
 def test_the_stranger_that_waited_longest_makes_room() -> None:
-    strangers = Strangers(2)
-    assert [strangers.arrive(each) for each in ("a", "b")] == [None, None]
-    strangers.leave("a")
-    assert [strangers.arrive(each) for each in ("c", "d", "e")] == [None, "b", "c"]
-    strangers.leave("b")  # it is closed, and has left before
+    unauthenticated = UnauthenticatedConnections(2)
+    assert [unauthenticated.arrive(each) for each in ("a", "b")] == [None, None]
+    unauthenticated.leave("a")
+    assert [unauthenticated.arrive(each) for each in ("c", "d", "e")] == [None, "b", "c"]
+    unauthenticated.leave("b")  # it is closed, and has left before
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Clients of a gateway take turns with the seats, adapters and prompts of a step."""
+"""Clients of a gateway take turns with the sequences, adapters and prompts of a step."""
 
 from __future__ import annotations
 
@@ -8,78 +8,79 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.latency import Line
+from shared.latency import LinearLatency
 from tenant_sdk.gateway.fairness import (
     LATELY,
     LEAST_ROWS,
     STEP_FACTOR_BUSY,
-    Attention,
+    AttentionTimeDebt,
     Memory,
     Seen,
+    SequenceInfo,
     Steps,
-    Wanted,
-    giving_up,
-    in_turn,
+    next_admissions,
+    next_preemptions,
     paused_sampling,
     rows_per_client,
     second_prompts,
 )
 
 
-def several(client: str, count: int, first: int = 0, adapter: int = 0) -> list[Wanted]:
-    return [Wanted(f"{client}{first + at}", client, adapter) for at in range(count)]
+def several(client: str, count: int, first: int = 0, adapter: int = 0) -> list[SequenceInfo]:
+    return [SequenceInfo(f"{client}{first + at}", client, adapter) for at in range(count)]
 
 
 def test_the_client_with_the_fewest_begins() -> None:
     running = several("a", 3)
     waiting = [*several("a", 3, 3), *several("b", 4)]
-    begin = in_turn(running, waiting, 32, 0, 2)
+    begin = next_admissions(running, waiting, 32, 0, 2)
     assert begin == ["b0", "b1", "b2", "a3", "b3", "a4", "a5"]
 
 
 def test_one_client_has_everything_when_it_is_the_only_one() -> None:
-    assert in_turn([], several("a", 9), 4, 0, 1) == ["a0", "a1", "a2", "a3"]
+    assert next_admissions([], several("a", 9), 4, 0, 1) == ["a0", "a1", "a2", "a3"]
 
 
 def test_seats_stay_free_for_others() -> None:
-    assert len(in_turn([], several("a", 32), 8, 0, 2)) == 6
+    assert len(next_admissions([], several("a", 32), 8, 0, 2)) == 6
     running = several("a", 6)
-    assert in_turn(running, [*several("a", 9, 6), *several("b", 9)], 8, 0, 2) == ["b0", "b1"]
+    assert next_admissions(running, [*several("a", 9, 6), *several("b", 9)], 8, 0, 2) == ["b0", "b1"]
 
 
 def test_places_for_adapters_stay_free_for_others() -> None:
-    own = [Wanted(f"a{at}", "a", at + 1) for at in range(16)]
-    begun = in_turn([], own, 64, 16, 2)
+    own = [SequenceInfo(f"a{at}", "a", at + 1) for at in range(16)]
+    begun = next_admissions([], own, 64, 16, 2)
     assert len(begun) == 12
     running = own[:12]
-    victim = Wanted("b0", "b", 99)
+    victim = SequenceInfo("b0", "b", 99)
     # What goes on with an adapter that runs already takes no place, and cannot keep the other from one.
-    assert in_turn(running, [*own[12:], own[0]._replace(name="more"), victim], 64, 16, 2) == ["b0", "more"]
+    waiting = [*own[12:], own[0]._replace(name="more"), victim]
+    assert next_admissions(running, waiting, 64, 16, 2) == ["b0", "more"]
 
 
 def test_an_adapter_of_two_clients_has_one_place() -> None:
-    running = [Wanted("a0", "a", 1)]
-    assert in_turn(running, [Wanted("b0", "b", 1)], 8, 1, 2) == ["b0"]
+    running = [SequenceInfo("a0", "a", 1)]
+    assert next_admissions(running, [SequenceInfo("b0", "b", 1)], 8, 1, 2) == ["b0"]
 
 
 def test_one_long_prompt_of_a_client_is_read_at_a_time() -> None:
-    running = [Wanted("a0", "a", prefilling=True)]
-    assert in_turn(running, [*several("a", 3, 1), *several("b", 2)], 32, 0, 2) == ["b0", "b1"]
-    alone = in_turn(running, several("a", 3, 1), 32, 0, 2, several=False)
+    running = [SequenceInfo("a0", "a", prefilling=True)]
+    assert next_admissions(running, [*several("a", 3, 1), *several("b", 2)], 32, 0, 2) == ["b0", "b1"]
+    alone = next_admissions(running, several("a", 3, 1), 32, 0, 2, several=False)
     assert alone == ["a1", "a2", "a3"]
 
 
 def test_a_second_prompt_of_a_client_waits_for_the_first() -> None:
     """Rows for prompts are shared by client, and vLLM gives them to each prompt that has begun."""
     running = [
-        Wanted("a0", "a"),
-        *(Wanted(name, name[0], prefilling=True) for name in ("a1", "a2", "b0", "a3")),
+        SequenceInfo("a0", "a"),
+        *(SequenceInfo(name, name[0], prefilling=True) for name in ("a1", "a2", "b0", "a3")),
     ]
     assert second_prompts(running) == {"a2", "a3"}
 
 
 def test_rows_for_prompts_are_equal_by_client() -> None:
-    running = [Wanted("b0", "b"), *(Wanted(name, "a", prefilling=True) for name in ("a0", "a1"))]
+    running = [SequenceInfo("b0", "b"), *(SequenceInfo(name, "a", prefilling=True) for name in ("a0", "a1"))]
     assert rows_per_client(40, running, []) == 0  # one client's prompts have them all
     assert rows_per_client(40, running, ["a", "b", "b"]) == 20
     assert rows_per_client(40, running, ["b", "c"]) == 13
@@ -94,30 +95,30 @@ def test_a_client_counts_for_a_while_after_its_last_sequence() -> None:
 
 
 def test_prompts_take_a_time_that_decoding_sequences_set() -> None:
-    def rows(line: Line, decoding: int, busy: bool) -> int:
+    def rows(line: LinearLatency, decoding: int, busy: bool) -> int:
         steps = Steps(line, 1e-6)
         return steps.rows(decoding, 0, steps.most(decoding, busy=busy), 512)
 
-    near, far = Line(0.018, 0.0005), Line(0.5, 0.0005)
+    near, far = LinearLatency(0.018, 0.0005), LinearLatency(0.5, 0.0005)
     assert rows(near, 1, True) == 19
     assert near.seconds(19) <= STEP_FACTOR_BUSY * near.seconds(1)
     assert rows(near, 22, True) == 50  # beside many sequences, more
     assert rows(near, 1, False) == 56  # the next client waits for one such step at most
     assert rows(near, 0, True) == 56  # nobody waits for a token
     assert rows(far, 1, True) == 501  # on a long way a step takes as long with many rows
-    assert rows(Line(0.001, 0.01), 4, True) == 4 + LEAST_ROWS
+    assert rows(LinearLatency(0.001, 0.01), 4, True) == 4 + LEAST_ROWS
 
 
 @pytest.mark.parametrize(("tokens", "most"), [(2000, 2), (6000, 1), (100_000, 1), (10, 32)])
 def test_long_sequences_take_turns_by_what_they_attend_to(tokens: int, most: int) -> None:
     """A plain client's steps take 1.5 times as long on average, and all long sequences get on."""
-    steps, attention, got = Steps(Line(0.02, 0.0005), 3e-6), Attention(), Counter[str]()
-    long = [Wanted(f"a{at}", "a", tokens=tokens) for at in range(min(31, most * 4))]
-    plain, total, count = Wanted("b0", "b", tokens=20), 0.0, 2000
+    steps, debt, got = Steps(LinearLatency(0.02, 0.0005), 3e-6), AttentionTimeDebt(), Counter[str]()
+    long = [SequenceInfo(f"a{at}", "a", tokens=tokens) for at in range(min(31, most * 4))]
+    plain, total, count = SequenceInfo("b0", "b", tokens=20), 0.0, 2000
     limit = steps.most(1 + len(long), 20, busy=True)
     for _ in range(count):
         spare = limit - steps.seconds(1 + len(long), 20)
-        paused = attention.paused([*long, plain], steps, spare, clients=2, lightest="b")
+        paused = debt.paused([*long, plain], steps, spare, clients=2, lightest="b")
         ran = [each for each in long if each.name not in paused]
         assert "b0" not in paused
         assert len(ran) <= most
@@ -130,18 +131,18 @@ def test_long_sequences_take_turns_by_what_they_attend_to(tokens: int, most: int
 
 
 def test_prompts_get_what_attention_leaves() -> None:
-    steps = Steps(Line(0.02, 0.0005), 1e-6)
+    steps = Steps(LinearLatency(0.02, 0.0005), 1e-6)
     most = steps.most(2, 100, busy=True)
     assert steps.rows(2, 100, most, 512) == 23
     assert steps.rows(2, 10_000, most, 512) == 2 + LEAST_ROWS
 
 
 def test_attention_takes_the_blame_for_long_sequences() -> None:
-    steps = Steps(Line(0.02, 0.0005), 1e-6)
+    steps = Steps(LinearLatency(0.02, 0.0005), 1e-6)
     for _ in range(100):
         steps.observe(8, 48_000, 0.024 + 48_000 * 3e-6, prompts=False)
     assert abs(steps.per_token - 3e-6) < 1e-8
-    assert steps.line == Line(0.02, 0.0005)
+    assert steps.line == LinearLatency(0.02, 0.0005)
     steps.observe(1, 100, 0.03, prompts=False)
     assert steps.line.fixed > 0.02
     steps.observe(40, 48_000, 0.3, prompts=True)
@@ -149,29 +150,36 @@ def test_attention_takes_the_blame_for_long_sequences() -> None:
 
 
 def test_a_client_begins_within_its_share_of_the_memory() -> None:
-    running = [Wanted(f"a{at}", "a", blocks=9, more=1) for at in range(4)]
-    waiting = [*(Wanted(f"a{at}", "a", more=10) for at in range(4, 9)), Wanted("b0", "b", more=30)]
+    running = [SequenceInfo(f"a{at}", "a", blocks=9, more=1) for at in range(4)]
+    waiting = [
+        *(SequenceInfo(f"a{at}", "a", more=10) for at in range(4, 9)),
+        SequenceInfo("b0", "b", more=30),
+    ]
     # Of 100 blocks each of two has 50.
-    assert in_turn(running, waiting, 32, 0, 2, memory=Memory(100, 64)) == ["b0", "a4"]
-    assert in_turn(running, waiting, 32, 0, 2, memory=Memory(100, 33)) == ["a4"]
+    assert next_admissions(running, waiting, 32, 0, 2, memory=Memory(100, 64)) == ["b0", "a4"]
+    assert next_admissions(running, waiting, 32, 0, 2, memory=Memory(100, 33)) == ["a4"]
     alone = [each for each in waiting if each.client == "a"]
-    assert len(in_turn(running, alone, 32, 0, 2, memory=Memory(100, 64))) == 5  # vLLM says what fits
-    large = [Wanted("b0", "b", more=60), Wanted("b1", "b", more=1)]
-    assert in_turn(running, large, 32, 0, 2, memory=Memory(100, 64)) == ["b0"]
+    assert len(next_admissions(running, alone, 32, 0, 2, memory=Memory(100, 64))) == 5  # vLLM says what fits
+    large = [SequenceInfo("b0", "b", more=60), SequenceInfo("b1", "b", more=1)]
+    assert next_admissions(running, large, 32, 0, 2, memory=Memory(100, 64)) == ["b0"]
 
 
 def test_who_has_more_than_its_share_makes_room() -> None:
-    running = [Wanted(f"a{at}", "a", blocks=10) for at in range(9)]
-    waiting = [Wanted("a9", "a", more=10), Wanted("b0", "b", more=30), Wanted("b1", "b", more=30)]
-    assert giving_up(running, waiting, Memory(100, 10)) == ["a8", "a7"]
-    assert giving_up(running, waiting[:1], Memory(100, 10)) == []
+    running = [SequenceInfo(f"a{at}", "a", blocks=10) for at in range(9)]
+    waiting = [
+        SequenceInfo("a9", "a", more=10),
+        SequenceInfo("b0", "b", more=30),
+        SequenceInfo("b1", "b", more=30),
+    ]
+    assert next_preemptions(running, waiting, Memory(100, 10)) == ["a8", "a7"]
+    assert next_preemptions(running, waiting[:1], Memory(100, 10)) == []
     # What runs already goes on first.
-    prefilling = Wanted("b", "b", prefilling=True, blocks=5, more=25)
-    assert giving_up([*running, prefilling], waiting, Memory(100, 5)) == ["a8", "a7"]
-    within = [*running[:5], Wanted("b", "b", blocks=50, more=1)]
-    assert giving_up(within, [], Memory(100, 0)) == ["b"]  # it alone has more than its share
-    large = [Wanted("b0", "b", more=60)]
-    assert giving_up(running, large, Memory(100, 10)) == ["a8", "a7", "a6", "a5"]
+    prefilling = SequenceInfo("b", "b", prefilling=True, blocks=5, more=25)
+    assert next_preemptions([*running, prefilling], waiting, Memory(100, 5)) == ["a8", "a7"]
+    within = [*running[:5], SequenceInfo("b", "b", blocks=50, more=1)]
+    assert next_preemptions(within, [], Memory(100, 0)) == ["b"]  # it alone has more than its share
+    large = [SequenceInfo("b0", "b", more=60)]
+    assert next_preemptions(running, large, Memory(100, 10)) == ["a8", "a7", "a6", "a5"]
 
 
 @given(
@@ -183,15 +191,15 @@ def test_what_runs_never_lacks_memory_beside_others(
     run: list[tuple[str, int, int]], wait: list[tuple[str, int]], free: int
 ) -> None:
     """So vLLM takes none from whoever happens to be last."""
-    running = [Wanted(f"r{at}", *each[:1], blocks=each[1], more=each[2]) for at, each in enumerate(run)]
-    waiting = [Wanted(f"w{at}", client, more=more) for at, (client, more) in enumerate(wait)]
+    running = [SequenceInfo(f"r{at}", *each[:1], blocks=each[1], more=each[2]) for at, each in enumerate(run)]
+    waiting = [SequenceInfo(f"w{at}", client, more=more) for at, (client, more) in enumerate(wait)]
     memory = Memory(sum(each.blocks for each in running) + free, free)
-    given = giving_up(running, waiting, memory)
+    given = next_preemptions(running, waiting, memory)
     left = [each for each in running if each.name not in given]
     memory = Memory(memory.blocks, free + sum(each.blocks for each in running if each.name in given))
     if len({each.client for each in (*running, *waiting)}) > 1:
         assert sum(each.more for each in left) <= memory.free
-        begin = in_turn(left, waiting, 99, 0, 3, memory=memory, several=False)
+        begin = next_admissions(left, waiting, 99, 0, 3, memory=memory, several=False)
         begun = [each for each in waiting if each.name in begin]
         assert sum(each.more for each in (*left, *begun)) <= memory.free
 
@@ -211,20 +219,23 @@ sequences = st.lists(
 
 @given(sequences, sequences, st.integers(1, 12), st.integers(1, 6))
 def test_what_begins_fits_and_somebody_always_does(
-    running: list[tuple[str, int, bool]], waiting: list[tuple[str, int, bool]], seats: int, places: int
+    running: list[tuple[str, int, bool]],
+    waiting: list[tuple[str, int, bool]],
+    max_sequences: int,
+    max_adapters: int,
 ) -> None:
-    run: list[Wanted] = []
-    for at, (client, adapter, prefilling) in enumerate(running[:seats]):
+    run: list[SequenceInfo] = []
+    for at, (client, adapter, prefilling) in enumerate(running[:max_sequences]):
         if (
             adapter in {0, *(each.adapter for each in run)}
-            or len({each.adapter for each in run} - {0}) < places
+            or len({each.adapter for each in run} - {0}) < max_adapters
         ):
-            run.append(Wanted(f"r{at}", client, adapter, prefilling))
-    wait = [Wanted(f"w{at}", client, adapter) for at, (client, adapter, _) in enumerate(waiting)]
-    begin = in_turn(run, wait, seats, places, 3)
+            run.append(SequenceInfo(f"r{at}", client, adapter, prefilling))
+    wait = [SequenceInfo(f"w{at}", client, adapter) for at, (client, adapter, _) in enumerate(waiting)]
+    begin = next_admissions(run, wait, max_sequences, max_adapters, 3)
     found = {each.name: each for each in wait}
-    assert len(set(begin)) == len(begin) <= max(0, seats - len(run))
-    assert len({each.adapter for each in (*run, *(found[name] for name in begin))} - {0}) <= places
+    assert len(set(begin)) == len(begin) <= max(0, max_sequences - len(run))
+    assert len({each.adapter for each in (*run, *(found[name] for name in begin))} - {0}) <= max_adapters
     if wait and not run:
         assert begin
     order = [found[name] for name in begin]
@@ -234,7 +245,7 @@ def test_what_begins_fits_and_somebody_always_does(
 
 
 def test_steps_with_prompts_do_not_change_the_forecast_of_those_without() -> None:
-    line = Line(0.02, 0.0005)
+    line = LinearLatency(0.02, 0.0005)
     for _ in range(100):
         line.observe(30, 0.08, fixed=False)
     assert line.fixed == 0.02

@@ -17,14 +17,14 @@ import pytest
 from tenant_sdk.gateway import front as in_front
 from tenant_sdk.gateway.admission import Door, Queue, Refusal
 from tenant_sdk.gateway.constraints import Constraint
-from tenant_sdk.gateway.front import FLUSHED, LOOKS, Front, Served, _failed
+from tenant_sdk.gateway.front import FLUSHED, MAX_UNQUEUED, Front, Served, _failed
 from tenant_sdk.gateway.helper_process import HelperProcess
 from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.quiet import leave_words_out
 from tenant_sdk.gateway.requests import parse_request
 from tenant_sdk.gateway.status import REMEMBERED, Ended
 from tenant_sdk.gateway.trials import REMEMBERED as KEPT
-from tenant_sdk.gateway.trials import Trials
+from tenant_sdk.gateway.trials import ConstraintChecker
 from tenant_sdk.gateway.turns import CachedAnswer, Threads, Turns, current_client
 
 KEYS = ("a-key-of-enough-letters", "another-key-of-enough")
@@ -148,10 +148,10 @@ async def test_an_answer_has_its_place_until_it_has_left(tmp_path: Path, path: s
     there = front(application, tmp_path)
     client = await Client(there, path, extensions={FLUSHED: left.wait}).says(BODY)
     assert client.status == 200
-    assert there._queue.under_way + there._looks.total == 1
+    assert there._queue.under_way + there._unqueued.total == 1
     left.set()
     await client.task
-    assert there._queue.under_way + there._looks.total == 0
+    assert there._queue.under_way + there._unqueued.total == 0
 
 
 @awaited
@@ -364,10 +364,10 @@ async def test_few_constraints_are_not_tried_again(monkeypatch: pytest.MonkeyPat
         return b""
 
     monkeypatch.setattr(HelperProcess, "ask", ask)
-    trials = Trials(Path("none"), 1, 0)
+    checker = ConstraintChecker(Path("none"), 1, 0)
     many = [Constraint("regex", str(at)) for at in range(KEPT + 1)]
     for each in [*many[:-1], many[0], many[0], many[-1], many[1], many[0]]:
-        assert not await trials.refusal("a", each)
+        assert not await checker.refusal("a", each)
     assert tried == [*(each.text for each in many), many[1].text]
 
 
@@ -469,9 +469,9 @@ def test_threads_are_shared_in_turns() -> None:
 @awaited
 async def test_figures_and_adapters_have_places_too(tmp_path: Path) -> None:
     there = front(Working(), tmp_path)
-    waiting = [await Client(there, "/v1/adapters").says(b"") for _ in range(LOOKS)]
+    waiting = [await Client(there, "/v1/adapters").says(b"") for _ in range(MAX_UNQUEUED)]
     refused = [each.status for each in waiting if each.sent]
-    assert refused == [429] * (LOOKS // 4)
+    assert refused == [429] * (MAX_UNQUEUED // 4)
     other = await Client(there, "/metrics", key=1).says(b"")
     assert not other.sent  # it is answered
     for each in (*waiting, other):

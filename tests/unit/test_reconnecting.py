@@ -25,12 +25,13 @@ from shared.errors import (
     VerificationError,
     WireError,
 )
+from shared.reminder import Reminder
 from tenant_sdk.connection.replicas import reconnecting
 from tenant_sdk.connection.replicas.reconnecting import ReconnectingConnection, single_replica
 from tenant_sdk.connection.replicas.retrying import (
     MOST_REPEATS,
+    REMIND_SECONDS,
     GiveUp,
-    Reminder,
     RequestPolicy,
     went_away,
 )
@@ -67,7 +68,7 @@ class World:
             patience,
             clock=self.clock,
         )
-        self.connection.policy.chance = lambda: 0.0
+        self.connection.policy.uniform = lambda: 0.0
 
     @property
     def now(self) -> float:
@@ -94,7 +95,7 @@ class World:
 
     def request(self) -> RequestPolicy:
         policy = self.connection.policy
-        return RequestPolicy(policy.patience, self.now, policy.chance, Reminder())
+        return RequestPolicy(policy.patience, self.now, policy.uniform, Reminder(REMIND_SECONDS))
 
 
 @pytest.fixture
@@ -269,7 +270,7 @@ UNCLOSED = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from shared.errors import NobodyListens
+from shared.errors import ConnectionRefused
 from tenant_sdk.connection.replicas import reconnecting
 from tenant_sdk.connection.stats import Stats
 
@@ -281,7 +282,7 @@ def open_channel():
     if channels:
         return channels.pop()
     tried.set()
-    raise NobodyListens("it is gone")
+    raise ConnectionRefused("it is gone")
 
 connection = reconnecting.ReconnectingConnection(reconnecting.single_replica(open_channel), Stats(), 1e6)
 connection.latest.broken = True

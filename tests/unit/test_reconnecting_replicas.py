@@ -15,18 +15,19 @@ from shared.errors import (
     ConfigurationError,
     ConnectError,
     ConnectionLost,
+    ConnectionRefused,
     ModelMismatch,
-    NobodyListens,
     SymbiosisError,
 )
+from shared.reminder import Reminder
 from shared.wire.messages import Limits, Manifest
 from tenant_sdk.connection.replicas import reconnecting
 from tenant_sdk.connection.replicas.reconnecting import ReconnectingConnection
-from tenant_sdk.connection.replicas.retrying import MOST_REPEATS, GiveUp, Reminder, RequestPolicy
+from tenant_sdk.connection.replicas.retrying import MOST_REPEATS, REMIND_SECONDS, GiveUp, RequestPolicy
 from tenant_sdk.connection.stats import Stats
 
 A, B, C = "wss://a:1", "wss://b:1", "wss://c:1"
-REFUSED = NobodyListens("cannot connect: Connection refused; is the executor running?")
+REFUSED = ConnectionRefused("cannot connect: Connection refused; is the executor running?")
 LEAVING = ConnectionLost("it closed the connection: it is shutting down", retry_after=5.0)
 MANIFEST = Manifest("s", "m", "a", "p", "w", "digest", "ring", (), Limits(1, 1), (), (), (), ())
 OTHER = Manifest("s", "m", "a", "p", "x", "another", "ring", (), Limits(1, 1), (), (), (), ())
@@ -45,7 +46,7 @@ class World:
 
     def connect(self, patience: float = 600.0) -> Any:
         made: Any = ReconnectingConnection(self.find, self.stats, patience, "them", clock=self.clock)
-        made.policy.chance = lambda: 0.0
+        made.policy.uniform = lambda: 0.0
         return made
 
     def find(self) -> dict[str, Callable[[], Any]]:
@@ -74,7 +75,7 @@ def lose(connection: Any, error: SymbiosisError = LEAVING, request: RequestPolic
     """The channel that a request is sent again on, after the last one broke."""
     connection.latest.broken = True
     now, policy = connection._clock.now(), connection.policy
-    request = request or RequestPolicy(policy.patience, now, policy.chance, Reminder())
+    request = request or RequestPolicy(policy.patience, now, policy.uniform, Reminder(REMIND_SECONDS))
     step = request.after_error(error, now, url=connection.url, timeout=60.0)
     if isinstance(step, GiveUp):
         raise step.error
@@ -184,7 +185,7 @@ def test_without_patience_each_is_tried_once(world: Callable[..., World]) -> Non
     for _ in range(3):
         here.tries.clear()
         connection.latest.broken = True
-        with pytest.raises(NobodyListens, match="none of 2 replicas can be used"):
+        with pytest.raises(ConnectionRefused, match="none of 2 replicas can be used"):
             connection.channel  # noqa: B018
         assert sorted(here.tries) == [A, B]
     assert here.now < 1001
@@ -193,7 +194,7 @@ def test_without_patience_each_is_tried_once(world: Callable[..., World]) -> Non
 def test_a_request_that_breaks_every_replica_is_not_sent_for_ever(world: Callable[..., World]) -> None:
     here = world(A, B)
     connection = here.connect(1e6)
-    request = RequestPolicy(1e6, here.now, lambda: 0.0, Reminder())
+    request = RequestPolicy(1e6, here.now, lambda: 0.0, Reminder(REMIND_SECONDS))
     broke = ConnectionLost("the connection broke")
     for _ in range(MOST_REPEATS):
         lose(connection, broke, request)

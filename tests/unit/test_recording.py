@@ -10,7 +10,7 @@ import torch
 from test_virtual import ALL, BACKWARD, FORWARD, Trio, rows
 from torch.utils.checkpoint import checkpoint as checkpointed
 
-from tenant_sdk.model.recording import Memory, Mode, Recording, Store
+from tenant_sdk.model.recording import CopyStore, Mode, Recording, Store
 from tenant_sdk.sequences.spill import Spill
 
 
@@ -19,7 +19,7 @@ def trio() -> Trio:
     return Trio()
 
 
-class Places(Memory):
+class Places(CopyStore):
     """In memory, and counts what is there."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ def test_an_output_that_is_written_in_place_is_kept_as_it_was(trio: Trio) -> Non
         return trio.layers[0](x).mul_(3).tanh_() * trio.layers[1](x).add_(1)[..., :1]
 
     x = rows(grad=True)
-    once(block, x, store=Memory()).sum().backward()
+    once(block, x, store=CopyStore()).sum().backward()
     got, x.grad = x.grad, None
     block(x).sum().backward()
     assert torch.equal(got, x.grad)
@@ -74,7 +74,7 @@ def test_an_output_that_is_written_in_place_is_kept_as_it_was(trio: Trio) -> Non
 
 def test_a_second_backward_asks_again(trio: Trio) -> None:
     x = rows(grad=True)
-    loss = once(lambda x: trio.layers[0](x).tanh(), x, store=Memory()).sum()
+    loss = once(lambda x: trio.layers[0](x).tanh(), x, store=CopyStore()).sum()
     loss.backward(retain_graph=True)
     first, x.grad = x.grad, None
     trio.asked()
@@ -89,7 +89,7 @@ def all_of(trio: Trio, x: torch.Tensor) -> None:
 
 
 def test_a_second_run_with_other_rows_asks(trio: Trio) -> None:
-    recording, x, other = Recording(Memory()), rows(), rows()
+    recording, x, other = Recording(CopyStore()), rows(), rows()
     with recording.record():
         all_of(trio, x)
     with recording.replay():
@@ -100,7 +100,7 @@ def test_a_second_run_with_other_rows_asks(trio: Trio) -> None:
 
 
 def test_of_two_alike_each_gets_its_own(trio: Trio) -> None:
-    recording, first, second = Recording(Memory()), rows(), rows()
+    recording, first, second = Recording(CopyStore()), rows(), rows()
     with recording.record():
         for x in (first, second):
             all_of(trio, x)
@@ -116,7 +116,7 @@ def test_a_run_that_ends_early_parts_nobody(trio: Trio) -> None:
         return trio.layers[0](x).tanh().sum() + trio.layers[1](x).sum() + trio.layers[2](x).sum()
 
     for _ in range(3):
-        once(block, rows(grad=True), store=Memory()).backward()
+        once(block, rows(grad=True), store=CopyStore()).backward()
         assert trio.asked() == [(FORWARD, ALL), (BACKWARD, ALL)]
 
 
@@ -125,10 +125,10 @@ def test_one_checkpoint_in_another(trio: Trio) -> None:
         return sum((layer(x).tanh().sum() for layer in trio.layers), torch.zeros(()))
 
     def block(x: torch.Tensor) -> torch.Tensor:
-        return once(inner, x, store=Memory()) * inner(2 * x)
+        return once(inner, x, store=CopyStore()) * inner(2 * x)
 
     x = rows(grad=True)
-    once(block, x, store=Memory()).backward()
+    once(block, x, store=CopyStore()).backward()
     got, x.grad = x.grad, None
     assert [direction for direction, _ in trio.asked()].count(FORWARD) == 2
     block(x).backward()

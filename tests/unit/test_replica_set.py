@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from shared.errors import AuthenticationError, ConnectError, ConnectionLost, NobodyListens, TlsError
+from shared.errors import AuthenticationError, ConnectError, ConnectionLost, ConnectionRefused, TlsError
 from tenant_sdk.connection.replicas.replica_set import (
     FIRST_EJECTION,
     MOST_EJECTION,
@@ -124,16 +124,16 @@ def test_who_leaves_is_forgotten_and_who_stays_is_not() -> None:
 
 def test_why_none_can_be_used() -> None:
     policy = replicas("wss://a", "wss://b")
-    policy.eject("wss://a", 0.0, NobodyListens("cannot connect to a:1: Connection refused; does it run?"))
+    policy.eject("wss://a", 0.0, ConnectionRefused("cannot connect to a:1: Connection refused; does it run?"))
     policy.eject("wss://b", 0.0, None)
     assert policy.why() == (
         "wss://a: cannot connect to a:1: Connection refused, wss://b: its connection broke"
     )
     assert not policy.refused
     assert policy.error().message == f"none of 2 replicas can be used: {policy.why()}"
-    policy.eject("wss://b", 0.0, NobodyListens("wss://b: gone"))
+    policy.eject("wss://b", 0.0, ConnectionRefused("wss://b: gone"))
     assert policy.why().endswith("refused, wss://b: gone")  # its name once
-    assert isinstance(policy.error(), NobodyListens)
+    assert isinstance(policy.error(), ConnectionRefused)
     for name in policy.names:
         policy.eject(name, 0.0, AuthenticationError("no"), refused=True)
     assert policy.refused

@@ -20,8 +20,8 @@ from shared.errors import (
     ConfigurationError,
     ConnectError,
     ConnectionLost,
+    ConnectionRefused,
     ModelMismatch,
-    NobodyListens,
     RequestRefused,
     RequestTimeout,
     SymbiosisError,
@@ -29,6 +29,7 @@ from shared.errors import (
     VerificationError,
     WireError,
 )
+from shared.reminder import Reminder
 from tenant_sdk.connection.replicas import reconnecting
 from tenant_sdk.connection.replicas.backoff import LEAST
 from tenant_sdk.connection.replicas.reconnecting import ReconnectingConnection
@@ -41,7 +42,6 @@ from tenant_sdk.connection.replicas.retrying import (
     GiveUp,
     Reconnect,
     ReconnectPolicy,
-    Reminder,
     RequestPolicy,
     SendAgain,
     Wait,
@@ -56,7 +56,11 @@ GONE = [
     RequestTimeout("it is silent"),
     ConnectionLost("it leaves", retry_after=5.0),
 ]
-AWAY = [NobodyListens("refused"), ConnectError("full", retry_after=2.0), TlsError("no room", retry_after=1.0)]
+AWAY = [
+    ConnectionRefused("refused"),
+    ConnectError("full", retry_after=2.0),
+    TlsError("no room", retry_after=1.0),
+]
 NO = [AuthenticationError("the token"), TlsError("the certificate"), ModelMismatch("another model")]
 FINAL = [VerificationError("wrong"), WireError("frame", "no", fatal=True), RequestRefused("internal", "no")]
 
@@ -75,7 +79,8 @@ failures = st.lists(st.tuples(put_off | st.sampled_from(GONE) | st.sampled_from(
 def test_a_request_is_sent_again_only_for_what_passes_and_not_for_ever(
     failures: list[tuple[SymbiosisError, float]], patience: float, chance: float, closed: bool
 ) -> None:
-    policy, now, counts = RequestPolicy(patience, 0.0, lambda: chance, Reminder()), 0.0, Counter[str]()
+    policy = RequestPolicy(patience, 0.0, lambda: chance, Reminder(REMIND_SECONDS))
+    now, counts = 0.0, Counter[str]()
     began, first_lost = 0.0, None
     for error, later in failures:
         now += later
@@ -105,12 +110,12 @@ def test_a_request_is_sent_again_only_for_what_passes_and_not_for_ever(
 
 @pytest.mark.parametrize("error", [*FINAL, *NO, ConfigurationError("one operator")], ids=repr)
 def test_what_is_no_matter_of_time_is_never_sent_again(error: SymbiosisError) -> None:
-    policy = RequestPolicy(1e6, 0.0, lambda: 0.0, Reminder())
+    policy = RequestPolicy(1e6, 0.0, lambda: 0.0, Reminder(REMIND_SECONDS))
     assert policy.after_error(error, 0.0, url=URL, timeout=TIMEOUT) == GiveUp(error)
 
 
 def test_a_request_that_breaks_every_connection_is_given_up() -> None:
-    policy, (error, *_) = RequestPolicy(1e6, 0.0, lambda: 0.0, Reminder()), GONE
+    policy, (error, *_) = RequestPolicy(1e6, 0.0, lambda: 0.0, Reminder(REMIND_SECONDS)), GONE
     for _ in range(MOST_REPEATS):
         assert policy.after_error(error, 7.0, url=URL, timeout=TIMEOUT) == Reconnect(7.0)
     step = policy.after_error(error, 7.0, url=URL, timeout=TIMEOUT)
@@ -120,7 +125,7 @@ def test_a_request_that_breaks_every_connection_is_given_up() -> None:
 
 def test_what_ends_parts_of_an_executor_is_not_sent_for_ever() -> None:
     error = RequestRefused("unavailable", "no", retry_after=1.0)
-    policy = RequestPolicy(1e6, 0.0, lambda: 0.0, Reminder())
+    policy = RequestPolicy(1e6, 0.0, lambda: 0.0, Reminder(REMIND_SECONDS))
     steps = [policy.after_error(error, 0.0, url=URL, timeout=TIMEOUT) for _ in range(MAX_WORKER_LOSSES + 1)]
     assert all(isinstance(step, SendAgain) for step in steps[:-1])
     assert steps[-1] == GiveUp(error)
@@ -129,7 +134,7 @@ def test_what_ends_parts_of_an_executor_is_not_sent_for_ever() -> None:
 def test_a_restart_is_waited_for_from_the_first_time_on() -> None:
     """Whatever happened meanwhile; and the error names the option."""
     error = RequestRefused("restarting", "no", retry_after=10.0)
-    policy = RequestPolicy(100.0, 0.0, lambda: 0.0, Reminder())
+    policy = RequestPolicy(100.0, 0.0, lambda: 0.0, Reminder(REMIND_SECONDS))
     assert isinstance(policy.after_error(error, 80.0, url=URL, timeout=TIMEOUT), SendAgain)
     policy.reconnected(89.0)
     step = policy.after_error(error, 90.0, url=URL, timeout=TIMEOUT)
@@ -142,7 +147,8 @@ def test_a_restart_is_waited_for_from_the_first_time_on() -> None:
 
 def test_that_requests_wait_is_said_now_and_then() -> None:
     """However many of them."""
-    reminder, error, said = Reminder(), RequestRefused("overloaded", "wait", retry_after=1.0), list[float]()
+    reminder, said = Reminder(REMIND_SECONDS), list[float]()
+    error = RequestRefused("overloaded", "wait", retry_after=1.0)
     for now in range(35):
         policy = RequestPolicy(0.0, now, lambda: 0.0, reminder)
         step = policy.after_error(error, now, url=URL, timeout=TIMEOUT)
@@ -309,7 +315,7 @@ def test_overload_is_waited_for_on_each_channel_anew(monkeypatch: pytest.MonkeyP
     overloaded = RequestRefused("overloaded", "wait", retry_after=0.9 * TIMEOUT)
     world = World([overloaded, GONE[0], overloaded, None], [])
     connection: Any = ReconnectingConnection(world.find, Stats(), 600.0, clock=world.clock)
-    connection.policy.chance = lambda: 0.0
+    connection.policy.uniform = lambda: 0.0
     assert connection.answer(connection.channel, lambda channel: object()) is ANSWER
     assert world.clock.waited == [0.9 * TIMEOUT] * 2
 

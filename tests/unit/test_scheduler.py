@@ -34,8 +34,8 @@ from provider.engine.scheduler import (
     Batch,
     BatchKey,
     DecodedTokens,
+    LatencyObjective,
     Lockstep,
-    Objective,
     Opportunistic,
     Policy,
     Unbatched,
@@ -44,7 +44,7 @@ from provider.engine.scheduler import (
     make_policy,
     rows_of,
 )
-from shared.latency import Line
+from shared.latency import LinearLatency
 from shared.wire.header import Direction, RequestClass
 
 # -- who comes along -------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_a_lone_tenant_never_waits() -> None:
 
 def test_larger_requests_wait_longer_for_others_but_never_longer_than_the_bound() -> None:
     def waits(rows: int, what: RequestClass) -> float:
-        policy = Opportunistic(model(), Objective(wait_seconds=0.002))
+        policy = Opportunistic(model(), LatencyObjective(wait_seconds=0.002))
         policy.add(work("other"), 0.0)
         assert isinstance(policy.next(0.01), list)  # somebody else was here a moment ago
         policy.add(work(rows=rows, what=what, now=0.01), 0.01)
@@ -164,7 +164,7 @@ def test_no_product_is_so_short_that_reading_its_weight_is_most_of_it() -> None:
     """A weight that comes slowly from memory is not read again for every few rows."""
     slow = LatencyModel(SHAPES)
     for group in range(GROUPS):
-        slow.set(group, Direction.FORWARD, Line(SHORT_PRODUCT_SECONDS / 2, 1e-3))
+        slow.set(group, Direction.FORWARD, LinearLatency(SHORT_PRODUCT_SECONDS / 2, 1e-3))
     policy = Opportunistic(slow)
     policy.add(work("a", rows=5000, what=PREFILL), 0.0)
     policy.add(work("b", rows=5000, what=PREFILL), 0.0)
@@ -208,7 +208,7 @@ def test_who_still_waits_for_a_token_is_not_forgotten() -> None:
 
 def test_no_product_holds_up_a_decode_for_longer_than_its_part() -> None:
     """While somebody decodes, products of fine-tuning leave time for the next decode; a late token less."""
-    policy = Opportunistic(model(), Objective(decode_seconds=0.04))  # 5 ms a request
+    policy = Opportunistic(model(), LatencyObjective(decode_seconds=0.04))  # 5 ms a request
     batches = simulate(
         policy,
         [
@@ -225,7 +225,7 @@ def test_no_product_holds_up_a_decode_for_longer_than_its_part() -> None:
 
 def test_decodes_meet_their_objective_beside_fine_tuning_which_keeps_the_rest() -> None:
     def run(chats: int) -> tuple[Opportunistic, list[Tenant], float]:
-        policy = Opportunistic(model(), Objective(decode_seconds=0.08))  # 10 ms a request
+        policy = Opportunistic(model(), LatencyObjective(decode_seconds=0.08))  # 10 ms a request
         people = [Tenant(f"chat {i}", 1, DECODE, think=0.01) for i in range(chats)]
         tune = Tenant("tune", 2048, FINETUNING)
         simulate(policy, [*people, tune], 20.0)
@@ -254,7 +254,7 @@ def test_the_time_factor_follows_what_tokens_take() -> None:
 
 
 def test_sessions_of_one_tenant_have_tokens_of_their_own() -> None:
-    policy = Opportunistic(model(), Objective(decode_seconds=0.1))
+    policy = Opportunistic(model(), LatencyObjective(decode_seconds=0.1))
     now = 0.0
     for group in [*range(GROUPS), 0]:
         for session in (1, 2):
@@ -279,7 +279,7 @@ def test_what_a_request_may_call_itself() -> None:
 
 def test_a_tenant_decodes_as_many_sequences_at_once_as_it_may() -> None:
     """A gateway's 64 sequences are as urgent as one; what is beyond its budget waits like a prompt."""
-    policy = Opportunistic(model(), Objective(decode_rows=100))
+    policy = Opportunistic(model(), LatencyObjective(decode_rows=100))
     asked = [work("a", rows=rows, what=DECODE) for rows in (64, 36, 1)] + [work("b", rows=64, what=DECODE)]
     for request in asked:
         policy.add(request, 0.0)
@@ -356,7 +356,7 @@ REQUESTS = st.tuples(
 def test_every_row_is_served_once_and_the_queue_ends_empty(
     requests: list[tuple[int, int, int, RequestClass, float, bool]], name: str
 ) -> None:
-    policy, now = make_policy(name, model(), Objective()), 0.0
+    policy, now = make_policy(name, model(), LatencyObjective()), 0.0
     rows: dict[Work, int] = defaultdict(int)
     asked = []
 

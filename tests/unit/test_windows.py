@@ -20,10 +20,10 @@ import tenant_sdk
 from shared.compat import cache_name
 from shared.errors import ConfigurationError
 from tenant_sdk.model.prompt_adapters import fit_prompt_adapters
-from tenant_sdk.model.recording import Memory
+from tenant_sdk.model.recording import CopyStore
 from tenant_sdk.sequences.planning import Place, Plan
 from tenant_sdk.sequences.spill import Spill
-from tenant_sdk.sequences.windows import Kept
+from tenant_sdk.sequences.windows import SavedTensors
 
 CLOSE = 1e-5  # float32: the order of additions
 LENGTH = 50
@@ -347,12 +347,12 @@ def test_what_changed_before_the_backward_is_noticed(what: str) -> None:
 def test_kept_places_go_with_it(tmp_path: Path) -> None:
     spill = Spill(tmp_path)
     for _ in range(3):
-        kept = Kept(spill)
+        kept = SavedTensors(spill)
         kept.put("a", torch.zeros(1000))
         del kept
         gc.collect()
     assert spill.nbytes < 2 * 4016
-    kept = Kept(Memory())
+    kept = SavedTensors(CopyStore())
     kept.put("a", torch.ones(3))
     assert kept.take("a").sum() == 3
     assert not kept.places

@@ -7,13 +7,13 @@ GROWTH_ENDS = 3.2  # seconds; beyond, only what the executor asks for
 JITTER = 0.5  # at most so much of a pause on top, so that tenants refused together do not come back together
 
 
-def pause(attempt: int, requested: float, chance: float) -> float:
+def pause(attempt: int, requested: float, uniform: float) -> float:
     """Seconds to wait: what the executor asks for, at least a time that doubles, and a random part on top.
 
     Args:
         attempt: pauses before this one, for the same request or the same connection.
         requested: what executors ask for, in seconds; finite and not negative.
-        chance: uniform in [0, 1), drawn by the caller.
+        uniform: drawn uniformly from [0, 1), by the caller.
     """
     doubled = min(GROWTH_ENDS, LEAST * 2.0 ** min(attempt, 60))
-    return max(requested, doubled) * (1 + JITTER * chance)
+    return max(requested, doubled) * (1 + JITTER * uniform)

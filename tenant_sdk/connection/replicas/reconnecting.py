@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 
 from shared.compat import before_threads_are_joined
 from shared.errors import ConnectionLost, ModelMismatch, SymbiosisError
-from shared.forks import MadeHere
+from shared.forks import ForkGuard
+from shared.reminder import Reminder
 from shared.wire.header import Header, Operation
 from shared.wire.messages import Hello, Manifest, decode, encode
 from shared.wire.protocol import validate_manifest
@@ -25,11 +26,11 @@ from tenant_sdk.connection.channel import Channel, Pending, control_payload
 from tenant_sdk.connection.clock import CLOCK, Clock
 from tenant_sdk.connection.replicas.replica_set import what_happened
 from tenant_sdk.connection.replicas.retrying import (
+    REMIND_SECONDS,
     GiveUp,
     Note,
     OtherPart,
     ReconnectPolicy,
-    Reminder,
     RequestPolicy,
     SendAgain,
     Wait,
@@ -87,10 +88,10 @@ class ReconnectingConnection:
     ) -> None:
         self._find, self._stats, self._party, self._digest = find, stats, party, digest
         self._group, self._clock = group, clock
-        self._made_here = MadeHere()
+        self._fork_guard = ForkGuard()
         self._closing = threading.Event()
         _connections.add(self)
-        self._reminder = Reminder()  # that requests are put off
+        self._reminder = Reminder(REMIND_SECONDS)  # that requests are put off
         self._reconnecting = threading.Lock()  # the thread that opens a channel holds it; it guards these:
         self.policy = ReconnectPolicy(patience, random.SystemRandom().random)
         found = None
@@ -120,7 +121,7 @@ class ReconnectingConnection:
             ConnectionLost: the executor was away for longer than is waited for; or this is a forked child,
                 which opens none in its parent's name.
         """
-        self._made_here.check()
+        self._fork_guard.check()
         if self._channel.broken and not self._closing.is_set():
             self._reopen(self._clock.now())
         return self._channel
@@ -150,7 +151,9 @@ class ReconnectingConnection:
             SymbiosisError: see ``channel``.
         """
         clock = self._clock
-        retry = RequestPolicy(self.policy.patience, clock.now(), lambda: self.policy.chance(), self._reminder)
+        retry = RequestPolicy(
+            self.policy.patience, clock.now(), lambda: self.policy.uniform(), self._reminder
+        )
         pending = first
         while True:
             try:
@@ -183,14 +186,14 @@ class ReconnectingConnection:
 
     def close(self) -> None:
         """End it; it is not opened again, and nobody waits any longer. In a forked child, nothing."""
-        if self._made_here.in_child:
+        if self._fork_guard.in_child:
             return
         self._closing.set()
         self._channel.close()
 
     def stop_waiting(self) -> None:
         """Wait for nobody any longer, but go on with an open channel. In a forked child, nothing."""
-        if not self._made_here.in_child:
+        if not self._fork_guard.in_child:
             self._closing.set()
 
     def _wait(self, until: float) -> None:
@@ -219,7 +222,7 @@ class ReconnectingConnection:
 
     def _open_since(self, since: float, cause: SymbiosisError) -> Channel:
         """An open channel, a new one if the last one broke; see ``_reopen``."""
-        self._made_here.check()
+        self._fork_guard.check()
         if self._channel.broken:
             self._reopen(since, cause)
         return self._channel

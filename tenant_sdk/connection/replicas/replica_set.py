@@ -35,11 +35,11 @@ class ReplicaSet:
     """The replicas of one party by their names. No I/O; the caller brings the time and opens connections.
 
     Args:
-        chance: draws from [0, 1), uniformly.
+        uniform: draws from [0, 1), uniformly.
     """
 
-    def __init__(self, chance: Callable[[], float]) -> None:
-        self._chance = chance
+    def __init__(self, uniform: Callable[[], float]) -> None:
+        self._uniform = uniform
         self._all: dict[str, _Replica] = {}
 
     def update(self, names: Iterable[str]) -> None:
@@ -149,7 +149,7 @@ class ReplicaSet:
         return error
 
     def _draw(self, names: list[str]) -> str:
-        return names[int(self._chance() * len(names))]
+        return names[int(self._uniform() * len(names))]
 
 
 def what_happened(error: SymbiosisError | None, name: str = "") -> Message:

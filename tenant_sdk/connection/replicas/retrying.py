@@ -1,4 +1,4 @@
-"""What happens to a request that fails: decisions without I/O, clock or chance of their own.
+"""What happens to a request that fails: decisions without I/O, clock or random numbers of their own.
 
 A ``RequestPolicy``, of one request, says whether the same bytes are sent again, when, and on which channel. A
 ``ReconnectPolicy``, of one connection, says which replica is tried next, and until when to wait before that.
@@ -15,15 +15,16 @@ from shared.errors import (
     ConfigurationError,
     ConnectError,
     ConnectionLost,
+    ConnectionRefused,
     Message,
     ModelMismatch,
-    NobodyListens,
     Placeholder,
     RequestRefused,
     RequestTimeout,
     SymbiosisError,
     TlsError,
 )
+from shared.reminder import Reminder
 from tenant_sdk.connection.replicas.backoff import pause
 from tenant_sdk.connection.replicas.replica_set import ReplicaSet, what_happened
 
@@ -83,25 +84,14 @@ class OtherPart(ModelMismatch):
     """An executor that serves another part than the one that is looked for."""
 
 
-class Reminder:
-    """Whether something that lasts is to be said, for the first time or again."""
-
-    def __init__(self) -> None:
-        self.said_at: float | None = None
-
-    def due(self, now: float) -> bool:
-        """Whether it is; then it counts as said."""
-        if self.said_at is not None and now - self.said_at <= REMIND_SECONDS:
-            return False
-        self.said_at = now
-        return True
-
-
 def went_away(error: SymbiosisError) -> bool:
     """Whether an executor may be back soon: it is gone, or silent, or has no room; it has not said no."""
     if isinstance(error, TlsError):
         return error.retry_after is not None  # else its certificate is not good
-    return isinstance(error, ConnectionLost | RequestTimeout) or type(error) in (ConnectError, NobodyListens)
+    return isinstance(error, ConnectionLost | RequestTimeout) or type(error) in (
+        ConnectError,
+        ConnectionRefused,
+    )
 
 
 def concerns_all(error: SymbiosisError) -> bool:
@@ -115,12 +105,12 @@ class RequestPolicy:
     Args:
         patience: seconds to wait for an executor that went away; 0: not at all.
         now: when the request was sent, in seconds of any clock that does not go back.
-        chance: draws from [0, 1), uniformly.
+        uniform: draws from [0, 1), uniformly.
         reminder: of all requests that may be put off by the same executor.
     """
 
-    def __init__(self, patience: float, now: float, chance: Callable[[], float], reminder: Reminder) -> None:
-        self._patience, self._chance, self._reminder = patience, chance, reminder
+    def __init__(self, patience: float, now: float, uniform: Callable[[], float], reminder: Reminder) -> None:
+        self._patience, self._uniform, self._reminder = patience, uniform, reminder
         self._asked = now
         self._began, self._refusals = now, 0  # on this channel
         self._worker_losses = 0  # with this request on them
@@ -166,7 +156,7 @@ class RequestPolicy:
         self._worker_losses += error.code == "unavailable"
         if self._worker_losses > MAX_WORKER_LOSSES:
             return GiveUp(error)
-        at = now + pause(self._refusals, error.retry_after, self._chance())
+        at = now + pause(self._refusals, error.retry_after, self._uniform())
         if error.code == "restarting":
             if at >= self._asked + self._patience:
                 return GiveUp(
@@ -192,7 +182,7 @@ class ReconnectPolicy:
 
     Args:
         patience: seconds to wait for an executor that went away; 0: not at all.
-        chance: draws from [0, 1), uniformly.
+        uniform: draws from [0, 1), uniformly.
 
     Attributes:
         replica: the name of the one in use.
@@ -201,11 +191,11 @@ class ReconnectPolicy:
         reminder: that none can be used.
     """
 
-    def __init__(self, patience: float, chance: Callable[[], float]) -> None:
-        self.patience, self.chance = patience, chance
+    def __init__(self, patience: float, uniform: Callable[[], float]) -> None:
+        self.patience, self.uniform = patience, uniform
         self.replica = self.url = ""
-        self.reminder = Reminder()
-        self._replicas = ReplicaSet(lambda: self.chance())
+        self.reminder = Reminder(REMIND_SECONDS)
+        self._replicas = ReplicaSet(lambda: self.uniform())
         self._rounds = 0  # in which each replica was tried once, since the last answer
         self._tried: set[str] = set()  # in this round
         self._warned_of: set[str] = set()  # that they refuse
@@ -266,7 +256,7 @@ class ReconnectPolicy:
         if self.reminder.due(now):
             who = f"all {count} replicas are" if count > 1 else f"{self.url} is"
             note = Note(logging.WARNING, f"{who} away ({why}); waiting up to {duration(remaining)}")
-        seconds = pause(self._rounds - 1, self._replicas.requested_wait(now), self.chance())
+        seconds = pause(self._rounds - 1, self._replicas.requested_wait(now), self.uniform())
         self._tried.clear()
         return Wait(now + min(remaining, seconds), note)
 
