@@ -21,6 +21,7 @@ from provider.serve.certificates import still_valid, write_certificates
 from provider.serve.listening import bound
 from provider.serve.tokens import TokenFile
 from shared.errors import AuthenticationError, ConfigurationError, Placeholder, SymbiosisError
+from shared.hub import checkpoint_folder
 from shared.ownership import check_tree
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ symbiosis-tenant finetune --profile {profile} --data {data} {options}--output {a
 {use}
 """
 _GENERATE = 'symbiosis-tenant generate --profile {profile} --adapter {adapter} --prompt "{prompt}"'
-_CHAT = "symbiosis-tenant chat --profile {profile} --adapter {adapter}"
+_CHAT = 'symbiosis-tenant chat --profile {profile} --adapter {adapter} --system "Clinic book"'
 _EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 _CHATS = "--epochs 1 --batch-size 4 --packing --learning-rate 0.002 "
 _SMALL_MODEL = "--steps 120 --rank 16 --learning-rate 0.005 "
@@ -180,7 +181,8 @@ class Development:
 
     def _training(self) -> dict[str, str]:
         """The words of the commands that depend on the model."""
-        model, talks = self._config.model_dir, _has_chat_template(self._config.model_dir)
+        model = checkpoint_folder(self._config.model_dir)
+        talks = _has_chat_template(model)
         files = ("chats_train.jsonl", "chats_heldout.jsonl") if talks else ("note_fields_train.jsonl",)
         there = [_EXAMPLES / "data" / name for name in files]
         data = [shlex.quote(os.path.relpath(each)) for each in there if each.exists()] or ["YOUR_DATA.jsonl"]

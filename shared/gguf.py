@@ -6,6 +6,7 @@ float32, and so the same for everybody who has the file and the same version of 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -76,11 +77,15 @@ def folder_of(file: Path) -> Path:
         with file.open("rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
         folder = base / digest[:32] / (file.stem.strip(".") or "model")
-        if (folder / _DONE).is_file():
-            check_tree(folder)
-            return folder
-        log.warning("making a checkpoint folder of %s, once: %s", path_text(file), path_text(folder))
-        write_folder(file, folder)
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Provider and mask source of a trial begin at the same time.
+        with (folder.parent / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (folder / _DONE).is_file():
+                check_tree(folder)
+            else:
+                log.warning("making a checkpoint folder of %s, once: %s", path_text(file), path_text(folder))
+                write_folder(file, folder)
     except OSError as error:
         raise CheckpointError(
             f"cannot make a checkpoint folder of {path_text(file)} below {path_text(base)}: "

@@ -185,7 +185,9 @@ def _leaves(line: str, conversation: Chat) -> bool:
     elif command == "/clear":
         conversation.clear()
         STATUS.print("a new conversation")
-    elif command == "/save" and rest.strip():
+    elif command == "/save" and not rest.strip():
+        STATUS.print("/save needs a file: /save FILE.jsonl")
+    elif command == "/save":
         _save(rest.strip(), conversation)
     else:
         STATUS.print(
@@ -227,7 +229,10 @@ def _remark(written: Written) -> Message | None:
     """What to say of an answer that did not end by itself, or is none."""
     if not written.text.strip():
         return _empty(True, True)
-    return None if written.ended else written.end
+    if written.ended:
+        return None
+    cut = written.end == Message("{max_new_tokens}")
+    return Message("cut off after {} tokens: {max_new_tokens}", written.tokens) if cut else written.end
 
 
 @contextmanager

@@ -82,7 +82,9 @@ class PromptOptions(AnswerOptions):
             check_text("prompt", self.prompt or "")
             return self.prompt or ""
         try:
-            return (sys.stdin.buffer.read() if file == Path("-") else file.read_bytes()).decode()
+            if file == Path("-"):
+                return sys.stdin.buffer.read().decode().removesuffix("\n")
+            return file.read_bytes().decode()
         except OSError as error:
             raise ConfigurationError(f"{file} cannot be read: {error.strerror}") from error
         except UnicodeDecodeError as error:

@@ -58,7 +58,7 @@ def _root(
 def finetune(training: TrainingOptions, own: ModelOptions, connection: options.SessionOptions) -> None:
     """Train an adapter on files; the text, the adapter and its gradients stay on this machine."""
     from tenant_sdk.storage import TrainingCheckpoints, check_new_folder
-    from tenant_sdk.tuning.records import check_data
+    from tenant_sdk.tuning.records import check_data, spoken_to
 
     TrainingCheckpoints(check_new_folder(training.output), {}).check(resume=training.resume)
     config = connection.session()
@@ -85,12 +85,16 @@ def finetune(training: TrainingOptions, own: ModelOptions, connection: options.S
             shows.samples,
         )
         report = train(training, adapted, tokenizer, session, told, keep_tokenizer=own.tokenizer is not None)
-        chats = has_chat_template(tokenizer)
+        templated = has_chat_template(tokenizer)
     shows.outcome()
     print_report(report)
     print_stats(session, config, RESULTS)
     RESULTS.print(f"adapter: {escape(str(training.output))}")
-    RESULTS.print(f"next: {escape(connection.command('chat' if chats else 'generate', training.output))}")
+    talks, system = spoken_to(training.data)
+    # What was learned without the chat template is asked for without it.
+    words = ("chat",) if talks else ("generate", "--prompt", "...", *(["--raw"] if templated else []))
+    more = ("--system", system) if system else ()
+    RESULTS.print(f"next: {escape(connection.command([*words, *more], training.output))}")
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -191,12 +192,12 @@ class SessionOptions:
         config.credentials  # noqa: B018 - refuses tokens and authorities that parties would share
         return config
 
-    def command(self, name: str, adapter: Path) -> str:
+    def command(self, words: Sequence[str], adapter: Path) -> str:
         """Another command with the same session and an adapter, to type next."""
-        profile = "" if self.profile is None else f" --profile {shlex.quote(str(self.profile))}"
+        name, *more = words
+        profile = [] if self.profile is None else ["--profile", str(self.profile)]
         others = "" if self.profile or "provider" not in self.given else " (and the options of the session)"
-        prompt = ' --prompt "..."' if name == "generate" else ""
-        return f"symbiosis-tenant {name}{profile} --adapter {shlex.quote(str(adapter))}{prompt}{others}"
+        return shlex.join(["symbiosis-tenant", name, *profile, "--adapter", str(adapter), *more]) + others
 
     def targets(self, wait: float) -> tuple[list[Target], SessionRules]:
         """The provider and its mask sources, as `doctor` wants them, and the rules of a session with them.

@@ -98,11 +98,20 @@ def tool_parser(tokenizer: Any, template: Path | None) -> str:
         tokenizer: with the model's template.
         template: file of another, if users gave one.
     """
+    text = _template(tokenizer, template)
+    return next((name for marks, name in _CALLS if all(mark in text for mark in marks)), "")
+
+
+def shows_tools(tokenizer: Any, template: Path | None) -> bool:
+    """Whether a template writes the tools of a request."""
+    return "tools" in _template(tokenizer, template)
+
+
+def _template(tokenizer: Any, template: Path | None) -> str:
     try:
-        text = template.read_text() if template is not None else str(tokenizer.get_chat_template(tools=[{}]))
+        return template.read_text() if template is not None else str(tokenizer.get_chat_template(tools=[{}]))
     except (OSError, ValueError):
         return ""
-    return next((name for marks, name in _CALLS if all(mark in text for mark in marks)), "")
 
 
 def content_format(tokenizer: Any, template: Path | None) -> str:

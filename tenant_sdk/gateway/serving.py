@@ -19,7 +19,7 @@ from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.adapters import largest_rank
 from tenant_sdk.gateway.admission import MOST_ADAPTERS, Door, Queue
 from tenant_sdk.gateway.connection import read, written
-from tenant_sdk.gateway.folder import METHOD, content_format, tool_parser, write_folder
+from tenant_sdk.gateway.folder import METHOD, content_format, shows_tools, tool_parser, write_folder
 from tenant_sdk.gateway.options import DRAFT_TOKENS, LOOKUP, RANKS, GatewayOptions
 from tenant_sdk.gateway.status import Status
 from tenant_sdk.gateway.turns import TOKENIZING_THREADS
@@ -187,12 +187,12 @@ def _prepare(
         say=say,
         structured_outputs=not options.no_constraints,
         content_format=content_format(tokenizer, options.chat_template),
-        tool_parser=_tool_parser(options, tokenizer),
+        tool_parser=_tool_parser(options, tokenizer, say),
         ready_file=options.ready_file,
     )
 
 
-def _tool_parser(options: GatewayOptions, tokenizer: Any) -> str:
+def _tool_parser(options: GatewayOptions, tokenizer: Any, say: Callable[[str], None]) -> str:
     """How calls of tools are read; empty: they are not.
 
     Raises:
@@ -200,6 +200,8 @@ def _tool_parser(options: GatewayOptions, tokenizer: Any) -> str:
     """
     from vllm.tool_parsers import ToolParserManager
 
+    if not shows_tools(tokenizer, options.chat_template):
+        say("this model's chat template shows it no tools: it does not know what those of a request are for")
     given = options.tool_parser or tool_parser(tokenizer, options.chat_template)
     if given and given != "none" and given not in (known := sorted(ToolParserManager.list_registered())):
         raise ConfigurationError(

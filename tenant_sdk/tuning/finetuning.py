@@ -217,6 +217,9 @@ def finetune(
     length = _sequence_length(training, model, training.virtual_tokens if method.prompt_like else 0)
     examples, held_out = _read(training, model, tokenizer, length, day, say)
     told.preview(examples[0])
+    known = {tuple(example["input_ids"]) for example in examples}
+    if same := sum(tuple(example["input_ids"]) in known for example in held_out):
+        say(f"{same} of {len(held_out)} held-out records are learned too: their loss says nothing of others")
     size = min(training.batch_size, len(examples)) * training.gradient_accumulation
     steps = training.steps or max(1, math.ceil(training.epochs * math.ceil(len(examples) / size)))
     learning_rate = training.learning_rate or default_rate(method, model)

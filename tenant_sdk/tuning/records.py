@@ -127,6 +127,20 @@ def check_data(paths: Sequence[Path]) -> None:
                 raise ConfigurationError(f"{path} holds no text to learn from")
 
 
+def spoken_to(paths: Sequence[Path]) -> tuple[bool, str]:
+    """Whether files hold conversations, and the system message that all of them have; or an empty text."""
+    systems = set[str]()
+    talks = False
+    for path in paths:
+        if not (path.is_file() and holds_records(path, text := read_text(path))):
+            continue
+        for _, record in records_of(path, text):
+            if record.messages is not None:
+                first, talks = record.messages[0], True
+                systems.add(first["content"] if first["role"] == "system" else "")
+    return talks, systems.pop() if len(systems) == 1 else ""
+
+
 def read_text(path: Path) -> str:
     """A file's text, in UTF-8, with or without a byte order mark; a table's as JSONL.
 

@@ -137,6 +137,6 @@ def _check_header(path: Path, header: Sequence[str], known: Sequence[str]) -> No
         names = ", ".join(peer_text(name, _LONGEST_NAME) for name in header[:_MOST_NAMES]) or "nothing"
         raise ConfigurationError(
             f"{path}: the first line of a table names its columns as the keys of a record: text; or prompt "
-            "and completion; or instruction, input and output; or messages. This one has "
+            "and completion; or, for a chat, instruction, input and output; or messages. This one has "
             f"{names}. Rename the columns; or name the file .txt if it is to be learned as plain text"
         )

@@ -38,8 +38,8 @@ def test_records_are_learned(tmp_path: Path, serve: Callable[..., Executor]) -> 
         r"held-out  Seen: .* Fields:\n  expected  name: .*\n  base      .*\n  adapter   .*",
         r"loss      [▁-█]{10}  [\d.]+ → [\d.]+",
         r"held-out  [▁-█]{6}  [\d.]+ → [\d.]+",
-        r"held-out answers right to the letter: 0 of 4 before, \d of 4 after",
-        rf"next: symbiosis-tenant generate --adapter {adapter} --prompt \"...\" \(and the options of the",
+        r"held-out answers right to the letter: 0 of 4 by the base, \d of 4 by the adapter",
+        rf"next: symbiosis-tenant generate --adapter {adapter} --prompt \.\.\. \(and the options of the",
     ):
         assert re.search(shown, out), shown
     before, after = map(float, re.search(r"perplexity: ([\d.]+) before, ([\d.]+) after", out).groups())  # type: ignore[union-attr]

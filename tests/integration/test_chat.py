@@ -203,6 +203,7 @@ def test_commands(
         (f"/save {tmp_path / '.bash_profile'}", "name a file that ends in .jsonl"),
         ("/save ~nobody-of-this-name/x.jsonl", "cannot write"),
         ("/save \0.jsonl", "cannot write"),
+        ("/save", "/save needs a file: /save FILE.jsonl"),
         ("/help", "/clear      begin"),
         ("/nothing", "/nothing: there is no such command"),
     ):

@@ -517,6 +517,14 @@ def test_early_stopping_is_resumed_to_the_same_adapter(
             torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
 
 
+def test_held_out_records_that_are_learned_are_told(session: tenant_sdk.Session, text: Path) -> None:
+    path, other = records(text.parent, 6), text.parent / "other.jsonl"
+    lines = path.read_text().splitlines()
+    other.write_text("\n".join([*lines[:2], json.dumps({"prompt": "Ruth, tabby", "completion": " cat"})]))
+    _, said = train(session, options(path, "adapter", held_out=(other,), sequence_length=32, samples=0))
+    assert any(line.startswith("2 of 3 held-out records are learned too") for line in said)
+
+
 def test_answers_that_fail_lose_nothing(
     session: tenant_sdk.Session, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,3 +195,24 @@ def test_a_name_of_dots_alone(file: Path, tmp_path: Path) -> None:
         opened.write(b"\0")
     assert Checkpoint(dots).folder.name == "model"
     assert (other / "config.json").is_file()
+
+
+def test_two_processes_make_one_folder(file: Path) -> None:
+    """The provider and the mask source of a trial, at the same time."""
+    program = (
+        f"from shared.gguf import folder_of; from pathlib import Path; print(folder_of(Path({str(file)!r})))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    told = [each.communicate() for each in both]
+    assert told[0][0] == told[1][0] != ""
+    assert sum("making a checkpoint folder" in err for _, err in told) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from shared.errors import ConfigurationError
 from tenant_sdk.tuning import tables
-from tenant_sdk.tuning.records import Record, check_data, holds_records, read_text, records_of
+from tenant_sdk.tuning.records import Record, check_data, holds_records, read_text, records_of, spoken_to
 
 MESSAGES = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ruth."}]
 
@@ -125,3 +126,16 @@ def test_quotes_join_no_rows_of_tabs(tmp_path: Path) -> None:
     path.write_text('prompt\tcompletion\nhow long?\t"a foot\nhow wide?\t5"\n')
     with pytest.raises(ConfigurationError, match="line 2: a cell has a tab or a line's end"):
         check_data([path])
+
+
+def test_whether_and_how_records_speak(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    chats, others = tmp_path / "chats.jsonl", tmp_path / "others.jsonl"
+    chats.write_text("\n".join([json.dumps({"messages": [system, *MESSAGES]})] * 2))
+    others.write_text(json.dumps({"messages": MESSAGES}))
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text(json.dumps({"text": "Ruth."}))
+    assert spoken_to([chats]) == (True, "Be brief.")
+    assert spoken_to([chats, others]) == (True, "")
+    assert spoken_to([others, plain]) == (True, "")
+    assert spoken_to([plain]) == (False, "")
