@@ -30,10 +30,10 @@ STEPS = 16  # tokens that a trial goes on for
 # than a thread of the engine, so that what passes has room there.
 TRIAL_STACK, ENGINE_STACK = 2 << 20, 64 << 20
 LIMITS = llguidance.LLParserLimits(
-    max_items_in_row=100,
+    max_items_in_row=500,
     initial_lexer_fuel=200_000,
     step_lexer_fuel=20_000,
-    step_max_items=1_000,
+    step_max_items=5_000,
     max_lexer_states=50_000,
     max_grammar_size=50_000,
     precompute_large_lexemes=False,

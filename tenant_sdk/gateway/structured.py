@@ -20,6 +20,7 @@ from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.grammars import compiled
 
 REMEMBERED = 64  # compiled constraints; more than ``trials`` lets pass without a trial
+ANSWER_SECONDS = 2.0  # of a processor, for all of an answer
 SHARED = 16  # sequences that have one compiled; they share the states of its lexer, which have a limit
 _asking: ContextVar[str] = ContextVar("asking", default="")  # the client whose constraint is compiled
 _KINDS = {
@@ -38,13 +39,13 @@ class LimitedGrammar(GuidanceGrammar):  # type: ignore[misc]
         seconds: of a processor that it took and that are not counted yet.
     """
 
-    ended, seconds = "", 0.0
+    ended, seconds, _taken = "", 0.0, 0.0
 
     def fill_bitmask(self, bitmask: torch.Tensor, idx: int) -> None:
         """See vLLM."""
         began = time.thread_time()  # not what others took meanwhile
         super().fill_bitmask(bitmask, idx)
-        self.seconds += time.thread_time() - began
+        self._count(began)
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         """See vLLM; False ends the sequence with an error."""
@@ -52,8 +53,16 @@ class LimitedGrammar(GuidanceGrammar):  # type: ignore[misc]
             return False
         began = time.thread_time()
         accepted: bool = super().accept_tokens(request_id, tokens)
-        self.seconds += time.thread_time() - began
+        self._count(began)
         return accepted and not self.ended
+
+    def _count(self, began: float) -> None:
+        """A grammar that takes long for each token also keeps much of each, as long as its text goes on."""
+        taken = time.thread_time() - began
+        self.seconds += taken
+        self._taken += taken
+        if self._taken > ANSWER_SECONDS and not self.ended:
+            self.ended = "computing what the constraint of this answer allows takes too long"
 
     def check_error(self) -> None:
         """Remember it; vLLM would write it down, and end the text as if it were complete."""

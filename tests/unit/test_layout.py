@@ -113,7 +113,7 @@ NO_IO = [
     "tenant_sdk/sequences/prefill.py",
 ]
 SHARED_LIBRARIES = {"numpy", "msgspec", "torch", "safetensors", "websockets", "cryptography", "zmq", "triton"}
-SHARED_LIBRARIES |= {"huggingface_hub", "transformers"}
+SHARED_LIBRARIES |= {"huggingface_hub", "transformers", "gguf"}
 NEVER = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 
 
