@@ -394,7 +394,9 @@ class Endpoints:
             if folder is None:
                 raise ConfigurationError("this gateway was started without adapters, so it takes none")
             if Path(asked.path).name != asked.path or asked.path == "..":
-                raise ConfigurationError("path is the name of a folder directly below the adapters' folder")
+                raise ConfigurationError(
+                    f"adapters are taken from below {folder} alone: path is a folder's name there"
+                )
             path = folder / asked.path
             adapter = await self.add(path, asked.name or path.name)
         except (SymbiosisError, OSError, ValueError, *UNREADABLE) as error:
