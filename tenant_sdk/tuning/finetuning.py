@@ -217,9 +217,6 @@ def finetune(
     length = _sequence_length(training, model, training.virtual_tokens if method.prompt_like else 0)
     examples, held_out = _read(training, model, tokenizer, length, day, say)
     told.preview(examples[0])
-    known = {tuple(example["input_ids"]) for example in examples}
-    if same := sum(tuple(example["input_ids"]) in known for example in held_out):
-        say(f"{same} of {len(held_out)} held-out records are learned too: their loss says nothing of others")
     size = min(training.batch_size, len(examples)) * training.gradient_accumulation
     steps = training.steps or max(1, math.ceil(training.epochs * math.ceil(len(examples) / size)))
     learning_rate = training.learning_rate or default_rate(method, model)
@@ -227,11 +224,7 @@ def finetune(
     for line in where_reports_go(training.report_to):
         say(line)
 
-    if given is None:
-        model = _with_adapter(training, model, steps)
-    if training.packing:
-        model.config.use_cache = False
-        check_packing(model, examples)
+    model = _with_adapter(training, model, examples, steps, fresh=given is None)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say(f"{training.method} adapter with {trained:,} trained parameters{other_ranks(model)}")
     _check_space(output, state_bytes(model))
@@ -258,11 +251,7 @@ def finetune(
         run = Run(steps, learning_rate, check_steps, held.measure, checkpoints.folder, resume_from)
         ended = train(training, run, model, examples, progress)
         seconds = time.perf_counter() - started
-        after = None
-        if held_out:
-            after = math.exp(held.after(ended))
-            say(f"held-out perplexity after: {after:.2f}")
-        losses = ended.first_loss, ended.last_loss
+        losses, after = (ended.first_loss, ended.last_loss), held.perplexity_after(ended)
         report = TrainingReport(ended.step, seconds, done, trained, *losses, before, after, ended.best)
         tokens = sum(len(example["input_ids"]) for example in examples)
         figures = _figures(training, settings, tokens, report)
@@ -296,10 +285,14 @@ class _HeldOut:
         self._last = step, loss
         return loss
 
-    def after(self, ended: Trained) -> float:
-        """Of the adapter that a training leaves."""
+    def perplexity_after(self, ended: Trained) -> float | None:
+        """Of the adapter that a training leaves, told as well; None: there are no examples."""
+        if not self.examples:
+            return None
         step, loss = self._last
-        return loss if step == (ended.best or ended.step) else self.measure()
+        after = math.exp(loss if step == (ended.best or ended.step) else self.measure())
+        self.told.say(f"held-out perplexity after: {after:.2f}")
+        return after
 
 
 def _perplexity_before(held: _HeldOut, checkpoints: TrainingCheckpoints, *, of_base: bool) -> float | None:
@@ -394,11 +387,26 @@ def _read(
     examples = reader.read(training.data)
     if day.written:
         say(f"the chat template writes the date: {day.day} in each record, and at inference that of the day")
-    return examples, replace(reader, keep_tail=True, day=Day(day.day)).read(training.held_out)
+    held_out = replace(reader, keep_tail=True, day=Day(day.day)).read(training.held_out)
+    known = {tuple(example["input_ids"]) for example in examples}
+    if same := sum(tuple(example["input_ids"]) in known for example in held_out):
+        say(f"{same} of {len(held_out)} held-out records are learned too: their loss says nothing of others")
+    return examples, held_out
 
 
-def _with_adapter(training: TrainingOptions, model: Any, steps: int) -> Any:
-    """The model with a fresh adapter."""
+def _with_adapter(
+    training: TrainingOptions, model: Any, examples: Sequence[Example], steps: int, *, fresh: bool
+) -> Any:
+    """The model with an adapter, a fresh one if it has none; packed examples do not see each other."""
+    if fresh:
+        model = _with_fresh_adapter(training, model, steps)
+    if training.packing:
+        model.config.use_cache = False
+        check_packing(model, examples)
+    return model
+
+
+def _with_fresh_adapter(training: TrainingOptions, model: Any, steps: int) -> Any:
     set_seed(training.seed)
     options = AdapterOptions(
         training.method,
