@@ -84,7 +84,8 @@ def main() -> None:
                 if session is not None and "ahead" in mode and number:
                     fill(session, BUDGET)
                 seconds = iteration(model, ids)
-                token = generate(model, ids[:1, :PROMPT], NEW_TOKENS)
+                # Effects are filled in for an iteration, so decoding would not find its own.
+                token = float("nan") if "ahead" in mode else generate(model, ids[:1, :PROMPT], NEW_TOKENS)
                 if number:
                     times[mode][0].append(seconds)
                     times[mode][1].append(token)
