@@ -63,6 +63,7 @@ def finetune(training: TrainingOptions, own: ModelOptions, connection: options.S
     TrainingCheckpoints(check_new_folder(training.output), {}).check(resume=training.resume)
     config = connection.session()
     check_data([*training.data, *training.held_out])
+    talks, system = spoken_to(training.data)  # the files may be others when the training ends
     with loading():
         from tenant_sdk.session.opening import open_session
         from tenant_sdk.tuning.data import has_chat_template
@@ -90,7 +91,6 @@ def finetune(training: TrainingOptions, own: ModelOptions, connection: options.S
     print_report(report)
     print_stats(session, config, RESULTS)
     RESULTS.print(f"adapter: {escape(str(training.output))}")
-    talks, system = spoken_to(training.data)
     # What was learned without the chat template is asked for without it.
     words = ("chat",) if talks else ("generate", "--prompt", "...", *(["--raw"] if templated else []))
     more = ("--system", system) if system else ()
