@@ -27,7 +27,7 @@ CONTINUATION, TEXT, BINARY, CLOSE, PING, PONG = 0, 1, 2, 8, 9, 10
 HELLO, WELCOME, PRODUCT, EFFECT, FETCH, REPLY, ERROR = range(1, 8)
 FORWARD, BACKWARD = 1, 2
 FLOAT32 = 1
-SUBPROTOCOL = "symbiosis.v3"
+SUBPROTOCOL = "symbiosis.v4"
 SECONDS = 60.0  # a test that waits longer than this for its peer has failed
 
 
@@ -43,13 +43,13 @@ class Fields(NamedTuple):
     rows: int
     columns: int
     request_class: int
-    reserved: int
+    answer_bits: int
     members: int
 
 
 def header(operation: int, **fields: int) -> bytes:
-    """32 bytes; what is not given is 0, but version, which is 2, and request id, which is 1."""
-    values = dict.fromkeys(Fields._fields, 0) | {"version": 3, "request_id": 1, "operation": operation}
+    """32 bytes; what is not given is 0, but version, which is 4, and request id, which is 1."""
+    values = dict.fromkeys(Fields._fields, 0) | {"version": 4, "request_id": 1, "operation": operation}
     return struct.pack("<BBBBIIIIHHQ", *Fields(**(values | fields)))
 
 

@@ -13,7 +13,8 @@ import torch
 
 from provider.engine.loop import Loop
 from provider.executor.products import GroupExecutor
-from shared.wire.header import Header
+from shared.ring.upper_bits import cut
+from shared.wire.header import EXACT, Header
 
 
 @dataclass(eq=False, slots=True)
@@ -41,6 +42,19 @@ class BatchResult(NamedTuple):
 
     answers: list[Answer]
     processor_seconds: float = 0.0
+
+
+def answer_of(blocks: Sequence[torch.Tensor], answer_bits: int, *, own: bool) -> list[torch.Tensor]:
+    """A product's blocks as they are answered.
+
+    Args:
+        answer_bits: as in the request's header.
+        own: no other request has rows in their memory. Else the answer is a copy: a view would
+            hold others' answers for as long as its tenant does not read.
+    """
+    if 0 < answer_bits < EXACT:
+        return [cut(block, answer_bits) for block in blocks]
+    return list(blocks) if own else [block.clone() for block in blocks]
 
 
 class Lane(Protocol):
@@ -123,19 +137,26 @@ class ProcessLane:
         if not batch:
             return []
         header = batch[0].request.header
+        ends = list(accumulate((rows.stop - rows.start for rows in batch), initial=0))
+        places = [slice(start, stop) for start, stop in pairwise(ends)]
+        bits = [rows.request.header.answer_bits for rows in batch]
+
+        def divided(out: list[torch.Tensor]) -> list[torch.Tensor]:
+            own, answers = len(batch) == 1, list[torch.Tensor]()
+            for place, kept in zip(places, bits, strict=True):
+                answers += answer_of([block[place] for block in out] if not own else out, kept, own=own)
+            return answers
+
         try:
             together = blocks[0] if len(batch) == 1 else [torch.cat(c) for c in zip(*blocks, strict=True)]
-            out = self._executor.compute(header.group, header.direction, header.members, together)
+            out = self._executor.compute(header.group, header.direction, header.members, together, divided)
         except Exception as error:
             if len(batch) == 1:
                 return [error]
             # Who of them asked for too much fails alone.
             return [self._products([rows], [own])[0] for rows, own in zip(batch, blocks, strict=True)]
-        if len(batch) == 1:
-            return [out]
-        # Copies: or who does not read would hold the memory of all.
-        ends = accumulate((rows.stop - rows.start for rows in batch), initial=0)
-        return [[block[start:stop].clone() for block in out] for start, stop in pairwise(ends)]
+        each = len(out) // len(batch)
+        return [out[at : at + each] for at in range(0, len(out), each)]
 
     def attach(self, loop: Loop, changed: Callable[[], None]) -> None:
         """See Lane: it never changes."""

@@ -102,7 +102,12 @@ class GroupExecutor:
         return [answers[0][:, columns] for columns in self._stripe.columns(widths, shape.planes)]
 
     def compute(
-        self, group: int, direction: int, members: int, blocks: list[torch.Tensor]
+        self,
+        group: int,
+        direction: int,
+        members: int,
+        blocks: list[torch.Tensor],
+        divided: Callable[[list[torch.Tensor]], list[torch.Tensor]] = list,
     ) -> list[torch.Tensor]:
         """Products of blocks of any number of rows: see ``GroupWeight``.
 
@@ -111,14 +116,15 @@ class GroupExecutor:
             direction: a ``Direction``.
             members: which members take part, a bit mask.
             blocks: on the CPU.
+            divided: makes the answers of the product's blocks, on the device.
 
         Returns:
             Fresh blocks on the CPU.
         """
         weight = self._weights[group]
         if self._device.type == "cpu":  # no further call into torch: each queues for Python's lock
-            return weight.apply(direction, members, blocks)
-        return to_host(weight.apply(direction, members, to_device(blocks, self._device)))
+            return divided(weight.apply(direction, members, blocks))
+        return to_host(divided(weight.apply(direction, members, to_device(blocks, self._device))))
 
     def begin(
         self,

@@ -37,6 +37,7 @@ Reason = Literal[
 ]
 # Those of ``shared/PROTOCOL.md``, "Errors", that executors answer with; a label.
 CODES = (
+    "answer_bits",
     "control_message",
     "direction",
     "dtype",
@@ -52,7 +53,7 @@ CODES = (
     "payload_length",
     "place",
     "protocol_version",
-    "reserved",
+    "request_class",
     "restarting",
     "text",
     "too_large",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from provider.engine.lanes import Answer, BatchResult, RowRange
+from provider.engine.lanes import Answer, BatchResult, RowRange, answer_of
 from provider.engine.loop import Loop
 from provider.workers.batch import Batch, Layout, RequestRows, is_seed
 from provider.workers.link import BATCH, Assignment, Done, Failure, Rows
@@ -37,6 +37,7 @@ class _UnderWay:
 
     layout: Layout
     order: list[int]  # of each request, the place of its answer
+    answer_bits: list[int]  # of each request
     whole: bool  # it is one request, all of it, and its answer may be read from the memory
     memory: SharedMemory
     future: Future[BatchResult] | None
@@ -159,8 +160,9 @@ class WorkerLane:
         first = batch[0]
         whole = len(batch) == 1 and first.stop - first.start == first.request.header.rows
         few = self._segments.held <= MOST_READ and segment.size <= 4 * (layout.size - layout.first)
+        bits = [rows.request.header.answer_bits for rows in batch]
         under_way = _UnderWay(
-            layout, order, whole and few, memory, future, began, deadline, set(self.workers)
+            layout, order, bits, whole and few, memory, future, began, deadline, set(self.workers)
         )
         self._under_way[segment.number] = under_way
         asked = Batch(segment.number, header.group, header.direction, header.members, header.dtype, requests)
@@ -254,14 +256,14 @@ def _result(batch: _UnderWay) -> BatchResult:
     terms = [batch.layout.answers(batch.memory, term) for term in range(batch.layout.terms)]
     answers: list[Answer] = [[]] * len(batch.order)
     for index, (number, rows) in enumerate(zip(batch.order, batch.layout.ranges(), strict=True)):
+        bits = batch.answer_bits[index]
         if index in batch.failures:
             answers[number] = batch.failures[index].error()
         elif len(terms) > 1:
-            answers[number] = [_sum([block[rows] for block in blocks]) for blocks in zip(*terms, strict=True)]
-        elif not batch.whole:  # copies: or who does not read would hold the memory of all
-            answers[number] = [block[rows].clone() for block in terms[0]]
+            sums = [_sum([block[rows] for block in blocks]) for blocks in zip(*terms, strict=True)]
+            answers[number] = answer_of(sums, bits, own=True)
         else:
-            answers[number] = terms[0]
+            answers[number] = answer_of([block[rows] for block in terms[0]], bits, own=batch.whole)
     return BatchResult(answers, batch.processor_seconds)
 
 

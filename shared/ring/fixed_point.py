@@ -174,7 +174,7 @@ def _squares(integers: torch.Tensor) -> torch.Tensor:
     return wide.mul_(wide)
 
 
-def capacity(bound: int, width: int) -> float:
+def capacity(bound: int, width: int, limit: int = LIMIT) -> float:
     """The largest L2 norm that ``x / step`` may have, before rounding, so that no product overflows.
 
     ``(|x / step| + sqrt(width) / 2) sqrt(bound) <= 2^31 - 1``, where the second term is what rounding
@@ -183,11 +183,12 @@ def capacity(bound: int, width: int) -> float:
     Args:
         bound: a field of ``Bounds``.
         width: elements of a row.
+        limit: of products, instead of 2^31 - 1.
 
     Raises:
         ValueError: no row of this width fits.
     """
-    max_norm = LIMIT / math.sqrt(bound) - math.sqrt(width) / 2 if bound else MAX_NORM
+    max_norm = limit / math.sqrt(bound) - math.sqrt(width) / 2 if bound else MAX_NORM
     if max_norm < 1:
         raise ValueError(f"rows of {width} elements are too wide for products modulo 2^32")
     return min(max_norm, MAX_NORM)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import struct
-from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_uint32, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_uint32, c_void_p
 from importlib.util import find_spec
 
 import torch
 
 log = logging.getLogger(__name__)
 
-VERSION = 3  # of the functions' arguments; the same number stands in rows.c
+VERSION = 4  # of the functions' arguments; the same number stands in rows.c
 PARALLEL_ELEMENTS = 1 << 15  # below, waking a second thread costs more than it saves
 
 
@@ -49,11 +49,15 @@ def _load() -> ctypes.CDLL | None:
     library.ring_multiply.argtypes += [c_int, c_int64, c_void_p, c_int64, c_int]
     library.ring_multiply.restype = c_int
     library.ring_hide.argtypes = [pointers, POINTER(c_int64), c_int64, c_int64, c_int64, c_void_p, c_double]
-    library.ring_hide.argtypes += [c_void_p, c_void_p, c_void_p, c_void_p, c_int]
+    library.ring_hide.argtypes += [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int]
     library.ring_hide.restype = c_int
     library.ring_reveal.argtypes = [c_void_p, pointers, c_int64, c_int, c_int64, c_int64, c_void_p, c_void_p]
     library.ring_reveal.argtypes += [pointers, POINTER(c_int64), c_int64, c_void_p, c_void_p, c_int]
     library.ring_reveal.restype = c_int64
+    library.ring_cut.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p, c_int]
+    library.ring_cut.restype = None
+    library.ring_less_halves.argtypes = [c_void_p, pointers, c_int64, c_int64, c_float, c_void_p, c_int]
+    library.ring_less_halves.restype = None
     return library
 
 
@@ -127,6 +131,7 @@ def hide(
     exponents: torch.Tensor,
     factor: torch.Tensor | None,
     expected: torch.Tensor | None,
+    integers: torch.Tensor | None,
 ) -> bool:
     """See ``shared.ring.rows.hide``, whose arguments these are; whether all norms are finite."""
     if LIBRARY is None:
@@ -134,7 +139,7 @@ def hide(
     failed = LIBRARY.ring_hide(
         _pointers(blocks), _widths(blocks), len(blocks), requests.shape[1], len(requests), _address(scales),
         over_room, _address(factor), _address(requests), _address(exponents), _address(expected),
-        _threads(requests.numel()),
+        _address(integers), _threads(requests.numel()),
     )  # fmt: skip
     return not failed
 
@@ -158,3 +163,29 @@ def reveal(
         _address(challenge), _address(expected), _threads(answers.numel()),
     )  # fmt: skip
     return wrong
+
+
+def cut(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """See ``shared.ring.upper_bits.cut``, whose arguments these are; 16 or 24 bits."""
+    if LIBRARY is None:
+        raise RuntimeError("there is no native code")
+    rows, columns = numbers.shape
+    if numbers.dtype != torch.int32 or numbers.stride(1) != 1:
+        raise ValueError("int32 whose neighbours lie side by side are wanted")
+    shape, dtype = ((rows, columns), torch.int16) if bits == 16 else ((rows, 3 * columns), torch.uint8)
+    out = torch.empty(shape, dtype=dtype)
+    stride = numbers.stride(0)
+    LIBRARY.ring_cut(_address(numbers), rows, stride, columns, bits, _address(out), _threads(numbers.numel()))
+    return out
+
+
+def less_halves(answers: torch.Tensor, effects: list[torch.Tensor], offset: float) -> torch.Tensor:
+    """See ``shared.ring.upper_bits.less``, whose arguments these are; contiguous int16."""
+    if LIBRARY is None:
+        raise RuntimeError("there is no native code")
+    out = torch.empty(answers.shape)
+    LIBRARY.ring_less_halves(
+        _address(answers), _pointers(effects), len(effects), answers.numel(), offset, _address(out),
+        _threads(answers.numel()),
+    )  # fmt: skip
+    return out

@@ -16,7 +16,7 @@
 /* Of the functions' arguments; the same number stands in native.py. */
 int ring_version(void)
 {
-    return 3;
+    return 4;
 }
 
 /* Whether so many floats, given by their bits, are numbers of less than a limit's size, given likewise. */
@@ -40,11 +40,13 @@ static double step_of(int32_t exponent, int *power)
  *
  * One row is its blocks side by side, times scales if there are any (NULL: none). exponents[t] becomes that of
  * a step with |x| / step <= max_norm, and round(x / step) is added to requests[t], which holds the mask. With a
- * factor, expected[t] = sum round(x / step) * factor, modulo 2^64. 0, or 1 if a norm is not finite.
+ * factor, expected[t] = sum round(x / step) * factor, modulo 2^64. integers, if wanted, are round(x / step), none
+ * of which is over 2^24. 0, or 1 if a norm is not finite.
  */
 CLONES static int hide_rows(const float *const *blocks, const int64_t *widths, int64_t parts, int64_t columns,
                             int64_t first, int64_t last, const float *scales, double over_room,
-                            const int64_t *factor, int32_t *requests, int32_t *exponents, uint64_t *expected)
+                            const int64_t *factor, int32_t *requests, int32_t *exponents, uint64_t *expected,
+                            float *integers)
 {
     for (int64_t t = first; t < last; t++) {
         double squares = 0;
@@ -73,6 +75,8 @@ CLONES static int hide_rows(const float *const *blocks, const int64_t *widths, i
                 double value = scales ? x[i] * scales[at + i] : x[i];
                 int64_t integer = (int32_t)rint(value * scale);
                 out[i] = (int32_t)((uint32_t)out[i] + (uint32_t)integer);
+                if (integers)
+                    integers[t * columns + at + i] = (float)integer;
                 if (factor)
                     sum += (uint64_t)integer * (uint64_t)factor[at + i];
             }
@@ -85,14 +89,14 @@ CLONES static int hide_rows(const float *const *blocks, const int64_t *widths, i
 
 int ring_hide(const float *const *blocks, const int64_t *widths, int64_t parts, int64_t columns, int64_t rows,
               const float *scales, double over_room, const int64_t *factor, int32_t *requests,
-              int32_t *exponents, uint64_t *expected, int threads)
+              int32_t *exponents, uint64_t *expected, float *integers, int threads)
 {
     int failed = 0;
     int64_t step = (rows + 4 * threads - 1) / (4 * threads);
 #pragma omp parallel for num_threads(threads) schedule(dynamic) reduction(| : failed) if (threads > 1)
     for (int64_t first = 0; first < rows; first += step)
         failed |= hide_rows(blocks, widths, parts, columns, first, first + step < rows ? first + step : rows,
-                            scales, over_room, factor, requests, exponents, expected);
+                            scales, over_room, factor, requests, exponents, expected, integers);
     return failed;
 }
 
@@ -155,4 +159,61 @@ int64_t ring_reveal(int32_t *answers, const int32_t *const *effects, int64_t sou
         wrong += reveal_rows(answers, effects, sources, planes, width, first, first + step < rows ? first + step : rows,
                              exponents, scales, blocks, widths, parts, challenge, expected);
     return wrong;
+}
+
+/* The upper 16 or 24 bits of integers, little-endian, one behind the other. A row begins every stride integers. */
+CLONES static void cut_rows(const int32_t *numbers, int64_t stride, int64_t columns, int bits, int64_t first,
+                            int64_t last, uint8_t *out)
+{
+    for (int64_t t = first; t < last; t++) {
+        const int32_t *row = numbers + t * stride;
+        if (bits == 16) {
+            int16_t *upper = (int16_t *)out + t * columns;
+            for (int64_t i = 0; i < columns; i++)
+                upper[i] = (int16_t)(row[i] >> 16);
+        } else {
+            uint8_t *upper = out + 3 * t * columns;
+            for (int64_t i = 0; i < columns; i++) {
+                uint32_t number = (uint32_t)row[i];
+                upper[3 * i] = (uint8_t)(number >> 8);
+                upper[3 * i + 1] = (uint8_t)(number >> 16);
+                upper[3 * i + 2] = (uint8_t)(number >> 24);
+            }
+        }
+    }
+}
+
+void ring_cut(const int32_t *numbers, int64_t rows, int64_t stride, int64_t columns, int bits, uint8_t *out, int threads)
+{
+    int64_t step = (rows + 4 * threads - 1) / (4 * threads);
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
+    for (int64_t first = 0; first < rows; first += step)
+        cut_rows(numbers, stride, columns, bits, first, first + step < rows ? first + step : rows, out);
+}
+
+/* Halves of answers less those of effects, modulo 2^16, as floats with an offset: shared/ring/upper_bits.py. */
+CLONES static void less_halves(const int16_t *answers, const int16_t *const *effects, int64_t sources, int64_t first,
+                               int64_t last, float offset, float *out)
+{
+    if (sources == 1) {
+        const int16_t *effect = effects[0];
+        for (int64_t i = first; i < last; i++)
+            out[i] = (float)(int16_t)((uint16_t)answers[i] - (uint16_t)effect[i]) + offset;
+        return;
+    }
+    for (int64_t i = first; i < last; i++) {
+        uint16_t rest = (uint16_t)answers[i];
+        for (int64_t k = 0; k < sources; k++)
+            rest = (uint16_t)(rest - (uint16_t)effects[k][i]);
+        out[i] = (float)(int16_t)rest + offset;
+    }
+}
+
+void ring_less_halves(const int16_t *answers, const int16_t *const *effects, int64_t sources, int64_t count,
+                      float offset, float *out, int threads)
+{
+    int64_t step = (count + threads - 1) / threads;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t first = 0; first < count; first += step)
+        less_halves(answers, effects, sources, first, first + step < count ? first + step : count, offset, out);
 }

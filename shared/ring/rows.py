@@ -42,6 +42,7 @@ def hide(
     max_norm: float,
     requests: torch.Tensor,
     factor: torch.Tensor | None,
+    integers: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """Add the integers of float rows to masks.
 
@@ -51,6 +52,8 @@ def hide(
         max_norm: from ``shared.ring.fixed_point.capacity``.
         requests: int32 [T, C], the masks; ``round(x / step)`` is added to them.
         factor: int64 [C] of a fingerprint, or None.
+        integers: float32 [T, C], to write ``round(x / step)`` into, or None. They are exact, for no row is
+            longer than 2^24.
 
     Returns:
         The rows' exponents (``shared.ring.fixed_point.exponents``), int32 [T]; and ``sum round(x / step) *
@@ -67,10 +70,13 @@ def hide(
         raise ValueError("the blocks are not as wide as the request")
     _check(scales, torch.float32, (columns,))
     _check(factor, torch.int64, (columns,))
+    _check(integers, torch.float32, (rows, columns))
     found = torch.empty(len(requests), dtype=torch.int32)
     expected = None if factor is None else torch.empty(len(requests), dtype=torch.int64)
     if ring_native.LIBRARY is not None:
-        fine = ring_native.hide(blocks, scales, MARGIN / max_norm, requests, found, factor, expected)
+        fine = ring_native.hide(
+            blocks, scales, MARGIN / max_norm, requests, found, factor, expected, integers
+        )
         return (found, expected) if fine else None
     step = max(1, CHUNK_ELEMENTS // requests.shape[1])
     for first in range(0, len(requests), step):
@@ -82,10 +88,12 @@ def hide(
         if not norms.isfinite().all():
             return None
         found[part] = exponents(norms, max_norm)
-        integers = quantize_rows(x, found[part])
-        requests[part] += integers
+        numbers = quantize_rows(x, found[part])
+        requests[part] += numbers
+        if integers is not None:
+            integers[part] = numbers
         if factor is not None and expected is not None:
-            expected[part] = (integers.long() * factor).sum(1)
+            expected[part] = (numbers.long() * factor).sum(1)
     return found, expected
 
 
@@ -138,14 +146,27 @@ def reveal(
             integers.sub_(effect[part])
         if challenge is not None and expected is not None:
             wrong += int(((integers.long() * challenge).sum(1) != expected[part]).sum())
-        at = 0
-        for block in blocks:
-            to = at + block.shape[1]
-            dequantize(
-                [plane[:, at:to] for plane in integers.split(width, 1)],
-                exponents[part],
-                None if scales is None else scales[at:to],
-                block[part],
-            )
-            at = to
+        write_products(integers, width, exponents[part], scales, [block[part] for block in blocks])
     return wrong
+
+
+def write_products(
+    products: torch.Tensor,
+    width: int,
+    exponents: torch.Tensor,
+    scales: torch.Tensor | None,
+    blocks: list[torch.Tensor],
+) -> None:
+    """Write ``step s u``, or ``step s (u1 + u2 / 256)``.
+
+    Args:
+        products: int32 or float32 [T, P N], with the planes side by side.
+        width: N.
+        exponents, scales, blocks: see ``reveal``.
+    """
+    at = 0
+    for block in blocks:
+        to = at + block.shape[1]
+        planes = [plane[:, at:to] for plane in products.split(width, 1)]
+        dequantize(planes, exponents, None if scales is None else scales[at:to], block)
+        at = to

@@ -12,7 +12,7 @@
         12     4  rows
         16     4  columns      of the payload's tensor; of the mask, if the payload is its seed
         20     2  request_class  RequestClass of a product or effect, else 0
-        22     2  reserved     0
+        22     2  answer_bits  on the ring, of a product or effect and its answer: one of ANSWER_BITS, else 0
         24     8  members      bit i: member i of the group takes part
 """
 
@@ -26,13 +26,15 @@ import torch
 
 from shared.errors import WireError
 
-PROTOCOL_VERSION = 3
-SUBPROTOCOL = "symbiosis.v3"
+PROTOCOL_VERSION = 4
+SUBPROTOCOL = "symbiosis.v4"
 HEADER_BYTES = 32
 SEED_BYTES = 32
 # Numerics on the ring (``shared.ring.fixed_point``): planes of a weight, whose answers lie side by side.
 RINGS = {"ring": 1, "ring-fine": 2}
 MAX_MEMBERS = 64
+EXACT = 32
+ANSWER_BITS = (16, 24, EXACT)  # upper bits of each number of an answer on the ring that travel
 
 _STRUCT = struct.Struct("<BBBBIIIIHHQ")
 
@@ -77,6 +79,7 @@ class RequestClass(enum.IntEnum):
 
 
 MAX_CLASS = max(RequestClass)
+_WITH_ANSWER_BITS = PRODUCTS | {Operation.REPLY}
 
 # The closed table of element types. A code that is not here is refused; no type name ever
 # comes from the wire. Code 0 is raw bytes (JSON of control messages, parts of files).
@@ -91,6 +94,7 @@ DTYPES: dict[int, torch.dtype] = {
     7: torch.bool,
 }
 _ITEM_BYTES = {code: dtype.itemsize for code, dtype in DTYPES.items()}
+CUT_DTYPES = {16: torch.int16, 24: torch.uint8}
 BYTES = 0
 DTYPE_CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in DTYPES.items()}
 DTYPE_NAMES: dict[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
@@ -108,15 +112,25 @@ class Header(NamedTuple):
     columns: int = 0
     members: int = 0
     request_class: int = RequestClass.UNDECLARED
+    answer_bits: int = 0
+
+    @property
+    def cut(self) -> bool:
+        """Whether the payload is an answer of which only the upper bits travel."""
+        return self.operation == Operation.REPLY and 0 < self.answer_bits < EXACT
 
     @property
     def payload_shape(self) -> tuple[int, int]:
-        """Rows and columns of the payload."""
-        return (1, SEED_BYTES) if self.operation == Operation.SEED_EFFECT else (self.rows, self.columns)
+        """Rows and columns of the payload, in elements of ``payload_dtype``."""
+        if self.operation == Operation.SEED_EFFECT:
+            return 1, SEED_BYTES
+        return self.rows, self.columns * (3 if self.cut and self.answer_bits == 24 else 1)
 
     @property
     def payload_dtype(self) -> torch.dtype:
-        """Of the payload's elements."""
+        """Of the payload's elements; three bytes are an element of an answer of 24 bits."""
+        if self.cut:
+            return CUT_DTYPES[self.answer_bits]
         return DTYPES[BYTES if self.operation == Operation.SEED_EFFECT else self.dtype]
 
     @property
@@ -124,7 +138,8 @@ class Header(NamedTuple):
         """Exact size in bytes of the payload; Python integers do not overflow."""
         if self.operation == Operation.SEED_EFFECT:
             return SEED_BYTES
-        return self.rows * self.columns * _ITEM_BYTES[self.dtype]
+        item = self.answer_bits // 8 if self.cut else _ITEM_BYTES[self.dtype]
+        return self.rows * self.columns * item
 
     def pack(self) -> bytes:
         """The 32 bytes of this header."""
@@ -138,7 +153,7 @@ class Header(NamedTuple):
             self.rows,
             self.columns,
             self.request_class,
-            0,
+            self.answer_bits,
             self.members,
         )
 
@@ -147,7 +162,8 @@ def parse_header(data: bytes | bytearray | memoryview) -> Header:
     """Parse the first 32 bytes of a message.
 
     Raises:
-        WireError: ``protocol_version`` (fatal), ``operation``, ``direction``, ``dtype`` or ``reserved``.
+        WireError: ``protocol_version`` (fatal), ``operation``, ``direction``, ``dtype``,
+            ``request_class`` or ``answer_bits``.
     """
     (
         version,
@@ -159,7 +175,7 @@ def parse_header(data: bytes | bytearray | memoryview) -> Header:
         rows,
         columns,
         request_class,
-        reserved,
+        answer_bits,
         members,
     ) = _STRUCT.unpack_from(data)
     if version != PROTOCOL_VERSION:
@@ -175,9 +191,13 @@ def parse_header(data: bytes | bytearray | memoryview) -> Header:
         raise WireError("direction", f"unknown direction {direction}; forward is 1, backward is 2")
     if dtype not in DTYPES:
         raise WireError("dtype", f"unknown dtype code {dtype}")
-    if reserved or request_class > (MAX_CLASS if operation in PRODUCTS else 0):
-        raise WireError("reserved", f"reserved must be 0, and a product's class at most {MAX_CLASS}")
-    return Header(operation, direction, dtype, group, request_id, rows, columns, members, request_class)
+    if request_class > (MAX_CLASS if operation in PRODUCTS else 0):
+        raise WireError("request_class", f"a product's class is at most {MAX_CLASS}, others have none")
+    if answer_bits and (answer_bits not in ANSWER_BITS or operation not in _WITH_ANSWER_BITS):
+        raise WireError("answer_bits", f"a product's answer has one of {ANSWER_BITS} bits, others have none")
+    return Header(
+        operation, direction, dtype, group, request_id, rows, columns, members, request_class, answer_bits
+    )
 
 
 def request_id_of(data: bytes | bytearray | memoryview) -> int:

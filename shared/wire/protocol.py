@@ -19,7 +19,7 @@ from shared.wire.header import (
     BYTES,
     DTYPE_CODES,
     DTYPE_NAMES,
-    DTYPES,
+    EXACT,
     MAX_MEMBERS,
     PRODUCTS,
     RINGS,
@@ -136,6 +136,8 @@ class ExecutorProtocol:
             raise WireError("direction", "a product is forward (1) or backward (2)")
         if header.dtype not in self._dtypes:
             raise WireError("dtype", f"send one of {', '.join(self._dtypes.values())}")
+        if bool(header.answer_bits) != self._ring:
+            raise WireError("answer_bits", "answers on the ring have 16, 24 or 32 bits; others have 0 here")
         shape = self._shapes[header.group]
         if not 0 < header.members < 1 << len(shape.outputs):
             raise WireError("members", f"group {header.group} has {len(shape.outputs)} members")
@@ -151,8 +153,8 @@ class ExecutorProtocol:
             raise WireError(
                 "too_large", f"{header.rows} rows; the limit is {self._limits.max_rows}, split the request"
             )
-        columns = max(plan.request_columns, plan.answer_columns)
-        size = header.rows * columns * DTYPES[header.dtype].itemsize
+        request = header._replace(operation=Operation.PRODUCT).payload_bytes  # of a seed, its mask
+        size = max(request, self.answer(header).payload_bytes)
         if size > self._limits.max_message_bytes:
             raise WireError(
                 "too_large",
@@ -161,9 +163,8 @@ class ExecutorProtocol:
 
     def answer(self, header: Header) -> Header:
         """Header of the answer to an accepted product or effect."""
-        _, direction, dtype, group, request_id, rows, _, members, _ = header
-        columns = self._shapes[group].plan(direction, members).answer_columns
-        return Header(Operation.REPLY, direction, dtype, group, request_id, rows, columns, members)
+        columns = self._shapes[header.group].plan(header.direction, header.members).answer_columns
+        return header._replace(operation=Operation.REPLY, columns=columns, request_class=0)
 
 
 def validate_manifest(manifest: Manifest) -> None:
@@ -249,16 +250,19 @@ class TenantProtocol:
         rows: int,
         dtype: torch.dtype,
         request_class: RequestClass = RequestClass.UNDECLARED,
+        answer_bits: int = EXACT,
     ) -> Header:
-        """Header of a product or effect request."""
+        """Header of a product or effect request; ``answer_bits`` is for the ring."""
         request_id = self._new_id()
-        code = DTYPE_CODES[dtype]
         plan = shape.plan(direction, members)
-        self._expected[request_id] = Header(
-            Operation.REPLY, direction, code, group, request_id, rows, plan.answer_columns, members
+        asked = Header(
+            operation, direction, DTYPE_CODES[dtype], group, request_id, rows, plan.request_columns, members,
+            request_class, answer_bits if shape.planes else 0,
+        )  # fmt: skip
+        self._expected[request_id] = asked._replace(
+            operation=Operation.REPLY, columns=plan.answer_columns, request_class=0
         )
-        columns = plan.request_columns
-        return Header(operation, direction, code, group, request_id, rows, columns, members, request_class)
+        return asked
 
     def _new_id(self) -> int:
         request_id = self._next_id

@@ -67,8 +67,13 @@ class Incoming:
         return self._payload
 
     def blocks(self, widths: tuple[int, ...]) -> list[torch.Tensor]:
-        """The blocks of rows that lie one behind the other in the payload: [rows, width], none a view."""
+        """The blocks of rows that lie one behind the other in the payload: [rows, width], none a view.
+
+        An answer of which only the upper bits travel is one block, of its header's shape.
+        """
         rows, dtype = self.header.rows, self.header.payload_dtype
+        if self.header.cut:
+            widths = self.header.payload_shape[1:]
         if self.body is None:
             payload = self.payload
             return [] if payload is None else [own(b, b.shape) for b in split_blocks(payload, widths)]

@@ -16,6 +16,7 @@ from shared.wire.header import (
     BYTES,
     DTYPE_CODES,
     DTYPE_NAMES,
+    EXACT,
     RINGS,
     Direction,
     Header,
@@ -124,6 +125,10 @@ class RemoteExecutor:
         """Of the executor; of several the one that serves the first group."""
         return self.connection.url
 
+    def travels(self, group: int) -> bool:
+        """Whether answers of a group come over a network."""
+        return self._parts.of(group).latest.piece_bytes > 0
+
     @property
     def channel(self) -> Channel:
         """The open channel, of several the first; see ``ReconnectingConnection.channel``."""
@@ -137,6 +142,7 @@ class RemoteExecutor:
         members: int,
         blocks: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
+        answer_bits: int = EXACT,
     ) -> PendingProduct:
         """Ask the executor for a product; nothing is masked here. See ``submit_pieces``.
 
@@ -148,32 +154,31 @@ class RemoteExecutor:
             blocks: on the CPU: [T, D] forward; backward one [T, O_m] for each member. They must not
                 change until the result is here.
             request_class: how urgent it is.
+            answer_bits: of each number of an answer on the ring, one of ``shared.wire.header.ANSWER_BITS``.
 
         Returns:
             Whose result are writable tensors in the blocks' dtype that nobody else holds: one [T, O_m] for
-            each member forward, one [T, D] backward.
+            each member forward, one [T, D] backward; of cut answers as in ``shared.ring.upper_bits.cut``.
 
         Raises:
             ValueError: blocks of other shapes, or without rows.
         """
         plan = self.shapes[group].plan(direction, members)
         check_shapes(blocks, plan.request_widths)
-        rows, dtype = blocks[0].shape[0], blocks[0].dtype
-        pieces = self.pieces(group, direction, members, rows)
+        rows = blocks[0].shape[0]
+        pieces = self.pieces(group, direction, members, rows, answer_bits)
 
         def part_of(piece: slice) -> list[torch.Tensor]:
             return [block[piece] for block in blocks]
 
-        sent = self.submit_pieces(operation, group, direction, members, pieces, part_of, request_class)
+        sent = self.submit_pieces(
+            operation, group, direction, members, pieces, part_of, request_class, answer_bits
+        )
         if len(pieces) == 1:
             return sent[0]
 
         def finish() -> list[torch.Tensor]:
-            results = [torch.empty((rows, width), dtype=dtype) for width in plan.answer_widths]
-            for piece in pieces:
-                for result, part in zip(results, sent.pop(0).result(), strict=True):
-                    result[piece] = part
-            return results
+            return [torch.cat(parts) for parts in zip(*(sent.pop(0).result() for _ in pieces), strict=True)]
 
         return PendingProduct(finish)
 
@@ -186,13 +191,14 @@ class RemoteExecutor:
         pieces: list[slice],
         blocks_of: Callable[[slice], list[torch.Tensor]],
         request_class: RequestClass = RequestClass.UNDECLARED,
+        answer_bits: int = EXACT,
     ) -> list[PendingProduct]:
         """Ask the executor for a product, with a request for each piece, in order and on one connection.
 
         What the connection takes is sent at once: while a piece travels or is multiplied, the next is made.
 
         Args:
-            operation, group, direction, members, request_class: see ``submit``.
+            operation, group, direction, members, request_class, answer_bits: see ``submit``.
             pieces: of the rows, see ``pieces``.
             blocks_of: makes the blocks that are sent of a piece; called in the order of the pieces.
 
@@ -201,7 +207,9 @@ class RemoteExecutor:
         """
         channel = self._parts.of(group).channel
         return [
-            self.submit_piece(channel, operation, group, direction, members, blocks_of(piece), request_class)
+            self.submit_piece(
+                channel, operation, group, direction, members, blocks_of(piece), request_class, answer_bits
+            )
             for piece in pieces
         ]
 
@@ -214,6 +222,7 @@ class RemoteExecutor:
         members: int,
         blocks: list[torch.Tensor],
         request_class: RequestClass,
+        answer_bits: int = EXACT,
     ) -> PendingProduct:
         """Send one request as it is; see ``submit``."""
         started = time.perf_counter()
@@ -223,7 +232,8 @@ class RemoteExecutor:
 
         def header(protocol: TenantProtocol) -> Header:
             return protocol.product(
-                operation, group, shape, direction, members, rows, self.wire_dtype, request_class
+                *(operation, group, shape, direction, members, rows, self.wire_dtype, request_class),
+                answer_bits,
             )
 
         # A list, from which it is taken: the rows are let go as soon as the answer is there.
@@ -236,12 +246,17 @@ class RemoteExecutor:
             results = answers.pop()().blocks(plan.answer_widths)
             if dtype != self.wire_dtype:
                 results = [result.to(dtype) for result in results]
-            self._count(operation, rows, plan, spent + time.perf_counter() - started)
+            answer_bytes = rows * plan.answer_columns * self._item_bits(answer_bits) // 8
+            self._count(operation, rows, plan, answer_bytes, spent + time.perf_counter() - started)
             return results
 
         return PendingProduct(finish)
 
-    def _count(self, operation: Operation, rows: int, plan: Plan, seconds: float) -> None:
+    def _item_bits(self, answer_bits: int) -> int:
+        """Of each number of an answer, as it travels."""
+        return answer_bits if self.ring else 8 * self.wire_dtype.itemsize
+
+    def _count(self, operation: Operation, rows: int, plan: Plan, answer_bytes: int, seconds: float) -> None:
         stats, itemsize = self.stats, self.wire_dtype.itemsize
         with stats.lock:
             stats.seconds_waiting += seconds
@@ -252,17 +267,18 @@ class RemoteExecutor:
                 stats.requests += 1
                 stats.rows += rows
             stats.bytes_sent += rows * plan.request_columns * itemsize
-            stats.bytes_received += rows * plan.answer_columns * itemsize
+            stats.bytes_received += answer_bytes
 
-    def pieces(self, group: int, direction: Direction, members: int, rows: int) -> list[slice]:
+    def pieces(
+        self, group: int, direction: Direction, members: int, rows: int, answer_bits: int = EXACT
+    ) -> list[slice]:
         """What a request of so many rows is cut into, in order and about equally large.
 
         No larger than the executor takes; and small enough for upload, product and download of one request
         to go on at once, if there is something in between that takes time.
         """
-        plan = self.shapes[group].plan(direction, members)
-        row_bytes = max(plan.request_columns, plan.answer_columns) * self.wire_dtype.itemsize
-        most = self.max_rows(group, direction, members)
+        row_bytes = self._row_bytes(group, direction, members, answer_bits)
+        most = self.max_rows(group, direction, members, answer_bits)
         if piece_bytes := self._parts.of(group).latest.piece_bytes:
             most = min(most, max(PIECE_ROWS, piece_bytes // row_bytes))
         if rows <= most:
@@ -271,10 +287,15 @@ class RemoteExecutor:
         each = min(most, -(-each // PIECE_ROWS) * PIECE_ROWS)  # products are made in tiles of rows
         return [slice(at, min(at + each, rows)) for at in range(0, rows, each)]
 
-    def max_rows(self, group: int, direction: Direction, members: int) -> int:
-        """How many rows one request of this kind may have, from the executor's limits."""
+    def _row_bytes(self, group: int, direction: Direction, members: int, answer_bits: int) -> int:
+        """Of a row or its answer, whichever is larger."""
         plan = self.shapes[group].plan(direction, members)
-        row_bytes = max(plan.request_columns, plan.answer_columns) * self.wire_dtype.itemsize
+        answer = plan.answer_columns * self._item_bits(answer_bits) // 8
+        return max(plan.request_columns * self.wire_dtype.itemsize, answer)
+
+    def max_rows(self, group: int, direction: Direction, members: int, answer_bits: int = EXACT) -> int:
+        """How many rows one request of this kind may have, from the executor's limits."""
+        row_bytes = self._row_bytes(group, direction, members, answer_bits)
         limits = self.manifest.limits
         return max(1, min(limits.max_rows, limits.max_message_bytes // row_bytes))
 
@@ -286,16 +307,18 @@ class RemoteExecutor:
         rows: int,
         seed: bytes,
         request_class: RequestClass = RequestClass.UNDECLARED,
+        answer_bits: int = EXACT,
     ) -> torch.Tensor:
-        """The product of the mask that a seed expands to (``shared.ring.mask_stream``): int32 [rows, 2 N].
+        """The product of the mask that a seed expands to (``shared.ring.mask_stream``).
 
-        ``rows`` is at most ``max_rows``.
+        ``rows`` is at most ``max_rows``. The result is as ``shared.ring.upper_bits.cut`` makes it.
         """
         shape = self.shapes[group]
 
         def header(protocol: TenantProtocol) -> Header:
             return protocol.product(
-                Operation.SEED_EFFECT, group, shape, direction, members, rows, self.wire_dtype, request_class
+                *(Operation.SEED_EFFECT, group, shape, direction, members, rows),
+                *(self.wire_dtype, request_class, answer_bits),
             )
 
         connection = self._parts.of(group)

@@ -12,6 +12,7 @@ import torch
 
 from shared.forks import ForkGuard, register_for_fork
 from shared.ring.mask_stream import MaskStream
+from shared.ring.upper_bits import cut
 from shared.wire.header import SEED_BYTES, RequestClass
 from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.channel import Entropy
@@ -36,6 +37,8 @@ class BankMasks:
     whoever computed the effects knows every mask (``tenant_sdk.products.noise_bank``). The options'
     ``scale`` has no meaning here: a uniform mask has no size.
     """
+
+    sources = 1
 
     def __init__(
         self,
@@ -72,12 +75,12 @@ class BankMasks:
             bank.used += rows
         drawn = np.frombuffer(self._entropy(rows), np.uint8).astype(np.int64)
         picked = torch.from_numpy(drawn & (self._options.masks - 1))
-        return _BankMask(bank.masks[picked], bank.effects, picked)
+        return _BankMask(bank.masks[picked], bank.effects, picked, key.answer_bits)
 
     def _make(self, key: ProductKey) -> tuple[torch.Tensor, torch.Tensor]:
         plan = self._shapes[key.group].plan(key.direction, key.members)
         masks = MaskStream(self._entropy(SEED_BYTES)).draw(self._options.masks, plan.request_columns)
-        (effects,) = self._source.effect(*key, [masks])
+        (effects,) = self._source.effect(*key.product, [masks])
         return masks, effects
 
     def forked(self) -> None:
@@ -105,6 +108,7 @@ class _BankMask:
     masks: torch.Tensor = field(repr=False)
     bank: torch.Tensor = field(repr=False)  # effects
     picked: torch.Tensor = field(repr=False)
+    answer_bits: int
     fork_guard: ForkGuard = field(default_factory=ForkGuard)
 
     def request(self) -> torch.Tensor:
@@ -113,4 +117,7 @@ class _BankMask:
 
     def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
         self.fork_guard.check()
-        yield slice(0, len(self.picked)), [self.bank[self.picked]]
+        yield slice(0, len(self.picked)), [cut(self.bank[self.picked], self.answer_bits)]
+
+    def exact_effects(self) -> list[torch.Tensor]:
+        return [self.bank[self.picked]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from shared.wire.header import Direction
+from shared.wire.header import EXACT, Direction
 
 SPARE_BATCHES = 4  # in an order that nobody waits for
 
@@ -16,6 +16,17 @@ class ProductKey(NamedTuple):
     group: int
     direction: Direction
     members: int
+    answer_bits: int = EXACT  # of answers and effects
+
+    @property
+    def product(self) -> tuple[int, Direction, int]:
+        """Group, direction and members."""
+        return self[:3]
+
+    @property
+    def exact(self) -> ProductKey:
+        """The same product with all bits."""
+        return self._replace(answer_bits=EXACT)
 
 
 class Order(NamedTuple):

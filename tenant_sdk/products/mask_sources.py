@@ -12,7 +12,8 @@ from shared.errors import ModelMismatch
 from shared.ring.fixed_point import bounds
 from shared.ring.mask_stream import MaskStream
 from shared.ring.product import PlaneProducts, group_planes
-from shared.wire.header import DTYPE_NAMES, RINGS, Direction, Operation, RequestClass, member_indices
+from shared.ring.upper_bits import cut
+from shared.wire.header import DTYPE_NAMES, EXACT, RINGS, Direction, Operation, RequestClass, member_indices
 from shared.wire.messages import Manifest
 from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.remote import RemoteExecutor
@@ -44,11 +45,12 @@ class SeedSource(Protocol):
         rows: int,
         seed: bytes,
         request_class: RequestClass,
+        answer_bits: int = EXACT,
     ) -> torch.Tensor:
         """See ``RemoteExecutor.seed_effect``."""
         ...
 
-    def max_rows(self, group: int, direction: Direction, members: int) -> int:
+    def max_rows(self, group: int, direction: Direction, members: int, answer_bits: int = EXACT) -> int:
         """How many rows one call may ask for."""
         ...
 
@@ -83,13 +85,14 @@ class ExecutorSource:
         rows: int,
         seed: bytes,
         request_class: RequestClass,
+        answer_bits: int = EXACT,
     ) -> torch.Tensor:
         """See SeedSource."""
-        return self._remote.seed_effect(group, direction, members, rows, seed, request_class)
+        return self._remote.seed_effect(group, direction, members, rows, seed, request_class, answer_bits)
 
-    def max_rows(self, group: int, direction: Direction, members: int) -> int:
+    def max_rows(self, group: int, direction: Direction, members: int, answer_bits: int = EXACT) -> int:
         """See SeedSource."""
-        return self._remote.max_rows(group, direction, members)
+        return self._remote.max_rows(group, direction, members, answer_bits)
 
     def close(self) -> None:
         """See MaskSource."""
@@ -154,11 +157,12 @@ class LocalRing:
         rows: int,
         seed: bytes,
         request_class: RequestClass,
+        answer_bits: int = EXACT,
     ) -> torch.Tensor:
         """See SeedSource."""
         shape = GroupShape.of(self._groups[group], self._numerics)
         mask = MaskStream(seed).draw(rows, shape.plan(direction, members).request_columns)
-        return self.effect(group, direction, members, [mask])[0]
+        return cut(self.effect(group, direction, members, [mask])[0], answer_bits)
 
     def effect(
         self, group: int, direction: Direction, members: int, masks: list[torch.Tensor]
@@ -186,7 +190,7 @@ class LocalRing:
                 self._made[group] = PlaneProducts(planes, [m.outputs for m in info.members]), scales
             return self._made[group]
 
-    def max_rows(self, group: int, direction: Direction, members: int) -> int:
+    def max_rows(self, group: int, direction: Direction, members: int, answer_bits: int = EXACT) -> int:
         """See SeedSource: as many as one product may sensibly have."""
         return 1 << 16
 

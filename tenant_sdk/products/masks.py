@@ -16,7 +16,7 @@ import torch
 from shared.errors import ConfigurationError, ConnectionLost, RequestTimeout
 from shared.forks import ForkGuard, register_for_fork
 from shared.ring.mask_stream import MaskStream
-from shared.wire.header import SEED_BYTES, RequestClass
+from shared.wire.header import EXACT, SEED_BYTES, RequestClass
 from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.channel import Entropy
 from tenant_sdk.products.forecast import Forecast, Order, ProductKey
@@ -28,7 +28,6 @@ BATCH_ROWS = 64  # ordered at once for decoding
 IDLE_SECONDS = 0.5  # without a request, after which more is fetched than is needed next
 ORDERS_UNDER_WAY = 2  # ahead: so that a source computes one while the other's answer travels
 ORDERS_AT_ONCE = 16  # of what is needed now, such as that of many experts
-EFFECT_ITEM_BYTES = 4
 
 
 class Mask(Protocol):
@@ -42,12 +41,20 @@ class Mask(Protocol):
         ...
 
     def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-        """What to subtract from the answer's rows, part by part: contiguous int32 [n, 2 N] of each source.
+        """What to subtract from the answer's rows, part by part: of each source rows, packed as answers are.
 
         Waits for what is not there yet.
 
         Raises:
             SymbiosisError: what a mask source failed with.
+        """
+        ...
+
+    def exact_effects(self) -> list[torch.Tensor]:
+        """The same effects with all bits, of all rows, computed again: int32 [T, P N] of each source.
+
+        Raises:
+            SymbiosisError: see ``effects``.
         """
         ...
 
@@ -81,6 +88,11 @@ class Masks(Protocol):
         """Rows of masks, of all kinds, whose effects are in store or ordered; 0 if none are fetched ahead."""
         ...
 
+    @property
+    def sources(self) -> int:
+        """How many effects are subtracted from an answer."""
+        ...
+
     def close(self) -> None:
         """Stop background work and forget all masks."""
         ...
@@ -88,6 +100,8 @@ class Masks(Protocol):
 
 class NoMasks:
     """Privacy mode ``plain``: the mask is zero."""
+
+    sources = 0
 
     def __init__(self, shapes: list[GroupShape]) -> None:
         self._shapes, self._fork_guard = shapes, ForkGuard()
@@ -129,14 +143,24 @@ class _NoMask:
         self.fork_guard.check()
         yield slice(0, len(self.zeros)), []
 
+    def exact_effects(self) -> list[torch.Tensor]:
+        return []
+
 
 class _Batch:
     """Rows that each mask source multiplies for one fresh seed of its own; handed out once, in order."""
 
-    def __init__(self, rows: int, streams: list[MaskStream], effects: list[Future[torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        rows: int,
+        streams: list[MaskStream],
+        effects: list[Future[torch.Tensor]],
+        exact: Callable[[], list[torch.Tensor]] | None,
+    ) -> None:
         self.rows = rows
         self.streams = streams
         self.effects = effects
+        self.exact = exact  # asks for the same effects again, with all bits; None: they have them
         self.used = 0
         self.drawing = False  # how far the streams have gone is not known if that was interrupted
 
@@ -165,10 +189,10 @@ class OneTimeMask:
     nowhere; the key streams that made it have gone on.
     """
 
-    def __init__(self, mask: torch.Tensor, parts: list[tuple[int, int, list[Future[torch.Tensor]]]]) -> None:
+    def __init__(self, mask: torch.Tensor, parts: list[tuple[int, int, _Batch]]) -> None:
         self._fork_guard = ForkGuard()
         self._mask: torch.Tensor | None = mask
-        self._parts = parts  # rows, where they begin in the effects, and the effects
+        self._parts = parts  # rows, where they begin in the effects, and whose these are
 
     def __reduce__(self) -> Any:
         raise TypeError("a copy of a one-time mask would hand it over again")
@@ -189,14 +213,23 @@ class OneTimeMask:
     def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
         """See Mask."""
         at = 0
-        for rows, start, effects in self._parts:
+        for rows, start, batch in self._parts:
             self._fork_guard.check()  # nothing arrives in a child
             try:
-                there = [effect.result()[start : start + rows] for effect in effects]
+                there = [effect.result()[start : start + rows] for effect in batch.effects]
             except CancelledError:
                 raise ConnectionLost("the session was closed while an effect was under way") from None
             yield slice(at, at + rows), there
             at += rows
+
+    def exact_effects(self) -> list[torch.Tensor]:
+        """See Mask."""
+        self._fork_guard.check()
+        parts = []
+        for rows, start, batch in self._parts:
+            effects = batch.exact() if batch.exact else [effect.result() for effect in batch.effects]
+            parts.append([effect[start : start + rows] for effect in effects])
+        return [torch.cat(effects) for effects in zip(*parts, strict=True)]
 
 
 class OneTimeMasks:
@@ -262,7 +295,7 @@ class OneTimeMasks:
         self._fork_guard.check()
         columns = self._shapes[key.group].plan(key.direction, key.members).request_columns
         masks: list[torch.Tensor] = []
-        parts: list[tuple[int, int, list[Future[torch.Tensor]]]] = []
+        parts: list[tuple[int, int, _Batch]] = []
         with self._changed:
             if self._closed:
                 raise ConnectionLost("the session is closed")
@@ -278,7 +311,7 @@ class OneTimeMasks:
                 count = min(missing, batch.remaining)
                 batch.drawing = True
                 masks.append(batch.draw(count, columns))
-                parts.append((count, batch.used, batch.effects))
+                parts.append((count, batch.used, batch))
                 batch.used += count
                 batch.drawing = False
                 if batch.remaining == 0:
@@ -297,6 +330,11 @@ class OneTimeMasks:
                 if missing <= 0:
                     return
             self._changed.notify_all()
+
+    @property
+    def sources(self) -> int:
+        """See Masks."""
+        return len(self._sources)
 
     @property
     def _stock(self) -> dict[ProductKey, int]:
@@ -322,18 +360,27 @@ class OneTimeMasks:
 
     def _row_bytes(self, key: ProductKey) -> int:
         plan = self._shapes[key.group].plan(key.direction, key.members)
-        return plan.answer_columns * EFFECT_ITEM_BYTES * len(self._sources)
+        return plan.answer_columns * key.answer_bits // 8 * len(self._sources)
 
     def _order(self, key: ProductKey, rows: int, request_class: RequestClass) -> None:
         """Have every source multiply the mask of a fresh seed."""
         seeds = [self._entropy(SEED_BYTES) for _ in self._sources]
         effects = [
-            pool.submit(source.seed_effect, *key, rows, seed, request_class)
+            pool.submit(source.seed_effect, *key.product, rows, seed, request_class, key.answer_bits)
             for pool, source, seed in zip(self._pools, self._sources, seeds, strict=True)
         ]
-        self._store.setdefault(key, deque()).append(
-            _Batch(rows, [MaskStream(seed) for seed in seeds], effects)
-        )
+
+        def exact() -> list[torch.Tensor]:
+            asked = [
+                pool.submit(source.seed_effect, *key.product, rows, seed, request_class)
+                for pool, source, seed in zip(self._pools, self._sources, seeds, strict=True)
+            ]
+            return [effect.result() for effect in asked]
+
+        # Seeds of what need not be asked for again are kept nowhere.
+        again = exact if key.answer_bits < EXACT else None
+        batch = _Batch(rows, [MaskStream(seed) for seed in seeds], effects, again)
+        self._store.setdefault(key, deque()).append(batch)
         self._under_way += len(effects)
         for effect in effects:
             effect.add_done_callback(self._arrived)

@@ -1,4 +1,7 @@
-"""Products on the ring: fixed point, a mask, the provider's answer, the check, and floats again."""
+"""Products on the ring: fixed point, a mask, the provider's answer, the check, and floats again.
+
+Answers have all bits, or the upper ones alone (``shared.ring.upper_bits``); each kind has its check.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,20 @@ import torch
 
 from shared.errors import ModelMismatch, NonFiniteError, VerificationError
 from shared.forks import ForkGuard
-from shared.ring.fixed_point import Bounds, capacity
-from shared.ring.rows import all_finite_below, hide, reveal
-from shared.wire.header import Direction, Operation, RequestClass, member_indices
+from shared.ring.fixed_point import LIMIT, Bounds, capacity
+from shared.ring.rows import CHUNK_ELEMENTS, all_finite_below, hide, reveal, write_products
+from shared.ring.upper_bits import cut, less
+from shared.wire.header import EXACT, Direction, Operation, RequestClass, member_indices
 from shared.wire.messages import GroupInfo
+from shared.wire.protocol import Plan
 from tenant_sdk.connection.channel import copy_error
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor, check_shapes
+from tenant_sdk.products.answer_bits import AnswerBits
 from tenant_sdk.products.forecast import ProductKey
 from tenant_sdk.products.masks import Mask, Masks
-from tenant_sdk.products.verification import Fingerprint, Verifier, transposed
+from tenant_sdk.products.rounded import RoundedFingerprint, expected_sums, wrong_rows
+from tenant_sdk.products.verification import Fingerprint, transposed
+from tenant_sdk.products.verifier import Verifier
 
 
 class RingGroup:
@@ -39,17 +47,31 @@ class RingGroup:
         if info.bounds is None:
             raise ModelMismatch("the executor gives no bounds for a group of the ring")
         limit = Bounds(*info.bounds)
-        try:
-            self.max_norm = {
-                Direction.FORWARD: capacity(limit.forward, info.inputs),
-                Direction.BACKWARD: capacity(limit.backward, sum(widths)),
-            }
-        except ValueError as error:
-            raise ModelMismatch(f"the executor's bounds are impossible: {error}") from error
+        self._ends = {
+            Direction.FORWARD: (limit.forward, info.inputs),
+            Direction.BACKWARD: (limit.backward, sum(widths)),
+        }
+        self._norms: dict[tuple[Direction, int], float] = {}
+        for direction in self._ends:
+            self.max_norm(direction)
         # What is smaller than this in size can be scaled, whatever else is in its row.
         self.ordinary = 2.0**100 / max(1.0, float(scales.max()))
         self._scales = scales.split(widths)
         self._chosen: dict[int, torch.Tensor] = {}
+
+    def max_norm(self, direction: Direction, units: int = 0) -> float:
+        """Of rows, see ``capacity``; what rounding may add to a product is ``units``.
+
+        Raises:
+            ModelMismatch: no row fits.
+        """
+        norm = self._norms.get((direction, units))
+        if norm is None:
+            try:
+                norm = self._norms[direction, units] = capacity(*self._ends[direction], LIMIT - units)
+            except ValueError as error:
+                raise ModelMismatch(f"the executor's bounds are impossible: {error}") from error
+        return norm
 
     def scales_of(self, members: int) -> torch.Tensor:
         """Of some members, one behind the other."""
@@ -60,13 +82,22 @@ class RingGroup:
         return chosen
 
 
+class _Check(NamedTuple):
+    """What a request is checked with; None: not at all. With both, a rounded answer is asked for again."""
+
+    exact: Fingerprint | None
+    rounded: RoundedFingerprint | None
+
+
 class _Piece(NamedTuple):
     """Rows of a request that are hidden together."""
 
     rows: slice
     mask: Mask
     exponents: torch.Tensor
-    expected: torch.Tensor | None  # by the check
+    expected: torch.Tensor | None  # by the exact check
+    sums: torch.Tensor | None  # expected by the check of rounded answers
+    sent: torch.Tensor | None  # rows that are asked for once more, exactly
 
 
 class RingProducts:
@@ -78,6 +109,7 @@ class RingProducts:
         verifier: None: answers are not checked.
         scales: of a group, [O], once they are known to be the right ones.
         unforeseen: groups that are asked for in no order that the last pass told.
+        answers: ``exact``, ``half`` or ``auto``.
     """
 
     def __init__(
@@ -87,7 +119,9 @@ class RingProducts:
         verifier: Verifier | None,
         scales: Callable[[int], torch.Tensor],
         unforeseen: Collection[int] = (),
+        answers: str = "exact",
     ) -> None:
+        self._answer_bits = AnswerBits(answers, remote.manifest.numerics)
         self._remote, self._masks, self._verifier, self._scales = remote, masks, verifier, scales
         self._unforeseen = unforeseen
         self._groups: dict[int, RingGroup] = {}
@@ -110,9 +144,9 @@ class RingProducts:
         self._fork_guard.check()  # in a forked child locks may be held for ever
         if self._failed is not None:
             raise copy_error(self._failed)
-        key = ProductKey(group, direction, members)
+        key = ProductKey(group, direction, members, self._answer_bits.choose(request_class))
         check_shapes(rows, self._widths(transposed(key)))
-        fingerprint, count = self._fingerprint(key), rows[0].shape[0]
+        check, count = self._check(key), rows[0].shape[0]
         hidden: list[_Piece] = []
         spent = 0.0
 
@@ -121,38 +155,55 @@ class RingProducts:
             started = time.perf_counter()
             mask = self._masks.take(key, piece.stop - piece.start, request_class=request_class)
             request = mask.request()
-            exponents, expected = self._hide(key, [block[piece] for block in rows], request, fingerprint)
-            hidden.append(_Piece(piece, mask, exponents, expected))
+            hidden.append(self._hide(key, piece, [block[piece] for block in rows], mask, request, check))
             spent += time.perf_counter() - started
             return [request]
 
-        cut = self._remote.pieces(*key, count)
+        cut = self._remote.pieces(*key.product, count, key.answer_bits)
+        started = time.perf_counter()
         ready: list[list[torch.Tensor]] = []
         if len(cut) > 1 and not all(all_finite_below(block, self._group(group).ordinary) for block in rows):
             ready = [
                 hide_piece(piece) for piece in cut
             ]  # all, or one that cannot be sent might follow others
         next_piece = (lambda _: ready.pop(0)) if ready else hide_piece
-        sent = self._remote.submit_pieces(Operation.PRODUCT, *key, cut, next_piece, request_class)
+        sent = self._remote.submit_pieces(
+            Operation.PRODUCT, *key.product, cut, next_piece, request_class, key.answer_bits
+        )
         if group not in self._unforeseen:
             self._masks.note_request(key, count)
-        return PendingProduct(lambda: self._finish(key, hidden, sent, fingerprint, spent))
+
+        def finish() -> list[torch.Tensor]:
+            results = self._finish(key, hidden, sent, check, spent)
+            self._note_answer(key, count, request_class, time.perf_counter() - started)
+            return results
+
+        return PendingProduct(finish)
+
+    def _note_answer(self, key: ProductKey, rows: int, request_class: RequestClass, seconds: float) -> None:
+        size = rows * self._plan(key).answer_columns * key.answer_bits // 8
+        self._answer_bits.note(request_class, size, seconds, travels=self._remote.travels(key.group))
 
     def _hide(
         self,
         key: ProductKey,
+        piece: slice,
         rows: list[torch.Tensor],
+        mask: Mask,
         request: torch.Tensor,
-        fingerprint: Fingerprint | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Add rows to their mask in place; exponents and what the check expects, see ``shared.ring.rows``."""
-        ring = self._group(key.group)
+        check: _Check,
+    ) -> _Piece:
+        """Add rows to their mask in place; with what the checks expect, see ``shared.ring.rows``."""
+        ring, rounded = self._group(key.group), check.rounded
+        integers = torch.empty(request.shape) if rounded else None
+        units = max(1, self._masks.sources) << EXACT - key.answer_bits if key.answer_bits < EXACT else 0
         hidden = hide(
             [block.contiguous() for block in rows],
             None if key.direction == Direction.FORWARD else ring.scales_of(key.members),
-            ring.max_norm[key.direction],
+            ring.max_norm(key.direction, units),
             request,
-            fingerprint.factor if fingerprint else None,
+            check.exact.factor if check.exact else None,
+            integers,
         )
         if hidden is None and not all(block.isfinite().all() for block in rows):
             raise NonFiniteError(
@@ -163,18 +214,20 @@ class RingProducts:
                 "the rows are too large for float32 once they are scaled; nothing was sent. Lower the "
                 "learning rate or the loss scale"
             )
-        return hidden
+        sums = expected_sums(rounded, integers) if rounded and integers is not None else None
+        again = request if check.exact and key.answer_bits < EXACT else None
+        return _Piece(piece, mask, *hidden, sums, again)
 
     def _finish(
         self,
         key: ProductKey,
         pieces: list[_Piece],
         sent: list[PendingProduct],
-        fingerprint: Fingerprint | None,
+        check: _Check,
         masking: float,
     ) -> list[torch.Tensor]:
         """Take the effects off the answers and check them."""
-        scales = self._group(key.group).scales_of(key.members)
+        scales = self._group(key.group).scales_of(key.members) if key.direction == Direction.FORWARD else None
         count = pieces[-1].rows.stop
         results = [torch.empty((count, width)) for width in self._widths(key)]
         waiting = 0.0
@@ -192,33 +245,106 @@ class RingProducts:
                 if part is None:
                     break
                 into = slice(first + part.start, first + part.stop)
-                wrong = reveal(
-                    answer[part],
-                    there,
-                    piece.exponents[part],
-                    scales if key.direction == Direction.FORWARD else None,
-                    [result[into] for result in results],
-                    fingerprint.challenge if fingerprint else None,
-                    piece.expected[part] if piece.expected is not None else None,
-                )
-                if wrong and self._verifier is not None:
-                    # At once: what fails later must not make this forgotten.
-                    raise self._fail(self._verifier.error(key))
+                parts = [result[into] for result in results]
+                if key.answer_bits < EXACT:
+                    wrong = self._reveal_rounded(
+                        key, answer[part], there, piece, part, scales, parts, check.rounded
+                    )
+                else:
+                    wrong = reveal(
+                        answer[part],
+                        there,
+                        piece.exponents[part],
+                        scales,
+                        parts,
+                        check.exact.challenge if check.exact else None,
+                        piece.expected[part] if piece.expected is not None else None,
+                    )
+                if wrong:
+                    self._wrong(key)
                 masking += time.perf_counter() - waited
+            if piece.sent is not None and check.exact is not None:
+                self._compare(key, piece, answer, piece.sent, check.exact)
         self._remote.stats.add(
             seconds_masking=masking,
             seconds_waiting_for_effects=waiting,
-            verified_rows=count if fingerprint else 0,
+            verified_rows=count if check.exact or check.rounded else 0,
         )
         return results
 
-    def _fingerprint(self, key: ProductKey) -> Fingerprint | None:
+    @staticmethod
+    def _reveal_rounded(
+        key: ProductKey,
+        answer: torch.Tensor,
+        effects: list[torch.Tensor],
+        piece: _Piece,
+        part: slice,
+        scales: torch.Tensor | None,
+        blocks: list[torch.Tensor],
+        fingerprint: RoundedFingerprint | None,
+    ) -> int:
+        """See ``shared.ring.rows.reveal``; how many rows are wrong."""
+        exponents = piece.exponents[part] + 8 * (EXACT - key.answer_bits)
+        sums = None if piece.sums is None else piece.sums[part]
+        width, wrong = sum(block.shape[1] for block in blocks), 0
+        step = max(1, CHUNK_ELEMENTS // answer.shape[1])
+        for first in range(0, len(answer), step):
+            at = slice(first, first + step)
+            products = less(answer[at], [effect[at] for effect in effects], key.answer_bits)
+            if fingerprint is not None and sums is not None:
+                wrong += wrong_rows(fingerprint, products, sums[at])
+            write_products(products, width, exponents[at], scales, [block[at] for block in blocks])
+        return wrong
+
+    def _compare(
+        self, key: ProductKey, piece: _Piece, answer: torch.Tensor, sent: torch.Tensor, exact: Fingerprint
+    ) -> None:
+        """Ask for a rounded answer and its effects once more, with all bits, and compare all that came.
+
+        Raises:
+            VerificationError: it is not what it was, or wrong.
+        """
+        (whole,) = self._remote.submit(Operation.PRODUCT, *key.product, [sent]).result()
+        effects = piece.mask.exact_effects()
+        same = torch.equal(cut(whole, key.answer_bits), answer)
+        for part, there in piece.mask.effects():
+            for effect, again in zip(there, effects, strict=True):
+                same = same and torch.equal(cut(again[part], key.answer_bits), effect)
+        for effect in effects:
+            whole.sub_(effect)
+        right = piece.expected is not None and torch.equal(
+            (whole.long() * exact.challenge).sum(1), piece.expected
+        )
+        if not (same and right):
+            self._wrong(key)
+
+    def _wrong(self, key: ProductKey) -> None:
+        if self._verifier is not None:
+            # At once: what fails later must not make this forgotten.
+            raise self._fail(self._verifier.error(key))
+
+    def _check(self, key: ProductKey) -> _Check:
+        """What to check the next request of a kind with."""
         if self._verifier is None:
-            return None
+            return _Check(None, None)
         try:
-            return self._verifier.fingerprint(key, self.integer_product)
+            if key.answer_bits == EXACT:
+                return _Check(self._verifier.fingerprint(key, self.integer_product), None)
+            shape, plan = self._remote.shapes[key.group], self._plan(key)
+            rounded = self._verifier.rounded_fingerprint(
+                key,
+                self.integer_product,
+                planes=shape.planes,
+                width=plan.answer_columns // shape.planes,
+                sources=self._masks.sources,
+            )
+            exact = self._verifier.sample_of_rounded(key, self.integer_product) if rounded else None
+            return _Check(exact, rounded)
         except VerificationError as error:
             raise self._fail(error) from None
+
+    def _plan(self, key: ProductKey) -> Plan:
+        return self._remote.shapes[key.group].plan(key.direction, key.members)
 
     def _fail(self, error: VerificationError) -> VerificationError:
         """From now on nothing is asked for; a copy is kept, which holds no frames alive."""
@@ -230,7 +356,7 @@ class RingProducts:
         """The products of a fingerprint's integers, under a mask like any: int32 [n, C] to [n, 2 N]."""
         mask = self._masks.take(key, len(rows))
         request = mask.request().add_(rows)
-        (answer,) = self._remote.submit(Operation.PRODUCT, *key, [request]).result()
+        (answer,) = self._remote.submit(Operation.PRODUCT, *key.product, [request]).result()
         for part, effects in mask.effects():
             for effect in effects:
                 answer[part].sub_(effect)

@@ -16,10 +16,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from shared.errors import VerificationError
 from shared.ring.mask_stream import MaskStream
-from shared.wire.header import SEED_BYTES, Direction, member_indices
-from shared.wire.messages import GroupInfo
+from shared.wire.header import SEED_BYTES, Direction
 from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.channel import Entropy
 from tenant_sdk.products.forecast import ProductKey
@@ -128,55 +126,3 @@ class LiveFingerprints:
         answers = multiply(key, rows).long()
         if not torch.equal((answers * made.challenge).sum(1), (rows.long() * made.factor).sum(1)):
             raise FingerprintRefuted
-
-
-class Verifier:
-    """Decides what to check, and checks it.
-
-    Args:
-        fingerprints: of the executors' weights.
-        groups: for messages.
-        rate: of requests, more than 0 and at most 1; which ones is drawn secretly.
-        entropy: secret random bytes.
-        parties: who may have been wrong, for messages.
-    """
-
-    def __init__(
-        self,
-        fingerprints: Fingerprints,
-        groups: tuple[GroupInfo, ...],
-        *,
-        rate: float,
-        entropy: Entropy,
-        parties: str,
-    ) -> None:
-        self._fingerprints, self._groups = fingerprints, groups
-        self._threshold = max(1, round(rate * 2**32))
-        self._entropy, self._parties = entropy, parties
-
-    def fingerprint(self, key: ProductKey, product: IntegerProduct) -> Fingerprint | None:
-        """What to check the next request of a kind with, or None if it is not drawn.
-
-        The fingerprint is made either way: executors see when one is, and what comes next.
-
-        Raises:
-            VerificationError: the fingerprint that the executors made is wrong.
-        """
-        try:
-            made = self._fingerprints.get(key, product)
-        except FingerprintRefuted:
-            raise self.error(key) from None
-        if self._threshold < 1 << 32 and int.from_bytes(self._entropy(4)) >= self._threshold:
-            return None
-        return made
-
-    def error(self, key: ProductKey) -> VerificationError:
-        """A wrong answer to a request of this kind, in words."""
-        members = self._groups[key.group].members
-        names = ", ".join(members[i].name for i in member_indices(key.members))
-        return VerificationError(
-            f"a wrong answer: the {key.direction.name.lower()} product of group {key.group} ({names}) is "
-            f"not what the weights give. {self._parties} computed it. Nothing of it was used, and this "
-            "session asks for nothing more. Go on from your last checkpoint in a new session, with other "
-            "executors if you can, and tell the operators"
-        )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from shared.errors import ConfigurationError, ModelMismatch, Placeholder
+from shared.errors import Argument, ConfigurationError, ModelMismatch, Placeholder
 from shared.secrets import text_of
 from shared.spinning import stop_spinning
 from shared.wire.header import RINGS
@@ -27,7 +27,8 @@ from tenant_sdk.products.masks import Masks, NoMasks, OneTimeMasks
 from tenant_sdk.products.noise_bank import NoiseBank
 from tenant_sdk.products.products import PlainProducts, Products, padded
 from tenant_sdk.products.ring_products import RingProducts
-from tenant_sdk.products.verification import Fingerprints, LiveFingerprints, Verifier
+from tenant_sdk.products.verification import Fingerprints, IntegerProduct, LiveFingerprints
+from tenant_sdk.products.verifier import Verifier
 from tenant_sdk.session.options import WEAKER, SessionConfig
 from tenant_sdk.session.parties import ReplicatedExecutor
 from tenant_sdk.session.profiles import takes_options
@@ -144,7 +145,8 @@ def _products(
         verifier = _verifier(config, provider, sources, stored)
         # Which experts come next depends on the text, unless all are asked each time.
         unforeseen = _experts(provider.manifest) if config.where_experts == "routed" else frozenset()
-        inner = RingProducts(provider, _masks(config, provider, sources), verifier, scales, unforeseen)
+        masks = _masks(config, provider, sources)
+        inner = RingProducts(provider, masks, verifier, scales, unforeseen, config.answers)
     elif config.privacy == "plain":
         inner = PlainProducts(provider)
     else:
@@ -176,10 +178,23 @@ def _verifier(
 ) -> Verifier | None:
     if config.when_verified == "off":
         return None
+    local = _local_products(sources)
+    if local is None and config.answers != "exact" and config.privacy != "one-time":
+        raise ConfigurationError(
+            "checks of {answers} need products of secret numbers, which {privacy} would show to the provider: "
+            "use one-time masks, the mask source {}, {}, or {}",
+            Argument("mask_sources", ["local:FOLDER"]),
+            Argument("answers", "exact"),
+            Argument("verify", "off"),
+            answers=config.answers,
+            privacy=config.privacy,
+        )
     return Verifier(
-        stored or _live_fingerprints(config.privacy, provider.shapes, sources),
+        stored or _live_fingerprints(config.privacy, provider.shapes, local),
         provider.manifest.groups,
         rate=1.0 if config.when_verified == "always" else config.verify_rate,
+        again_rate=config.verify_rate,
+        trusted=local,
         entropy=os.urandom,
         parties=" or ".join(map(party_name, [config.provider, *config.mask_sources])),
     )
@@ -200,6 +215,14 @@ def _check_fit(provider: str, manifest: Manifest, config: SessionConfig) -> None
         raise ConfigurationError(
             f"{provider} computes in {manifest.numerics}, whose rounding leaves nothing to verify; "
             "verification, and fingerprints, need an executor with `serve --numerics ring`"
+        )
+    if config.answers != "exact":
+        raise ConfigurationError(
+            "{} computes in {}, and {answers} needs `serve --numerics ring`; {wire_dtype} halves the bytes "
+            "of floats",
+            *(provider, manifest.numerics),
+            answers=config.answers,
+            wire_dtype="bfloat16",
         )
 
 
@@ -245,10 +268,17 @@ def _bank_source(remote: RemoteExecutor, sources: list[Source]) -> MaskSource:
     return sources[0] if sources else ExecutorSource(remote, owned=False)
 
 
-def _live_fingerprints(privacy: str, shapes: list[GroupShape], sources: list[Source]) -> Fingerprints:
+def _local_products(sources: list[Source]) -> IntegerProduct | None:
+    """Of the tenant's own checkpoint, if it is a mask source."""
     local = next((source for source in sources if isinstance(source, LocalRing)), None)
+    if local is None:
+        return None
+    return lambda kind, rows: local.effect(*kind.product, [rows])[0]
+
+
+def _live_fingerprints(privacy: str, shapes: list[GroupShape], local: IntegerProduct | None) -> Fingerprints:
     if local is not None:
-        return LiveFingerprints(shapes, os.urandom, lambda kind, rows: local.effect(*kind, [rows])[0])
+        return LiveFingerprints(shapes, os.urandom, local)
     if privacy != "one-time":
         raise ConfigurationError(
             "verification with {privacy} needs fingerprints of the weights: make a file with "

@@ -21,6 +21,7 @@ from tenant_sdk.connection.urls import (
     split_url,
     url_of,
 )
+from tenant_sdk.products.answer_bits import ANSWERS
 from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.trust.operators import ALL, SIGNS, allowed_signs, own_authorities, own_tokens
 
@@ -236,7 +237,8 @@ class SessionConfig:
         float,
         Option(
             VERIFICATION,
-            "Fraction of requests that are checked if {verify} is sampled. Executors cannot predict which.",
+            "Fraction of requests that are checked if {verify} is sampled. If {answers} is half, it is also the "
+            "fraction of checked requests that are repeated with exact answers. Executors cannot predict which.",
             least=0,
             above=True,
             most=1,
@@ -262,6 +264,19 @@ class SessionConfig:
             confidential="the fingerprints' key",
         ),
     ] = field(default=None, repr=False)
+    answers: Annotated[
+        str,
+        Option(
+            CONNECTION,
+            "How much of each answer travels with ring numerics. exact: all bits. half: the upper 16 of 32 "
+            "bits (24 with ring-fine), which halves the bytes of answers and effects. The masks round the rest, "
+            "at random and without bias, so two runs differ, and checks bound errors instead of excluding them "
+            "(docs/explanation/numerics.md). auto: half for training and prompts if the connection is slower "
+            "than 4 Gbit/s, and exact for decoding.",
+            choices=ANSWERS,
+            unit="WHICH",
+        ),
+    ] = "exact"
     wire_dtype: Annotated[
         str,
         Option(

@@ -157,7 +157,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "text": (frame(b"hello", TEXT), "text"),
     "another version": (frame(b"\1" + reply()[1:] + ROW), "protocol_version"),
     "unknown operation": (frame(b"\3\x09" + reply()[2:] + ROW), "operation"),
-    "reserved": (frame(reply(request_class=1) + ROW), "reserved"),
+    "request class": (frame(reply(request_class=1) + ROW), "request_class"),
     "an error about everything": (error_message(INFO, 0), "too_large"),
     "an error that is none": (error_message(b"oops"), "control_message"),
     "an error with more fields": (error_message(INFO[:-1] + b',"path":"/"}'), "control_message"),

@@ -103,7 +103,7 @@ def ask(
     got, body = peer.receive()
     assert got.operation == REPLY, body
     assert (got.direction, got.dtype, got.group, got.request_id) == (direction, INT32, group, 9)
-    assert (got.rows, got.members, got.request_class, got.reserved) == (count, members, 0, 0)
+    assert (got.rows, got.members, got.request_class, got.answer_bits) == (count, members, 0, 32)
     return torch.frombuffer(bytearray(body), dtype=torch.int32).view(count, got.columns)
 
 

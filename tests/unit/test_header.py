@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shared.errors import WireError
 from shared.wire.header import (
+    ANSWER_BITS,
     DTYPE_CODES,
     DTYPE_NAMES,
     DTYPES,
@@ -39,7 +40,19 @@ HEADERS = st.builds(
     columns=U32,
     members=U64,
     request_class=st.integers(0, 3),
-).map(lambda header: header if header.operation in PRODUCTS else header._replace(request_class=0))
+    answer_bits=st.sampled_from((0, *ANSWER_BITS)),
+)
+
+
+def possible(header: Header) -> Header:
+    """The same, without what its operation does not have."""
+    if header.operation in PRODUCTS:
+        return header
+    bits = header.answer_bits if header.operation == Operation.REPLY else 0
+    return header._replace(request_class=0, answer_bits=bits)
+
+
+HEADERS = HEADERS.map(possible)
 
 
 @given(HEADERS)
@@ -74,10 +87,11 @@ def test_every_field_is_where_the_table_says() -> None:
         (2, 255, "direction", False),
         (3, 8, "dtype", False),
         (3, 255, "dtype", False),
-        (20, 4, "reserved", False),
-        (21, 0x80, "reserved", False),
-        (22, 1, "reserved", False),
-        (23, 0x80, "reserved", False),
+        (20, 4, "request_class", False),
+        (21, 0x80, "request_class", False),
+        (22, 1, "answer_bits", False),
+        (22, 33, "answer_bits", False),
+        (23, 0x80, "answer_bits", False),
     ],
 )
 def test_a_wrong_byte_is_refused_with_its_code(offset: int, value: int, code: str, fatal: bool) -> None:
@@ -99,7 +113,8 @@ def test_any_bytes_are_a_header_or_a_wire_error(data: bytes) -> None:
     if refused is None:
         assert header.pack() == data
     else:
-        assert refused.code in ("protocol_version", "operation", "direction", "dtype", "reserved")
+        fields = ("operation", "direction", "dtype", "request_class", "answer_bits")
+        assert refused.code in ("protocol_version", *fields)
         assert refused.fatal == (refused.code == "protocol_version")
 
 
@@ -109,6 +124,8 @@ def test_sizes_do_not_wrap_around(header: Header) -> None:
     itemsize = struct.calcsize({0: "B", 1: "f", 2: "e", 3: "e", 4: "d", 5: "q", 6: "i", 7: "?"}[header.dtype])
     if header.operation == Operation.SEED_EFFECT:
         header = header._replace(operation=Operation.EFFECT)
+    if header.operation == Operation.REPLY and header.answer_bits:
+        itemsize = header.answer_bits // 8
     assert header.payload_bytes == header.rows * header.columns * itemsize
     if header.rows and header.columns:
         assert header.payload_bytes >= max(header.rows, header.columns)

@@ -173,7 +173,7 @@ def test_every_code_of_the_protocol_has_a_vector() -> None:
     vectors = json.loads(FILE.read_text())
     codes = {vector["code"] for kind in KINDS[1:] for vector in vectors[kind]} - {None}
     assert codes == {
-        "control_message", "direction", "dtype", "frame", "group", "header", "members", "operation",
-        "payload_length", "protocol_version", "reserved", "text", "too_large", "unexpected", "width",
+        "answer_bits", "control_message", "direction", "dtype", "frame", "group", "header", "members", "operation",
+        "payload_length", "protocol_version", "request_class", "text", "too_large", "unexpected", "width",
         "zero_rows",
     }  # fmt: skip

@@ -14,15 +14,16 @@ import struct
 import sys
 from pathlib import Path
 
-VERSION = 3
-SUBPROTOCOL = "symbiosis.v3"
+VERSION = 4
+SUBPROTOCOL = "symbiosis.v4"
 RINGS = {"ring": 1, "ring-fine": 2}  # planes of a weight
 LARGEST = 127 * 256 + 127
 HEADER = struct.Struct("<BBBBIIIIHHQ")
 NAMES = ["operation", "direction", "dtype", "group", "request_id", "rows", "columns"]
-NAMES += ["request_class", "members"]
+NAMES += ["request_class", "answer_bits", "members"]
 HELLO, WELCOME, PRODUCT, EFFECT, FETCH, REPLY, ERROR, SEED_EFFECT = range(1, 9)
 REQUESTS = (HELLO, PRODUCT, EFFECT, FETCH, SEED_EFFECT)
+PRODUCTS = (PRODUCT, EFFECT, SEED_EFFECT)
 FORWARD = 1
 SEED = 32
 # code: name, bytes, how struct writes one element (bfloat16 is the upper half of a float32)
@@ -117,14 +118,15 @@ def message_of(
 def header_of(message: bytes) -> dict[str, int]:
     """Parse the first 32 bytes, checks in the order of the text."""
     values = HEADER.unpack_from(message)
-    header = dict(zip(NAMES, (*values[1:9], values[10]), strict=True))
+    header = dict(zip(NAMES, values[1:], strict=True))
     if values[0] != VERSION:
         raise Refused("protocol_version", fatal=True)
     checks = {
         "operation": 1 <= header["operation"] <= 8,
         "direction": header["direction"] <= 2,
         "dtype": header["dtype"] in DTYPES,
-        "reserved": values[9] == 0 and values[8] <= (3 if values[1] in (3, 4, 8) else 0),
+        "request_class": header["request_class"] <= (3 if values[1] in PRODUCTS else 0),
+        "answer_bits": header["answer_bits"] in ((0, 16, 24, 32) if values[1] in (*PRODUCTS, REPLY) else (0,)),
     }
     for code, right in checks.items():
         if not right:
@@ -136,7 +138,10 @@ def payload_bytes(header: dict[str, int]) -> int:
     """Python integers do not overflow."""
     if header["operation"] == SEED_EFFECT:
         return SEED
-    return header["rows"] * header["columns"] * DTYPES[header["dtype"]][1]
+    size = DTYPES[header["dtype"]][1]
+    if header["operation"] == REPLY and header["answer_bits"]:
+        size = header["answer_bits"] // 8
+    return header["rows"] * header["columns"] * size
 
 
 def columns_of(group: dict, header: dict[str, int], numerics: str) -> tuple[int, int]:
@@ -169,6 +174,7 @@ def accept_request(header: dict[str, int], manifest: dict, *, greeted: bool) -> 
     check(header["group"] < len(manifest["groups"]), "group")
     check(header["direction"] in (1, 2), "direction")
     check(DTYPES[header["dtype"]][0] in manifest["wire_dtypes"], "dtype")
+    check(bool(header["answer_bits"]) == (manifest["numerics"] in RINGS), "answer_bits")
     group = manifest["groups"][header["group"]]
     check(0 < header["members"] < 2 ** len(group["members"]), "members")
     columns = columns_of(group, header, manifest["numerics"])
@@ -176,7 +182,8 @@ def accept_request(header: dict[str, int], manifest: dict, *, greeted: bool) -> 
     check(header["rows"] > 0, "zero_rows")
     limits, itemsize = manifest["limits"], DTYPES[header["dtype"]][1]
     check(header["rows"] <= limits["max_rows"], "too_large")
-    check(header["rows"] * max(columns) * itemsize <= limits["max_message_bytes"], "too_large")
+    row = max(columns[0] * itemsize, columns[1] * (header["answer_bits"] or 8 * itemsize) // 8)
+    check(header["rows"] * row <= limits["max_message_bytes"], "too_large")
 
 
 def accept_answer(header: dict[str, int], asked: dict[str, int], manifest: dict) -> None:
@@ -186,7 +193,7 @@ def accept_answer(header: dict[str, int], asked: dict[str, int], manifest: dict)
         known = header["request_id"] in (0, asked["request_id"])
         right = known and header["dtype"] == 0 and payload_bytes(header) <= REQUEST_CONTROL
     else:
-        right = header == asked | {"operation": REPLY, "columns": columns}
+        right = header == asked | {"operation": REPLY, "columns": columns, "request_class": 0}
     if not right:
         raise Refused("unexpected", fatal=True)
 
@@ -362,6 +369,8 @@ def check_product(vector: dict, vectors: dict) -> None:
     answer = [[dot(row, w) for plane in planes for w in plane] for row in vector["rows"]]
     wrapped = [[(n + 2**31) % 2**32 - 2**31 for n in row] for row in answer]
     expect(wrapped == vector["answer"], "answer")
+    for bits, upper in vector["upper"].items():
+        expect([[n >> 32 - int(bits) for n in row] for row in wrapped] == upper, f"upper {bits} bits")
 
 
 # -- the vectors -----------------------------------------------------------------------------------
@@ -389,8 +398,9 @@ def check_message(vector: dict, vectors: dict) -> None:
     elif "seed" in vector:
         expect(header["operation"] == SEED_EFFECT and payload.hex() == vector["seed"], "seed")
     else:
+        bits = header["answer_bits"] if header["operation"] == REPLY else 0
         values = b"".join(
-            element(value, header["dtype"])
+            value.to_bytes(bits // 8, "little", signed=True) if bits else element(value, header["dtype"])
             for block in vector["blocks"]
             for row in block["values"]
             for value in row

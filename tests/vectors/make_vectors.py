@@ -19,9 +19,12 @@ from ring_numbers import GRADIENTS, INTEGERS, PLANES, SEED, masks, planes, produ
 
 from shared.errors import WireError
 from shared.ring.mask_stream import MaskStream
+from shared.ring.upper_bits import cut
 from shared.wire.header import (
+    ANSWER_BITS,
     DTYPE_CODES,
     DTYPE_NAMES,
+    EXACT,
     HEADER_BYTES,
     PROTOCOL_VERSION,
     SUBPROTOCOL,
@@ -91,8 +94,10 @@ def message(
         blocks = payload
         content = {"seed": payload.hex()}
     else:
-        blocks = payload
-        content = {"blocks": [{"shape": list(block.shape), "values": block.tolist()} for block in payload]}
+        bits = header.answer_bits if header.cut else EXACT
+        blocks = [cut(block, bits) for block in payload]
+        shown = [block >> EXACT - bits if header.cut else block for block in payload]
+        content = {"blocks": [{"shape": list(block.shape), "values": block.tolist()} for block in shown]}
     plain = joined(encode_message(header, blocks))
     whole = plain[len(frame_header(Opcode.BINARY, HEADER_BYTES + header.payload_bytes)) :]
     return {
@@ -184,12 +189,13 @@ def ring_messages(numerics: str) -> list[dict[str, Any]]:
         ("backward of the second", Operation.EFFECT, Direction.BACKWARD, 0b10, GRADIENTS[:, 3:].contiguous()),
         ("effect of a seed", Operation.SEED_EFFECT, Direction.FORWARD, 0b11, MaskStream(SEED).draw(2, 4)),
     ):
-        ask = Header(operation, direction, INT32, 0, 2, *rows.shape, members)
         answer = product(PLANES[numerics], [3, 2], direction, members, rows)
         payload = SEED if operation == Operation.SEED_EFFECT else [rows]
-        reply = ask._replace(operation=Operation.REPLY, columns=answer.shape[1])
-        made.append(message(f"{numerics}: {name}", ask, payload, numerics))
-        made.append(message(f"{numerics}: its answer", reply, [answer], numerics))
+        for bits in ANSWER_BITS:
+            ask = Header(operation, direction, INT32, 0, 2, *rows.shape, members, answer_bits=bits)
+            reply = ask._replace(operation=Operation.REPLY, columns=answer.shape[1])
+            made.append(message(f"{numerics}: {name}, {bits} bits", ask, payload, numerics))
+            made.append(message(f"{numerics}: its answer", reply, [answer], numerics))
     fetch = Fetch("scales", "0", 1, 4)
     reply = Header(Operation.REPLY, dtype=FLOAT32, request_id=3, rows=3, columns=1)
     made.append(message(f"{numerics}: fetch scales", Header(Operation.FETCH, request_id=3), fetch, numerics))
@@ -279,7 +285,7 @@ def refused_requests() -> list[dict[str, Any]]:
         "31 bytes in two frames": several(pack[:9], pack[9:31]),
         "one byte over the limit": frame_header(Opcode.BINARY, 32 + 65_537, MASK),
         "version 0": framed(changed(pack, 0, 0) + row, MASK),
-        "version 2": framed(changed(pack, 0, 2) + row, MASK),
+        "version 3": framed(changed(pack, 0, 3) + row, MASK),
         "operation 0": framed(changed(pack, 1, 0) + row, MASK),
         "operation 9": framed(changed(pack, 1, 9) + row, MASK),
         "a seed for floats": framed(changed(pack, 1, 8) + row, MASK),
@@ -287,7 +293,8 @@ def refused_requests() -> list[dict[str, Any]]:
         "direction 3": framed(changed(pack, 2, 3) + row, MASK),
         "dtype 8": framed(changed(pack, 3, 8) + row, MASK),
         "request class": framed(changed(pack, 20, 4) + row, MASK),
-        "reserved": framed(changed(pack, 23, 1) + row, MASK),
+        "answer bits of floats": framed(changed(pack, 22, 32) + row, MASK),
+        "8 answer bits": framed(changed(pack, 22, 8) + row, MASK),
         "direction 0": framed(changed(pack, 2, 0) + row, MASK),
         "dtype that is not offered": framed(changed(pack, 3, 6) + row, MASK),
         "group 3 of 3": framed(changed(pack, 4, 3) + row, MASK),
@@ -330,7 +337,7 @@ def refused_requests() -> list[dict[str, Any]]:
     return made
 
 
-SEED_EFFECT = Header(Operation.SEED_EFFECT, Direction.FORWARD, INT32, 0, 9, 2, 4, 0b11)
+SEED_EFFECT = Header(Operation.SEED_EFFECT, Direction.FORWARD, INT32, 0, 9, 2, 4, 0b11, answer_bits=EXACT)
 
 
 def refused_by_a_ring() -> dict[str, bytes]:
@@ -345,6 +352,12 @@ def refused_by_a_ring() -> dict[str, bytes]:
         "integers: not refused": framed(rows.pack() + bytes(32), MASK),
         "a seed: not refused": seeded(),
         "a seed for the most rows: not refused": seeded(rows=10),
+        "a seed for half an effect: not refused": seeded(answer_bits=16),
+        "a seed for three quarters of an effect: not refused": seeded(answer_bits=24),
+        "integers without answer bits": framed(rows._replace(answer_bits=0).pack() + bytes(32), MASK),
+        "a seed without answer bits": seeded(answer_bits=0),
+        "a seed for one bit": seeded(answer_bits=1),
+        "a seed for 33 bits": seeded(answer_bits=33),
         "floats on a ring": framed(rows._replace(dtype=FLOAT32).pack() + bytes(32), MASK),
         "a seed for floats on a ring": seeded(dtype=FLOAT32),
         "a seed for bytes": seeded(dtype=0),
@@ -410,6 +423,8 @@ def refused_answers() -> list[dict[str, Any]]:
         "the answer of a fine ring: not refused": framed(fine.pack() + bytes(80), b""),
         "the product with one plane": framed(fine._replace(columns=5).pack() + body, b""),
         "floats of a ring": framed(fine._replace(dtype=FLOAT32).pack() + bytes(80), b""),
+        "half of an answer that was asked for whole": framed(fine._replace(answer_bits=16).pack() + body, b""),
+        "an answer without bits": framed(fine._replace(answer_bits=0).pack() + bytes(80), b""),
         "a seed from an executor": framed(fine._replace(operation=8).pack() + SEED, b""),
     }
     ring = fine._replace(columns=5)

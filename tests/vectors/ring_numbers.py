@@ -114,6 +114,7 @@ def products() -> list[dict[str, Any]]:
                 columns = found.planes.shape[2] if direction == Direction.FORWARD else width
                 rows = MaskStream(bytes([members, direction]) * 16).draw(3, columns)
                 rows[0], rows[1] = 2**31 - 1, -(2**31)
+                answer = product(found, outputs, direction, members, rows)
                 made.append(
                     {
                         "name": f"{direction.name.lower()}, members {members:b}, weight {index}",
@@ -122,7 +123,8 @@ def products() -> list[dict[str, Any]]:
                         "direction": int(direction),
                         "members": members,
                         "rows": rows.tolist(),
-                        "answer": product(found, outputs, direction, members, rows).tolist(),
+                        "answer": answer.tolist(),
+                        "upper": {str(bits): (answer >> 32 - bits).tolist() for bits in (16, 24)},
                     }
                 )
     return made

@@ -1,0 +1,41 @@
+"""How many bits of each number of an answer to ask for. No I/O, no clock."""
+
+from __future__ import annotations
+
+from shared.wire.header import EXACT, RINGS, RequestClass
+
+ANSWERS = ("exact", "half", "auto")
+FAST_LINK = 5e8  # bytes a second, above which checking rounded answers takes longer than their bytes save
+_BULK = frozenset({RequestClass.PREFILL, RequestClass.FINETUNING})
+
+
+class AnswerBits:
+    """Chooses for each request.
+
+    Args:
+        answers: ``exact``, ``half`` or ``auto``, as ``tenant_sdk.connect`` describes them.
+        numerics: of the executor. Half answers have 16 bits with ``ring``, and with ``ring-fine`` 24, so that
+            they stay more exact than those of ``ring``.
+    """
+
+    def __init__(self, answers: str, numerics: str) -> None:
+        self._answers = answers
+        self._half = 16 if RINGS.get(numerics, 1) == 1 else 24
+        self._fastest = 0.0  # bytes a second
+
+    def choose(self, request_class: RequestClass) -> int:
+        """For a request of this class."""
+        if self._answers == "exact":
+            return EXACT
+        slow = 0 < self._fastest < FAST_LINK
+        return self._half if self._answers == "half" or (slow and request_class in _BULK) else EXACT
+
+    def note(self, request_class: RequestClass, answer_bytes: int, seconds: float, *, travels: bool) -> None:
+        """An answer has come. Its rate is at most the link's, which is therefore as fast as the fastest.
+
+        Args:
+            seconds: from request to answer.
+            travels: over a network.
+        """
+        if travels and request_class in _BULK and seconds > 0:
+            self._fastest = max(self._fastest, answer_bytes / seconds)

@@ -1,0 +1,121 @@
+"""Decides which answers are checked, and with what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shared.errors import VerificationError
+from shared.wire.header import member_indices
+from shared.wire.messages import GroupInfo
+from tenant_sdk.connection.channel import Entropy
+from tenant_sdk.products.forecast import ProductKey
+from tenant_sdk.products.rounded import RoundedFingerprint, make_rounded_fingerprint
+from tenant_sdk.products.verification import (
+    Fingerprint,
+    FingerprintRefuted,
+    Fingerprints,
+    IntegerProduct,
+)
+
+
+class Verifier:
+    """Decides what to check, and checks it.
+
+    Args:
+        fingerprints: of the executors' weights.
+        groups: for messages.
+        rate: of requests, more than 0 and at most 1; which ones is drawn secretly.
+        again_rate: of checked requests with rounded answers, those that are asked for again with all bits.
+        trusted: exact products of weights that the tenant has; None: the session's are used, and checked.
+        entropy: secret random bytes.
+        parties: who may have been wrong, for messages.
+    """
+
+    def __init__(
+        self,
+        fingerprints: Fingerprints,
+        groups: tuple[GroupInfo, ...],
+        *,
+        rate: float,
+        again_rate: float = 1.0,
+        trusted: IntegerProduct | None = None,
+        entropy: Entropy,
+        parties: str,
+    ) -> None:
+        self._fingerprints, self._groups = fingerprints, groups
+        self._rate, self._again_rate, self._trusted = rate, again_rate, trusted
+        self._rounded: dict[ProductKey, RoundedFingerprint] = {}
+        self._entropy, self._parties = entropy, parties
+
+    def fingerprint(self, key: ProductKey, product: IntegerProduct) -> Fingerprint | None:
+        """What to check the next request of a kind with, or None if it is not drawn.
+
+        The fingerprint is made either way: executors see when one is, and what comes next.
+
+        Raises:
+            VerificationError: the fingerprint that the executors made is wrong.
+        """
+        made = self._made(key, product)
+        return made if self._drawn(self._rate) else None
+
+    def rounded_fingerprint(
+        self, key: ProductKey, product: IntegerProduct, **shape: Any
+    ) -> RoundedFingerprint | None:
+        """The same for answers of which only the upper bits travel.
+
+        Args:
+            key: with the bits of its answers.
+            product: the session's own exact products.
+            shape: see ``make_rounded_fingerprint``.
+
+        Raises:
+            VerificationError: a product that it is made of is wrong.
+        """
+        made = self._rounded.get(key)
+        if made is None:
+
+            def checked(key: ProductKey, rows: torch.Tensor) -> torch.Tensor:
+                return self._checked(key, rows, product)
+
+            made = make_rounded_fingerprint(key, self._trusted or checked, entropy=self._entropy, **shape)
+            made = self._rounded.setdefault(key, made)
+        return made if self._drawn(self._rate) else None
+
+    def sample_of_rounded(self, key: ProductKey, product: IntegerProduct) -> Fingerprint | None:
+        """What to check a rounded answer with that is asked for again, with all bits; None: it is not drawn.
+
+        Raises:
+            VerificationError: see ``fingerprint``.
+        """
+        made = self._made(key.exact, product)
+        return made if self._drawn(self._again_rate) else None
+
+    def _checked(self, key: ProductKey, rows: torch.Tensor, product: IntegerProduct) -> torch.Tensor:
+        fingerprint, answers = self._made(key, product), product(key, rows)
+        expected = (rows.long() * fingerprint.factor).sum(1)
+        if not torch.equal((answers.long() * fingerprint.challenge).sum(1), expected):
+            raise self.error(key)
+        return answers
+
+    def _made(self, key: ProductKey, product: IntegerProduct) -> Fingerprint:
+        try:
+            return self._fingerprints.get(key, product)
+        except FingerprintRefuted:
+            raise self.error(key) from None
+
+    def _drawn(self, rate: float) -> bool:
+        """Secretly, with this probability."""
+        return rate >= 1 or int.from_bytes(self._entropy(4)) < max(1, round(rate * 2**32))
+
+    def error(self, key: ProductKey) -> VerificationError:
+        """A wrong answer to a request of this kind, in words."""
+        members = self._groups[key.group].members
+        names = ", ".join(members[i].name for i in member_indices(key.members))
+        return VerificationError(
+            f"a wrong answer: the {key.direction.name.lower()} product of group {key.group} ({names}) is "
+            f"not what the weights give. {self._parties} computed it. Nothing of it was used, and this "
+            "session asks for nothing more. Go on from your last checkpoint in a new session, with other "
+            "executors if you can, and tell the operators"
+        )
