@@ -1,10 +1,10 @@
 """Checking rounded answers, of which only the upper bits travelled: no equation holds exactly for them.
 
-J secret vectors z_j of signs, with f_j = W z_j, give J sums of every row, ``u . z_j - x . f_j / 2^k``, where u is
-the revealed product in units of 2^k. If the answer is right, each is a sum of the row's rounding errors with
-random signs, and the sum of the J squares exceeds a limit with a probability below 2^-40. If the row's errors are
-longer than some times what honest rounding makes them, the sum exceeds the limit but for a probability of 2^-32:
-``docs/explanation/numerics.md`` has the proof and the factor.
+J secret vectors z_j of signs, with f_j = W z_j, give J sums of every row, ``u . z_j - x . f_j / 2^k``, where u
+is the revealed product in units of 2^k. If the answer is right, each is a sum of the row's rounding errors with
+random signs, and the sum of the J squares exceeds a limit with a probability below 2^-40. If the row's errors
+are longer than some times what honest rounding makes them, the sum exceeds the limit but for a probability of
+2^-32: ``docs/explanation/numerics.md`` has the proof and the factor.
 """
 
 from __future__ import annotations

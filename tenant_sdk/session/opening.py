@@ -181,8 +181,8 @@ def _verifier(
     local = _local_products(sources)
     if local is None and config.answers != "exact" and config.privacy != "one-time":
         raise ConfigurationError(
-            "checks of {answers} need products of secret numbers, which {privacy} would show to the provider: "
-            "use one-time masks, the mask source {}, {}, or {}",
+            "checks of {answers} need products of secret numbers, which {privacy} would show to the "
+            "provider: use one-time masks, the mask source {}, {}, or {}",
             Argument("mask_sources", ["local:FOLDER"]),
             Argument("answers", "exact"),
             Argument("verify", "off"),

@@ -237,8 +237,9 @@ class SessionConfig:
         float,
         Option(
             VERIFICATION,
-            "Fraction of requests that are checked if {verify} is sampled. If {answers} is half, it is also the "
-            "fraction of checked requests that are repeated with exact answers. Executors cannot predict which.",
+            "Fraction of requests that are checked if {verify} is sampled. If {answers} is half, it is also "
+            "the fraction of checked requests that are repeated with exact answers. Executors cannot predict "
+            "which.",
             least=0,
             above=True,
             most=1,
@@ -269,9 +270,9 @@ class SessionConfig:
         Option(
             CONNECTION,
             "How much of each answer travels with ring numerics. exact: all bits. half: the upper 16 of 32 "
-            "bits (24 with ring-fine), which halves the bytes of answers and effects. The masks round the rest, "
-            "at random and without bias, so two runs differ, and checks bound errors instead of excluding them "
-            "(docs/explanation/numerics.md). auto: half for training and prompts if the connection is slower "
+            "bits (24 with ring-fine), which halves the bytes of answers and effects. The masks round the "
+            "rest, at random and without bias, so two runs differ, and checks bound errors instead of "
+            "excluding them (docs/explanation/numerics.md). auto: half for training and prompts if the connection is slower "
             "than 4 Gbit/s, and exact for decoding.",
             choices=ANSWERS,
             unit="WHICH",

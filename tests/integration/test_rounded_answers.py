@@ -29,7 +29,7 @@ BITS = 16 if RINGS[RING] == 1 else 24
 def test_results_are_near_those_of_exact_answers(
     way: str, trio: Callable[[str], Trio], checkpoint: Callable[[str], Path]
 ) -> None:
-    """A layer's rounding is below 2e-3 of its result for layers this narrow; some layers lie behind each other."""
+    """A layer's rounding is below 2e-3 of its result for layers this narrow, and layers follow each other."""
     folder, results = checkpoint("llama"), {}
     options: dict[str, Any] = {} if way in ("one source", "two sources", "local") else {"verify": "off"}
     for answers in ("exact", "half"):
@@ -193,4 +193,3 @@ def test_honest_rows_pass(trio: Callable[[str], Trio]) -> None:
         for seed in range(20):
             gradients(model, token_ids(seed=seed))
         assert session.stats.verified_rows > 5_000
-

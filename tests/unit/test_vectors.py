@@ -173,7 +173,8 @@ def test_every_code_of_the_protocol_has_a_vector() -> None:
     vectors = json.loads(FILE.read_text())
     codes = {vector["code"] for kind in KINDS[1:] for vector in vectors[kind]} - {None}
     assert codes == {
-        "answer_bits", "control_message", "direction", "dtype", "frame", "group", "header", "members", "operation",
+        "answer_bits", "control_message", "direction", "dtype", "frame", "group", "header", "members",
+        "operation",
         "payload_length", "protocol_version", "request_class", "text", "too_large", "unexpected", "width",
         "zero_rows",
     }  # fmt: skip

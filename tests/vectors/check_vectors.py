@@ -126,7 +126,8 @@ def header_of(message: bytes) -> dict[str, int]:
         "direction": header["direction"] <= 2,
         "dtype": header["dtype"] in DTYPES,
         "request_class": header["request_class"] <= (3 if values[1] in PRODUCTS else 0),
-        "answer_bits": header["answer_bits"] in ((0, 16, 24, 32) if values[1] in (*PRODUCTS, REPLY) else (0,)),
+        "answer_bits": header["answer_bits"]
+        in ((0, 16, 24, 32) if values[1] in (*PRODUCTS, REPLY) else (0,)),
     }
     for code, right in checks.items():
         if not right:

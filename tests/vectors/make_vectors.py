@@ -423,7 +423,9 @@ def refused_answers() -> list[dict[str, Any]]:
         "the answer of a fine ring: not refused": framed(fine.pack() + bytes(80), b""),
         "the product with one plane": framed(fine._replace(columns=5).pack() + body, b""),
         "floats of a ring": framed(fine._replace(dtype=FLOAT32).pack() + bytes(80), b""),
-        "half of an answer that was asked for whole": framed(fine._replace(answer_bits=16).pack() + body, b""),
+        "half of an answer that was asked for whole": framed(
+            fine._replace(answer_bits=16).pack() + body, b""
+        ),
         "an answer without bits": framed(fine._replace(answer_bits=0).pack() + bytes(80), b""),
         "a seed from an executor": framed(fine._replace(operation=8).pack() + SEED, b""),
     }
