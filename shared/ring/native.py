@@ -58,6 +58,9 @@ def _load() -> ctypes.CDLL | None:
     library.ring_cut.restype = None
     library.ring_less_halves.argtypes = [c_void_p, pointers, c_int64, c_int64, c_float, c_void_p, c_int]
     library.ring_less_halves.restype = None
+    library.ring_write.argtypes = [c_void_p, c_int, c_int64, c_int64, c_void_p, c_void_p, pointers]
+    library.ring_write.argtypes += [POINTER(c_int64), c_int64, c_int]
+    library.ring_write.restype = None
     return library
 
 
@@ -189,3 +192,16 @@ def less_halves(answers: torch.Tensor, effects: list[torch.Tensor], offset: floa
         _threads(answers.numel()),
     )  # fmt: skip
     return out
+
+
+def write_products(
+    products: torch.Tensor, exponents: torch.Tensor, scales: torch.Tensor | None, blocks: list[torch.Tensor]
+) -> None:
+    """See ``shared.ring.rows.write_products``, whose arguments these are."""
+    if LIBRARY is None:
+        raise RuntimeError("there is no native code")
+    width = sum(block.shape[1] for block in blocks)
+    LIBRARY.ring_write(
+        _address(products), products.shape[1] // width, width, len(products), _address(exponents),
+        _address(scales), _pointers(blocks), _widths(blocks), len(blocks), _threads(products.numel()),
+    )  # fmt: skip

@@ -100,6 +100,37 @@ int ring_hide(const float *const *blocks, const int64_t *widths, int64_t parts, 
     return failed;
 }
 
+/* step s u, or step s (u1 + u2 / 256), of one row of products with the planes side by side, written to row t of blocks. */
+#define WRITE(NAME, NUMBER)                                                                                            \
+    static inline __attribute__((always_inline)) void NAME(                                                            \
+        const NUMBER *u, int planes, int64_t width, int64_t t, int32_t exponent, const float *scales,                  \
+        float *const *blocks, const int64_t *widths, int64_t parts)                                                    \
+    {                                                                                                                  \
+        int64_t at = 0;                                                                                                \
+        int power = 0;                                                                                                 \
+        double step = step_of(exponent, &power), far_scale = ldexp(step, power);                                       \
+        int near = power > -64 && power < 64;                                                                          \
+        float scale = near ? (float)far_scale : 0.0f;                                                                  \
+        for (int64_t b = 0; b < parts; at += widths[b++]) {                                                            \
+            float *out = blocks[b] + t * widths[b];                                                                    \
+            const NUMBER *a = u + at, *c = planes > 1 ? a + width : NULL;                                              \
+            const float *s = scales ? scales + at : NULL;                                                              \
+            if (near && c)                                                                                             \
+                for (int64_t i = 0; i < widths[b]; i++)                                                                \
+                    out[i] = ((float)c[i] * 0.00390625f + (float)a[i]) * (s ? s[i] : 1.0f) * scale;                    \
+            else if (near)                                                                                             \
+                for (int64_t i = 0; i < widths[b]; i++)                                                                \
+                    out[i] = (float)a[i] * (s ? s[i] : 1.0f) * scale;                                                  \
+            else                                                                                                       \
+                for (int64_t i = 0; i < widths[b]; i++)                                                                \
+                    out[i] = (float)((c ? (double)c[i] * 0.00390625 + (double)a[i] : (double)a[i]) *                   \
+                                     (s ? s[i] : 1.0f) * far_scale);                                                   \
+        }                                                                                                              \
+    }
+
+WRITE(write_integers, int32_t)
+WRITE(write_floats, float)
+
 /* Answers to float rows: effects off, checked, and step s u, or step s (u1 + u2 / 256), written.
  *
  * A row of answers holds the products with the one plane, or with the first and then with the second, each so
@@ -125,26 +156,7 @@ CLONES static int64_t reveal_rows(int32_t *answers, const int32_t *const *effect
                 sum = (int64_t)((uint64_t)sum + (uint64_t)((int64_t)u[i] * (int64_t)challenge[i]));
             wrong += (uint64_t)sum != expected[t];
         }
-        int64_t at = 0;
-        int power = 0;
-        double step = step_of(exponents[t], &power), far_scale = ldexp(step, power);
-        int near = power > -64 && power < 64;
-        float scale = near ? (float)far_scale : 0.0f;
-        for (int64_t b = 0; b < parts; at += widths[b++]) {
-            float *out = blocks[b] + t * widths[b];
-            const int32_t *a = u + at, *c = planes > 1 ? a + width : NULL;
-            const float *s = scales ? scales + at : NULL;
-            if (near && c)
-                for (int64_t i = 0; i < widths[b]; i++)
-                    out[i] = ((float)c[i] * 0.00390625f + (float)a[i]) * (s ? s[i] : 1.0f) * scale;
-            else if (near)
-                for (int64_t i = 0; i < widths[b]; i++)
-                    out[i] = (float)a[i] * (s ? s[i] : 1.0f) * scale;
-            else
-                for (int64_t i = 0; i < widths[b]; i++)
-                    out[i] = (float)((c ? (double)c[i] * 0.00390625 + (double)a[i] : (double)a[i]) *
-                                     (s ? s[i] : 1.0f) * far_scale);
-        }
+        write_integers(u, planes, width, t, exponents[t], scales, blocks, widths, parts);
     }
     return wrong;
 }
@@ -216,4 +228,23 @@ void ring_less_halves(const int16_t *answers, const int16_t *const *effects, int
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int64_t first = 0; first < count; first += step)
         less_halves(answers, effects, sources, first, first + step < count ? first + step : count, offset, out);
+}
+
+/* The same for products that are floats already. */
+CLONES static void write_rows(const float *products, int planes, int64_t width, int64_t first, int64_t last,
+                              const int32_t *exponents, const float *scales, float *const *blocks,
+                              const int64_t *widths, int64_t parts)
+{
+    for (int64_t t = first; t < last; t++)
+        write_floats(products + t * planes * width, planes, width, t, exponents[t], scales, blocks, widths, parts);
+}
+
+void ring_write(const float *products, int planes, int64_t width, int64_t rows, const int32_t *exponents,
+                const float *scales, float *const *blocks, const int64_t *widths, int64_t parts, int threads)
+{
+    int64_t step = (rows + threads - 1) / threads;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t first = 0; first < rows; first += step)
+        write_rows(products, planes, width, first, first + step < rows ? first + step : rows, exponents, scales,
+                   blocks, widths, parts);
 }

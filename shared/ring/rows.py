@@ -146,25 +146,41 @@ def reveal(
             integers.sub_(effect[part])
         if challenge is not None and expected is not None:
             wrong += int(((integers.long() * challenge).sum(1) != expected[part]).sum())
-        write_products(integers, width, exponents[part], scales, [block[part] for block in blocks])
+        _write(integers, exponents[part], scales, [block[part] for block in blocks])
     return wrong
 
 
 def write_products(
-    products: torch.Tensor,
-    width: int,
-    exponents: torch.Tensor,
-    scales: torch.Tensor | None,
-    blocks: list[torch.Tensor],
+    products: torch.Tensor, exponents: torch.Tensor, scales: torch.Tensor | None, blocks: list[torch.Tensor]
 ) -> None:
     """Write ``step s u``, or ``step s (u1 + u2 / 256)``.
 
     Args:
-        products: int32 or float32 [T, P N], with the planes side by side.
-        width: N.
+        products: contiguous float32 [T, P N], with the planes side by side.
         exponents, scales, blocks: see ``reveal``.
+
+    Raises:
+        ValueError: tensors of other dtypes or shapes.
     """
-    at = 0
+    rows, columns = products.shape
+    width = sum(block.shape[1] for block in blocks)
+    if columns not in (width, 2 * width):
+        raise ValueError("the blocks are not as wide as a plane of the products")
+    _check(products, torch.float32, (rows, columns))
+    _check(exponents, torch.int32, (rows,))
+    _check(scales, torch.float32, (width,))
+    for block in blocks:
+        _check(block, torch.float32, (rows, block.shape[1]))
+    if ring_native.LIBRARY is not None:
+        ring_native.write_products(products, exponents, scales, blocks)
+    else:
+        _write(products, exponents, scales, blocks)
+
+
+def _write(
+    products: torch.Tensor, exponents: torch.Tensor, scales: torch.Tensor | None, blocks: list[torch.Tensor]
+) -> None:
+    width, at = sum(block.shape[1] for block in blocks), 0
     for block in blocks:
         to = at + block.shape[1]
         planes = [plane[:, at:to] for plane in products.split(width, 1)]

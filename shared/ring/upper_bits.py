@@ -80,7 +80,7 @@ def cut_share(sources: int) -> float:
     """Variance that bounds what ``less`` adds to a product, of a number, in squared units.
 
     With one effect, a number p of [0, 1) becomes 0 or 1. The variance is at most 1/4, and by Hoeffding's
-    lemma the error is sub-Gaussian with 1/4, whatever p is. Each further effect adds what is uniform on a unit,
-    whose variance is 1/12.
+    lemma the error is sub-Gaussian with 1/4, whatever p is. Each further effect adds what is uniform on a
+    unit, whose variance is 1/12.
     """
     return 1 / 4 + max(0, sources - 1) / 12

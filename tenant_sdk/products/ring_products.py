@@ -286,14 +286,14 @@ class RingProducts:
         """See ``shared.ring.rows.reveal``; how many rows are wrong."""
         exponents = piece.exponents[part] + 8 * (EXACT - key.answer_bits)
         sums = None if piece.sums is None else piece.sums[part]
-        width, wrong = sum(block.shape[1] for block in blocks), 0
+        wrong = 0
         step = max(1, CHUNK_ELEMENTS // answer.shape[1])
         for first in range(0, len(answer), step):
             at = slice(first, first + step)
             products = less(answer[at], [effect[at] for effect in effects], key.answer_bits)
             if fingerprint is not None and sums is not None:
                 wrong += wrong_rows(fingerprint, products, sums[at])
-            write_products(products, width, exponents[at], scales, [block[at] for block in blocks])
+            write_products(products, exponents[at], scales, [block[at] for block in blocks])
         return wrong
 
     def _compare(
@@ -331,11 +331,13 @@ class RingProducts:
             if key.answer_bits == EXACT:
                 return _Check(self._verifier.fingerprint(key, self.integer_product), None)
             shape, plan = self._remote.shapes[key.group], self._plan(key)
+            forward, backward = self._remote.manifest.groups[key.group].bounds or (0, 0)
             rounded = self._verifier.rounded_fingerprint(
                 key,
                 self.integer_product,
                 planes=shape.planes,
                 width=plan.answer_columns // shape.planes,
+                bound=backward if key.direction == Direction.FORWARD else forward,
                 sources=self._masks.sources,
             )
             exact = self._verifier.sample_of_rounded(key, self.integer_product) if rounded else None

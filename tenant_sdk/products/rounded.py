@@ -1,10 +1,10 @@
 """Checking rounded answers, of which only the upper bits travelled: no equation holds exactly for them.
 
-J secret vectors z_j of signs, with f_j = W z_j, give J sums of every row, ``u . z_j - x . f_j / 2^k``, where u
-is the revealed product in units of 2^k. If the answer is right, each is a sum of the row's rounding errors with
-random signs, and the sum of the J squares exceeds a limit with a probability below 2^-40. If the row's errors
-are longer than some times what honest rounding makes them, the sum exceeds the limit but for a probability of
-2^-32: ``docs/explanation/numerics.md`` has the proof and the factor.
+J secret vectors z_j of normal numbers, with f_j = W z_j, give J sums of every row:
+``u . z_j - x . f_j / 2^k``, where u is the revealed product in units of 2^k. Each is ``e . z_j``, where e are the row's errors. This is a
+normal number with the standard deviation |e|, whatever the errors look like, so the sum of the J squares measures
+|e|. Honest rounding exceeds a limit with a probability below 2^-40. Errors of FACTOR times the bound of honest
+ones stay below the limit with a probability below 2^-32: ``docs/explanation/numerics.md``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from shared.ring.mask_stream import MaskStream
@@ -22,15 +21,19 @@ from tenant_sdk.connection.channel import Entropy
 from tenant_sdk.products.forecast import ProductKey
 from tenant_sdk.products.verification import IntegerProduct, transposed
 
-CHALLENGES = 64  # J
+CHALLENGES = 32  # J
+FACTOR = 7.0
+_DEVIATION = (
+    256  # of the challenges, which are integers; so coarse that a product with a weight does not overflow
+)
 _REFUSES = 41 * math.log(2)  # honest rows: half of 2^-40, the other half is left for float32's rounding
 
 
 class RoundedFingerprint(NamedTuple):
-    """Secret signs and their products with a weight, of one kind of product.
+    """Secret normal numbers and their products with a weight, of one kind of product.
 
     Attributes:
-        challenges: [P N, J] of -1 and 1, the planes one behind the other.
+        challenges: [P N, J], the planes one behind the other.
         factors: [C, J], W z_j in units of ``2^(32 - answer_bits)``.
         limit: of the sum of a row's J squares.
     """
@@ -40,11 +43,12 @@ class RoundedFingerprint(NamedTuple):
     limit: float
 
 
-def draw_signs(entropy: Entropy, rows: int, columns: int) -> torch.Tensor:
-    """Secret random signs: int32 [rows, columns]."""
-    words = MaskStream(entropy(SEED_BYTES)).draw(rows, -(-columns // 32))
-    bits = np.unpackbits(words.numpy().view(np.uint8), axis=1, count=columns)
-    return torch.from_numpy(bits).to(torch.int32) * 2 - 1
+def draw_normal(entropy: Entropy, rows: int, columns: int, deviation: float) -> torch.Tensor:
+    """Secret normal numbers, rounded: int32 [rows, columns] (Box and Muller, 1958)."""
+    words = MaskStream(entropy(SEED_BYTES)).draw(2 * rows, columns).double()
+    radius, angle = ((words + 2**31 + 0.5) / 2**32).split(rows)  # uniform in (0, 1)
+    normal = (-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()
+    return (deviation * normal).round().to(torch.int32)
 
 
 def limit_of(challenges: torch.Tensor, sources: int) -> float:
@@ -64,7 +68,14 @@ def limit_of(challenges: torch.Tensor, sources: int) -> float:
 
 
 def make_rounded_fingerprint(
-    key: ProductKey, product: IntegerProduct, *, planes: int, width: int, sources: int, entropy: Entropy
+    key: ProductKey,
+    product: IntegerProduct,
+    *,
+    planes: int,
+    width: int,
+    bound: int,
+    sources: int,
+    entropy: Entropy,
 ) -> RoundedFingerprint:
     """The fingerprint of one kind.
 
@@ -73,15 +84,18 @@ def make_rounded_fingerprint(
         product: exact integer products, checked, and hidden from those who could use the challenges.
         planes: P.
         width: N, columns of the answer in one plane.
+        bound: largest squared norm of a column that a challenge is multiplied with.
         sources: how many effects are subtracted from an answer.
         entropy: secret random bytes.
     """
-    signs = draw_signs(entropy, CHALLENGES * planes, width)  # of each plane
-    answers = product(transposed(key), signs).view(CHALLENGES, planes, planes, -1)
-    factors = answers.diagonal(dim1=1, dim2=2).sum(2)  # each plane's signs times that plane
+    # Eight standard deviations of such a product are below 2^31.
+    deviation = min(_DEVIATION, max(1.0, 2**28 / math.sqrt(max(bound, 1))))
+    drawn = draw_normal(entropy, CHALLENGES * planes, width, deviation)
+    answers = product(transposed(key), drawn).view(CHALLENGES, planes, planes, -1)
+    factors = answers.diagonal(dim1=1, dim2=2).sum(2)  # each plane's challenges times that plane
     # With few bits cut off, float32's own rounding would count.
     dtype = torch.float32 if key.answer_bits == 16 else torch.float64
-    challenges = signs.view(CHALLENGES, planes * width).T.to(dtype).contiguous()
+    challenges = drawn.view(CHALLENGES, planes * width).T.to(dtype).contiguous()
     unit = float(1 << EXACT - key.answer_bits)
     return RoundedFingerprint(
         challenges, (factors.T.double() / unit).to(dtype).contiguous(), limit_of(challenges, sources)

@@ -272,8 +272,8 @@ class SessionConfig:
             "How much of each answer travels with ring numerics. exact: all bits. half: the upper 16 of 32 "
             "bits (24 with ring-fine), which halves the bytes of answers and effects. The masks round the "
             "rest, at random and without bias, so two runs differ, and checks bound errors instead of "
-            "excluding them (docs/explanation/numerics.md). auto: half for training and prompts if the connection is slower "
-            "than 4 Gbit/s, and exact for decoding.",
+            "excluding them (docs/explanation/numerics.md). auto: half for training and prompts if the "
+            "connection is slower than 4 Gbit/s, and exact for decoding.",
             choices=ANSWERS,
             unit="WHICH",
         ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -13,8 +12,9 @@ from shared.ring.upper_bits import cut, less
 from tenant_sdk.products.forecast import ProductKey
 from tenant_sdk.products.rounded import (
     CHALLENGES,
+    FACTOR,
     RoundedFingerprint,
-    draw_signs,
+    draw_normal,
     expected_sums,
     limit_of,
     make_rounded_fingerprint,
@@ -43,6 +43,7 @@ def rounded(
         product,
         planes=1,
         width=OUTPUTS,
+        bound=int((weight**2).sum(0).max()),
         sources=sources,
         entropy=Entropy(seed),
     )
@@ -64,10 +65,9 @@ def test_honest_rows_pass_with_room(sources: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["one", "two equal", "two that cancel", "all equal", "all random"])
-def test_errors_of_ten_times_the_rounding_bound_are_found(how: str) -> None:
-    """In any shape; 9.5 is proven, see the next test."""
+def test_errors_of_the_factor_are_found_in_any_shape(how: str) -> None:
     fingerprint, products, expected = rounded()
-    size = 10 * 0.5 * math.sqrt(OUTPUTS)
+    size = FACTOR * 0.5 * math.sqrt(OUTPUTS)
     error = torch.zeros_like(products)
     if how == "one":
         error[:, 3] = size
@@ -82,52 +82,52 @@ def test_errors_of_ten_times_the_rounding_bound_are_found(how: str) -> None:
     assert wrong_rows(fingerprint, products + error, expected) == len(products)
 
 
-def test_the_bound_holds_for_every_small_error() -> None:
-    """Every error of six numbers up to 3, and every vector of signs: the transform that the proof bounds.
-
-    With X = (z . e)^2 / |e|^2, E exp(-b X) is at most 2/3 + exp(-3 b) / 3, because E X = 1 and E X^2 <= 3.
-    From b = 1 on, two equal numbers have the largest transform.
-    """
-    signs = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=6))).double()
-    errors = torch.tensor(
-        [e for e in itertools.combinations_with_replacement(range(4), 6) if any(e)]
-    ).double()
-    squares = (errors @ signs.T).square() / errors.square().sum(1, keepdim=True)
-    assert torch.allclose(squares.mean(1), torch.ones(len(errors)).double())
-    assert (squares.square().mean(1) <= 3).all()
-    for b in (0.5, 1.0, 1.2, 1.5, 2.0):
-        transform = torch.exp(-b * squares).mean(1)
-        assert (transform <= 2 / 3 + math.exp(-3 * b) / 3).all()
-        if b >= 1:
-            assert abs(transform.max() - (1 / 2 + math.exp(-2 * b) / 2)) < 1e-12
+def chi_squared_below(value: float, freedom: int) -> float:
+    """P(chi squared <= value), by its series."""
+    half, x = freedom / 2, value / 2
+    term = total = 1 / half
+    for n in range(1, 500):
+        term *= x / (half + n)
+        total += term
+    return math.exp(half * math.log(x) - x - math.lgamma(half)) * total
 
 
-@pytest.mark.parametrize(("factor", "transform"), [(9.5, "proven"), (4, "of two equal numbers")])
-def test_the_factors_of_the_documents(factor: float, transform: str) -> None:
-    """Chernoff: P(sum of J squares <= limit) <= exp(b limit / |e|^2) M(b)^J, for an error of |e|^2 =
-    factor^2 N / 4, is below 2^-32 for some b."""
+def test_the_factor_of_the_documents() -> None:
+    """The J sums are normal with the error's length, so that the sum of their squares is chi squared."""
     width = 1 << 14
-    limit = limit_of(draw_signs(Entropy(3), CHALLENGES, width).T, 1)
-    square = factor**2 * width / 4
-
-    def exponent(b: float) -> float:
-        of_two = 1 / 2 + math.exp(-2 * b) / 2
-        moment = 2 / 3 + math.exp(-3 * b) / 3 if transform == "proven" else of_two
-        return (b * limit / square + CHALLENGES * math.log(moment)) / math.log(2)
-
-    assert min(exponent(b / 100) for b in range(100, 400)) < -32
+    limit = limit_of(draw_normal(Entropy(3), width, CHALLENGES, 256), 1) / 256**2
+    assert chi_squared_below(limit / (FACTOR**2 * width / 4), CHALLENGES) < 2**-32
+    assert chi_squared_below(limit / ((FACTOR - 1) ** 2 * width / 4), CHALLENGES) > 2**-32  # nor is it idle
 
 
-def test_signs_are_signs_and_differ() -> None:
-    signs = draw_signs(Entropy(0), CHALLENGES, 500)
-    assert set(signs.unique().tolist()) == {-1, 1}
-    assert abs(signs.float().mean()) < 0.03
-    assert len({tuple(row) for row in signs.tolist()}) == CHALLENGES
-    assert not torch.equal(signs, draw_signs(Entropy(1), CHALLENGES, 500))
+@pytest.mark.parametrize("error", [(1,), (1, 1), (1, -1), (3, 2, 1), (1,) * 6])
+def test_rounded_normal_numbers_find_small_errors_as_normal_ones_do(error: tuple[int, ...]) -> None:
+    """That ``e . z`` is near zero, for its length, as rarely as if z were normal, is what the proof needs."""
+    drawn = draw_normal(Entropy(5), len(error), 200_000, 256).double() / 256
+    sums = (torch.tensor(error).double() @ drawn) / math.sqrt(sum(e * e for e in error))
+    for near in (0.05, 0.2, 0.5):
+        share = float((sums.abs() < near).double().mean())
+        assert abs(share - math.erf(near / math.sqrt(2))) < 0.01
 
 
-def test_the_limit_is_that_of_wide_rows_for_wide_rows() -> None:
-    """J (1 + 2 sqrt(t / J) + 2 t / J) / 4 for each number, with t = 41 ln 2."""
-    width = 1 << 14
-    limit = limit_of(draw_signs(Entropy(3), CHALLENGES, width).T, 1)
-    assert 1 < limit / (width * 206.2 / 4) < 1.06
+def test_challenges_are_normal_and_differ() -> None:
+    drawn = draw_normal(Entropy(0), CHALLENGES, 5_000, 256).double()
+    assert abs(drawn.mean()) < 3
+    assert abs(drawn.std() - 256) < 2
+    assert abs((drawn / 256).pow(4).mean() - 3) < 0.1
+    assert len({tuple(row) for row in drawn.tolist()}) == CHALLENGES
+    assert not torch.equal(drawn, draw_normal(Entropy(1), CHALLENGES, 5_000, 256).double())
+
+
+def test_challenges_of_heavy_columns_are_smaller() -> None:
+    """So that their products stay within the ring: here by a column whose squares add up to 2^50."""
+    made = make_rounded_fingerprint(
+        ProductKey(0, 1, 1, 16),  # type: ignore[arg-type]
+        lambda _, rows: torch.zeros((len(rows), 4), dtype=torch.int32),
+        planes=1,
+        width=1_000,
+        bound=1 << 50,
+        sources=1,
+        entropy=Entropy(0),
+    )
+    assert abs(made.challenges.std() - 8) < 0.5
