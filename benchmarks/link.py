@@ -121,17 +121,27 @@ def main() -> None:
         try:
             assert bare.stdout is not None
             port = int(bare.stdout.readline())
-            for numerics, privacy in (("float32", "plain"), ("ring", "one-time")):
+            for numerics, privacy, answers in (
+                ("float32", "plain", "exact"),
+                ("ring", "one-time", "exact"),
+                ("ring", "one-time", "half"),
+            ):
                 options_ = ("--host", THERE, "--numerics", numerics)
                 with executor(
-                    work / "model", work / numerics, *options_, prefix=inside, host=THERE
+                    work / "model", work / numerics / answers, *options_, prefix=inside, host=THERE
                 ) as running:
                     base = BaseExecutor(work / "model", numerics=numerics)
                     sources = [f"local:{work / 'model'}"] if privacy == "one-time" else []
                     with tenant_sdk.connect(
-                        running.url, token=running.token, ca=running.ca, privacy=privacy, mask_sources=sources
+                        running.url,
+                        token=running.token,
+                        ca=running.ca,
+                        privacy=privacy,
+                        mask_sources=sources,
+                        answers=answers,
                     ) as session:
-                        _measure(table, found, session, base, port, options.piece_kib, options.rounds)
+                        label = numerics if answers == "exact" else f"{numerics}, half"
+                        _measure(table, found, label, session, base, port, options.piece_kib, options.rounds)
         finally:
             bare.terminate()
     Console(width=None if sys.stdout.isatty() else 150).print(table)
@@ -146,13 +156,14 @@ def _title(kib: int) -> str:
 def _measure(
     table: Table,
     found: dict[str, list[float]],
+    kind: str,
     session: tenant_sdk.Session,
     base: BaseExecutor,
     port: int,
     piece_kib: list[int],
     rounds: int,
 ) -> None:
-    numerics = session.manifest.numerics
+    ring, half = kind.startswith("ring"), kind.endswith("half")
     for name, group, direction in (
         ("q, k, v forward", 0, Direction.FORWARD),
         ("down forward", 3, Direction.FORWARD),
@@ -161,11 +172,11 @@ def _measure(
         info = session.manifest.groups[group]
         members = (1 << len(info.members)) - 1
         plan = session.executor.shapes[group].plan(direction, members)
-        up, down = (ROWS * columns * 4 for columns in (plan.request_columns, plan.answer_columns))
+        up, down = ROWS * plan.request_columns * 4, ROWS * plan.answer_columns * (2 if half else 4)
         widths = [info.inputs] if direction == Direction.FORWARD else [m.outputs for m in info.members]
         rows = [torch.randn(ROWS, width) for width in widths]
         zeros = base.zeros(group, direction, members, ROWS)
-        label = f"{numerics}, {name}"
+        label = f"{kind}, {name}"
         for turn in range(rounds + 1):
             times = {
                 "up": seconds(transfer, port, up, 0),
@@ -174,7 +185,7 @@ def _measure(
             }
             for kib in piece_kib:
                 WebsocketChannel.piece_bytes = kib << 10
-                if turn and numerics == "ring":  # effects of rows to come are fetched ahead
+                if turn and ring:  # effects of rows to come are fetched ahead
                     session.products._masks.fill(256 << 20, 120)  # type: ignore[attr-defined]
                 times[_title(kib)] = seconds(asked, session, group, direction, members, rows)
             for key, value in times.items():

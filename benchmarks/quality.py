@@ -8,8 +8,8 @@ text of 64 prompts. A pretrained MiniLM: hidden states and the embeddings of sen
 is named: distributions of next tokens in four texts of 1,024 tokens, and a LoRA run on chats. Each against
 the same model in float32 in this process.
 Executors run in this process, and rows are not masked: masks change no bit of what the ring computes, which
-tests/unit/test_ring_rows.py and tests/integration/test_bit_identity.py hold. Prints tables, and writes
-quality.json and quality.png into --output.
+tests/unit/test_ring_rows.py and tests/integration/test_bit_identity.py hold. Half answers are rounded by them,
+so these have one-time masks. Prints tables, and writes quality.json and quality.png into --output.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ import tenant_sdk
 from provider import serve_in_process
 from provider.executor.weights import RingWeight
 from shared.ring.fixed_point import bounds, capacity, quantize_weight
-from shared.ring.rows import hide, reveal
-from shared.wire.header import RINGS, Direction
+from shared.ring.mask_stream import MaskStream
+from shared.ring.rows import hide, reveal, write_products
+from shared.ring.upper_bits import cut, less
+from shared.wire.header import EXACT, Direction
 from tenant_sdk.tuning.conversations import whole
 from tenant_sdk.tuning.data import Blocks, Reader, collate_packed, pack, read_tokens
 from tenant_sdk.tuning.finetuning import perplexity
@@ -43,7 +45,7 @@ from tenant_sdk.tuning.finetuning import perplexity
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-NUMERICS = ("float32", "bfloat16", "ring-fine", "ring")
+NUMERICS = ("float32", "bfloat16", "ring-fine", "ring", "ring, half")
 LENGTH, BATCH, STEPS, PROMPTS, PROMPT, TOKENS = 64, 8, 200, 64, 16, 64
 # Outputs and inputs; the last two are those of Llama 2 7B, gate and up together and down.
 SHAPES = ((768, 768), (3072, 768), (4096, 4096), (8192, 8192), (22016, 4096), (4096, 11008))
@@ -60,9 +62,13 @@ def served(folder: Path, numerics: str | None, local: Callable[[], Any]) -> Iter
     if numerics is None:
         yield local()
         return
+    kind, _, half = numerics.partition(", ")
+    options: dict[str, Any] = {"privacy": "plain"}
+    if half:
+        options = {"mask_sources": [f"local:{folder}"], "answers": half, "verify": "off"}
     with (
-        serve_in_process(folder, numerics=numerics) as executor,
-        tenant_sdk.connect(executor, privacy="plain") as session,
+        serve_in_process(folder, numerics=kind) as executor,
+        tenant_sdk.connect(executor, **options) as session,
     ):
         yield session.load_model(progress=False)
 
@@ -222,7 +228,7 @@ def layer(weight: torch.Tensor, direction: Direction, outlier: float) -> dict[st
     turned = weight.T if forward else weight
     true = rows.double() @ turned.double()
     errors = {"bfloat16": distance((rows.bfloat16() @ turned.bfloat16()).double(), true)}
-    for numerics, count in RINGS.items():
+    for numerics, count, bits in (("ring", 1, 32), ("ring, half", 1, 16), ("ring-fine", 2, 32)):
         planes, scales = quantize_weight(weight, count)
         limit = bounds(planes)
         max_norm = capacity(limit.forward if forward else limit.backward, rows.shape[1])
@@ -231,7 +237,13 @@ def layer(weight: torch.Tensor, direction: Direction, outlier: float) -> dict[st
         assert hidden is not None
         (answer,) = RingWeight(planes, [len(weight)]).apply(direction, 1, [request])
         out = torch.empty(true.shape)
-        reveal(answer, [], hidden[0], scales if forward else None, [out], None, None)
+        if bits == EXACT:
+            reveal(answer, [], hidden[0], scales if forward else None, [out], None, None)
+        else:
+            effect = MaskStream(bytes(32)).draw(*answer.shape)
+            products = less(cut(answer + effect, bits), [cut(effect, bits)], bits)
+            exponents = hidden[0] + 8 * (EXACT - bits)
+            write_products(products, exponents, scales if forward else None, [out])
         errors[numerics] = distance(out.double(), true)
     return errors
 
@@ -240,7 +252,7 @@ def show_layers() -> list[dict[str, Any]]:
     """Errors of layers of many shapes, with normal weights, and of some with outliers."""
     table = Table(title="One layer: relative error against float64", highlight=False)
     found = []
-    for column in ("layer", "", "bfloat16", *RINGS):
+    for column in ("layer", "", "bfloat16", "ring", "ring, half", "ring-fine"):
         table.add_column(column)
     for outputs, inputs, outlier, column in [*((*shape, 1, 1) for shape in SHAPES), *OUTLIERS]:
         weight = 0.02 * torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0))

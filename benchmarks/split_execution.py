@@ -52,8 +52,15 @@ MODES: dict[str, dict[str, Any]] = {
     "plain, ring": {"privacy": "plain"},
     "one-time": {"privacy": "one-time", "verify": "always"},
     "one-time, effects ahead": {"privacy": "one-time", "verify": "always", "mask_budget_mib": 0},
+    "one-time, half answers": {"privacy": "one-time", "verify": "always", "answers": "half"},
+    "one-time, half answers, effects ahead": {
+        "privacy": "one-time",
+        "verify": "always",
+        "answers": "half",
+        "mask_budget_mib": 0,
+    },
 }
-AHEAD = "one-time, effects ahead"
+AHEAD = {mode for mode in MODES if mode.endswith("effects ahead")}
 ITERATION_BUDGET, DECODE_BUDGET = 700 << 20, 200 << 20  # bytes of effects for one of each
 BATCH, SEQUENCE, PROMPT, NEW_TOKENS = 2, 512, 64, 32
 # A file or pipe has no width of its own, and eighty columns would break the table.
@@ -148,7 +155,7 @@ def measure_modes(folder: Path, running: Executors, rounds: int) -> dict[str, di
     for number in range(-1, rounds + 1):
         for mode, (model, session) in loaded.items():
             console.print(f"iteration {max(number, 0)}/{rounds}: {mode}", highlight=False)
-            if mode == AHEAD and number > -1:
+            if mode in AHEAD and number > -1:
                 fill(session, ITERATION_BUDGET)
             before = session.stats if session else None
             product, source = product_seconds(running.of(mode)), product_seconds(running.source)
@@ -176,7 +183,7 @@ def measure_modes(folder: Path, running: Executors, rounds: int) -> dict[str, di
         for mode, (model, session) in loaded.items():
             console.print(f"decoding {max(number, 0)}/{rounds}: {mode}", highlight=False)
             generate(model, prompt, 2)
-            if mode == AHEAD:
+            if mode in AHEAD:
                 fill(session, DECODE_BUDGET)
             seconds = generate(model, prompt, NEW_TOKENS)
             if number > 0:

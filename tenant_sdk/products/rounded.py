@@ -1,10 +1,11 @@
 """Checking rounded answers, of which only the upper bits travelled: no equation holds exactly for them.
 
-J secret vectors z_j of normal numbers, with f_j = W z_j, give J sums of every row:
-``u . z_j - x . f_j / 2^k``, where u is the revealed product in units of 2^k. Each is ``e . z_j``, where e are the row's errors. This is a
-normal number with the standard deviation |e|, whatever the errors look like, so the sum of the J squares measures
-|e|. Honest rounding exceeds a limit with a probability below 2^-40. Errors of FACTOR times the bound of honest
-ones stay below the limit with a probability below 2^-32: ``docs/explanation/numerics.md``.
+J secret vectors z_j of normal numbers, with f_j = W z_j, give J sums of every row, ``u . z_j - x . f_j /
+2^k``. There u is the revealed product in units of 2^k. Each sum is ``e . z_j``, where e are the row's
+errors. This is a normal number with the standard deviation |e|, whatever the errors look like. So the sum
+of the J squares measures |e|. Honest rounding exceeds a limit with a probability below 2^-40. Errors of
+FACTOR times the bound of honest ones stay below the limit with one below 2^-32:
+``docs/explanation/numerics.md``.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def draw_normal(entropy: Entropy, rows: int, columns: int, deviation: float) -> 
     words = MaskStream(entropy(SEED_BYTES)).draw(2 * rows, columns).double()
     radius, angle = ((words + 2**31 + 0.5) / 2**32).split(rows)  # uniform in (0, 1)
     normal = (-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()
-    return (deviation * normal).round().to(torch.int32)
+    return torch.round(deviation * normal).to(torch.int32)
 
 
 def limit_of(challenges: torch.Tensor, sources: int) -> float:
