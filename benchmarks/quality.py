@@ -8,8 +8,8 @@ text of 64 prompts. A pretrained MiniLM: hidden states and the embeddings of sen
 is named: distributions of next tokens in four texts of 1,024 tokens, and a LoRA run on chats. Each against
 the same model in float32 in this process.
 Executors run in this process, and rows are not masked: masks change no bit of what the ring computes, which
-tests/unit/test_ring_rows.py and tests/integration/test_bit_identity.py hold. Half answers are rounded by them,
-so these have one-time masks. Prints tables, and writes quality.json and quality.png into --output.
+tests/unit/test_ring_rows.py and tests/integration/test_bit_identity.py hold. They round half answers, which
+therefore have one-time masks. Prints tables, and writes quality.json and quality.png into --output.
 """
 
 from __future__ import annotations
