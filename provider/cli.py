@@ -264,6 +264,7 @@ def plan_capacity(options: PlanOptions) -> None:
             source,
             workers_table,
         )
+        from shared.wire.header import EXACT, half_bits
 
     layout = lay_out(
         read_groups(options.model),
@@ -279,10 +280,16 @@ def plan_capacity(options: PlanOptions) -> None:
         layout.shapes,
         itemsize=layout.itemsize,
         link=link,
-        tenants=Tenants(options.tenants, options.rows),
+        tenants=Tenants(
+            options.tenants,
+            options.rows,
+            answer_bits=half_bits(options.numerics) if options.answers == "half" else EXACT,
+            sources=options.mask_sources,
+        ),
         groups=layout.asked,
     )
-    asked = {"network": options.network, "tenants": options.tenants, "rows": options.rows}
+    names = ("network", "tenants", "rows", "answers", "mask_sources")
+    asked = {name: getattr(options, name) for name in names}
     told = {"model": str(options.model)} | asked | described(layout) | plan_described(found)
     tables = [workers_table(layout), plan_table(found, options.tenants, options.rows, source(layout))]
     said = [*reasons(layout), *layout.doubts, assumption()]

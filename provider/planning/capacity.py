@@ -11,8 +11,9 @@ from provider.executor.memory_check import BASE_BYTES
 from provider.planning.options import Link
 from provider.planning.simulation import Costs, Forecast, Load, Product, Simulation, Step
 from provider.workers.planner import Placement
-from shared.wire.header import Direction, RequestClass
+from shared.wire.header import EXACT, Direction, RequestClass
 from shared.wire.protocol import GroupShape
+from shared.wire.traffic import TokenBytes, token_bytes
 
 # Of one request beside its product, over TLS: benchmarks/capacity.py, docs/how-to/capacity.md.
 COSTS = Costs(119e-6, 1.13e-9, 144e-6, 0.43e-9)
@@ -27,6 +28,7 @@ def pass_steps(
     itemsize: int,
     directions: Sequence[Direction] = (Direction.FORWARD,),
     groups: Sequence[int] | None = None,
+    answer_bits: int = EXACT,
 ) -> list[Step]:
     """The requests of a pass: all groups, or some, in order, and backward in the other order."""
     steps, asked = [], list(range(len(shapes)) if groups is None else groups)
@@ -34,7 +36,8 @@ def pass_steps(
         for group in asked if direction == Direction.FORWARD else reversed(asked):
             members = (1 << len(shapes[group].outputs)) - 1
             plan = shapes[group].plan(direction, members)
-            up, down = (itemsize * each for each in (plan.request_columns, plan.answer_columns))
+            up = plan.request_columns * itemsize
+            down = plan.answer_columns * (answer_bits // 8 if shapes[group].planes else itemsize)
             steps.append(Step(group, direction, members, up, down))
     return steps
 
@@ -94,16 +97,16 @@ class Plan:
     Attributes:
         decode: of tenants who decode one row each.
         tune: of tenants who tune with ``rows`` rows a step.
-        token_bytes: on the network for one decoded token, up and down.
-        step_bytes: for one row of a step, forward and backward, up and down.
+        token_bytes: on the tenants' networks for one decoded token, up and down, with effects.
+        step_bytes: for one row of a step, forward and backward, up and down, with effects.
         memory: bytes of each worker's weights.
         process_bytes: that each process has beside them.
     """
 
     decode: Forecast
     tune: Forecast
-    token_bytes: tuple[float, float]
-    step_bytes: tuple[float, float]
+    token_bytes: TokenBytes
+    step_bytes: TokenBytes
     memory: list[float]
     process_bytes: int = field(default=BASE_BYTES)
 
@@ -116,11 +119,15 @@ class Tenants:
         count: of tenants.
         rows: of a tuning step: sequences times tokens.
         machines: processors that they share; 0: each has one.
+        answer_bits: that they ask for, on the ring.
+        sources: mask sources whose effects they download.
     """
 
     count: int
     rows: int
     machines: int = 0
+    answer_bits: int = EXACT
+    sources: int = 0
 
 
 def plan(
@@ -149,12 +156,14 @@ def plan(
         (RequestClass.DECODE, 1, (Direction.FORWARD,)),
         (RequestClass.FINETUNING, tenants.rows, (Direction.FORWARD, Direction.BACKWARD)),
     ):
-        steps = pass_steps(shapes, itemsize, directions, groups)
+        steps = pass_steps(shapes, itemsize, directions, groups, tenants.answer_bits)
         load = Load(tenants.count, count, what, steps, tenants.machines)
         passes = min(2.0, MOST_REQUESTS / len(steps) / tenants.count)
         simulation = Simulation(Opportunistic(lanes.model()), lanes, link, costs, load)
         forecasts.append(simulation.run(passes, passes / 2))
-        sizes.append((sum(step.up for step in steps), sum(step.down for step in steps)))
+        passed = shapes if groups is None else [shapes[group] for group in groups]
+        kind = {"itemsize": itemsize, "answer_bits": tenants.answer_bits, "sources": tenants.sources}
+        sizes.append(token_bytes(passed, directions, **kind))
     workers = range(len(lanes.placement.devices))
     memory = [lanes.placement.memory(worker) for worker in workers]
     return Plan(forecasts[0], forecasts[1], sizes[0], sizes[1], memory)

@@ -62,6 +62,25 @@ class PlanOptions:
     numerics: Annotated[
         str, Option(_GROUP, "ring, ring-fine, float32 or bfloat16, as for serve.", unit="NAME")
     ] = "ring"
+    answers: Annotated[
+        str,
+        Option(
+            _GROUP,
+            "Answers that tenants ask for, with ring numerics: exact or half.",
+            choices=("exact", "half"),
+            unit="WHICH",
+        ),
+    ] = "exact"
+    mask_sources: Annotated[
+        int,
+        Option(
+            _GROUP,
+            "Mask sources whose effects tenants download beside the answers, with ring numerics. They count "
+            "for the bytes of a token, not for the simulated network, which is the provider's.",
+            least=0,
+            unit="COUNT",
+        ),
+    ] = 1
     network: Annotated[
         str,
         Option(

@@ -13,6 +13,7 @@ from provider.planning.capacity import COSTS, Plan
 from provider.planning.layout import Layout
 from provider.planning.simulation import Costs, Forecast
 from provider.workers.planner import Device, gib
+from shared.wire.traffic import SPEEDS
 
 MEASURED = "from products measured here"
 EXTRAPOLATED = "extrapolated, not measured"
@@ -92,8 +93,18 @@ def plan_table(plan: Plan, tenants: int, rows: int, kind: str) -> Table:
     lines: list[tuple[str, list[str]]] = [
         ("tokens a second", [f"{f.passes_per_second * n:,.1f}" for f, n in zip(both, factors, strict=True)]),
         ("a tenant waits for a token, a step", [duration(each.pass_seconds) for each in both]),
-        ("bytes up a token", [f"{sizes[0]:,.0f}" for sizes in (plan.token_bytes, plan.step_bytes)]),
-        ("bytes down a token", [f"{sizes[1]:,.0f}" for sizes in (plan.token_bytes, plan.step_bytes)]),
+        ("bytes up a token", [f"{sizes.up:,.0f}" for sizes in (plan.token_bytes, plan.step_bytes)]),
+        (
+            "bytes down a token, with effects",
+            [f"{sizes.down:,.0f}" for sizes in (plan.token_bytes, plan.step_bytes)],
+        ),
+        *(
+            (
+                f"most tokens a second of a tenant at {speed} Gbit/s",
+                [f"{sizes.tokens_per_second(speed):,.3g}" for sizes in (plan.token_bytes, plan.step_bytes)],
+            )
+            for speed in SPEEDS
+        ),
         ("rows in a product", [f"{each.rows:,.1f}" for each in both]),
         ("limited by", [each.limit for each in both]),
         ("busy: network up", [f"{each.network_up:.0%}" for each in both]),

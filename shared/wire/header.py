@@ -39,6 +39,11 @@ ANSWER_BITS = (16, 24, EXACT)  # upper bits of each number of an answer on the r
 _STRUCT = struct.Struct("<BBBBIIIIHHQ")
 
 
+def half_bits(numerics: str) -> int:
+    """Answer bits of a half answer: 16 on the ring; 24 with two planes, so that they stay the more exact."""
+    return 24 if RINGS.get(numerics, 1) > 1 else 16
+
+
 def wire_dtypes(numerics: str) -> tuple[str, ...]:
     """Element types of rows in some numerics; the usual one first."""
     return ("int32",) if numerics in RINGS else ("float32", "bfloat16")

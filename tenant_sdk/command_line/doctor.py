@@ -25,8 +25,9 @@ from shared.errors import (
     TlsError,
 )
 from shared.transport.colocated import directory_of
-from shared.wire.header import DTYPE_NAMES, RINGS, SUBPROTOCOL, Direction, Operation
+from shared.wire.header import DTYPE_NAMES, RINGS, SUBPROTOCOL, Direction, Operation, half_bits
 from shared.wire.messages import Manifest
+from shared.wire.traffic import SPEEDS, TokenBytes, token_bytes
 from tenant_sdk.command_line.checks import CheckResult, Comparison, ReplicaChecks
 from tenant_sdk.command_line.options import SessionRules, Target
 from tenant_sdk.command_line.remedies import remedy_of
@@ -486,6 +487,21 @@ def _speed(remote: RemoteExecutor) -> Iterator[CheckResult]:
         f"one row: {small * 1e3:.2f} ms; a token takes {len(groups)} of them, so at most "
         f"{1 / (small * len(groups)):.0f} tokens/s",
     )
+    shapes, ring = [shape for _, shape in groups], remote.ring
+    for what, directions in (
+        ("bytes a token", (Direction.FORWARD,)),
+        ("bytes a token, training", (Direction.FORWARD, Direction.BACKWARD)),
+    ):
+        kind = {"itemsize": remote.wire_dtype.itemsize, "sources": int(ring)}
+        whole = token_bytes(shapes, directions, **kind)
+        halves = token_bytes(shapes, directions, answer_bits=half_bits(manifest.numerics), **kind)
+        yield CheckResult(
+            what,
+            True,
+            f"{whole.said()}{f', with half answers {halves.down / 1e6:,.3g} MB down' if ring else ''}"
+            f"{' (with the effects of one mask source)' if ring else ''}; "
+            f"at {_speeds(whole)} tokens/s at most",
+        )
     # The group that sends most for what it gets back shows the way up, the other extreme the way down.
     itemsize = remote.wire_dtype.itemsize
     limits = remote.manifest.limits
@@ -510,6 +526,12 @@ def _speed(remote: RemoteExecutor) -> Iterator[CheckResult]:
             f"{seconds * 1e3:.1f} ms, so {moved / 1e6 / seconds:.0f} MB/s or more "
             "(the executor's product is in it)",
         )
+
+
+def _speeds(traffic: TokenBytes) -> str:
+    """The most tokens a second of links of some speeds."""
+    rates = [f"{speed} Gbit/s {traffic.tokens_per_second(speed):,.3g}" for speed in SPEEDS]
+    return f"{', '.join(rates[:-1])} and {rates[-1]}"
 
 
 def _seconds(action: Callable[[], object], repeats: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.wire.header import EXACT, RINGS, RequestClass
+from shared.wire.header import EXACT, RequestClass, half_bits
 
 ANSWERS = ("exact", "half", "auto")
 FAST_LINK = 5e8  # bytes a second, above which checking rounded answers takes longer than their bytes save
@@ -14,13 +14,12 @@ class AnswerBits:
 
     Args:
         answers: ``exact``, ``half`` or ``auto``, as ``tenant_sdk.connect`` describes them.
-        numerics: of the executor. Half answers have 16 bits with ``ring``, and with ``ring-fine`` 24, so that
-            they stay more exact than those of ``ring``.
+        numerics: of the executor.
     """
 
     def __init__(self, answers: str, numerics: str) -> None:
         self._answers = answers
-        self._half = 16 if RINGS.get(numerics, 1) == 1 else 24
+        self._half = half_bits(numerics)
         self._fastest = 0.0  # bytes a second
 
     def choose(self, request_class: RequestClass) -> int:

@@ -13,7 +13,7 @@ import torch
 from shared.errors import Argument, ConfigurationError, ModelMismatch, Placeholder
 from shared.secrets import text_of
 from shared.spinning import stop_spinning
-from shared.wire.header import RINGS
+from shared.wire.header import EXACT, RINGS, half_bits
 from shared.wire.messages import Manifest
 from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.remote import RemoteExecutor
@@ -83,7 +83,14 @@ def open_session(config: SessionConfig) -> Session:
         elif stored is not None:
             stored.attest(manifest)  # its products are not checked, but all that is downloaded is
         products = _products(config, remotes, sources, stored)
-        session = Session(provider, products, config.privacy, config.where_experts)
+        session = Session(
+            provider,
+            products,
+            config.privacy,
+            config.where_experts,
+            answer_bits=half_bits(manifest.numerics) if config.answers == "half" else EXACT,
+            remote_sources=len(remotes) - 1 if config.privacy == "one-time" else 0,
+        )
         opened.pop_all()
         return session
 

@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 
 from shared.errors import ConfigurationError
 from shared.forks import ForkGuard
+from shared.wire.header import EXACT, Direction
 from shared.wire.messages import Manifest
+from shared.wire.traffic import TokenBytes, token_bytes
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.model import loading as model_loading
@@ -38,7 +40,17 @@ class Session:
         experts: where experts are multiplied: ``local``, ``padded`` or ``routed``, see ``connect``.
     """
 
-    def __init__(self, executor: RemoteExecutor, products: Products, privacy: str, experts: str) -> None:
+    def __init__(
+        self,
+        executor: RemoteExecutor,
+        products: Products,
+        privacy: str,
+        experts: str,
+        *,
+        answer_bits: int = EXACT,
+        remote_sources: int = 0,
+    ) -> None:
+        self._answer_bits, self._remote_sources = answer_bits, remote_sources
         self.executor, self.products, self.privacy, self._fork_guard = (
             executor,
             products,
@@ -60,6 +72,23 @@ class Session:
         stats = self.executor.stats
         return dataclasses.replace(
             stats, key_exchange=dict(stats.key_exchange), replicas=dict(stats.replicas)
+        )
+
+    def token_bytes(self, *, training: bool = False) -> TokenBytes:
+        """Bytes of payloads that one token takes, from the shapes of the served layers, without experts.
+
+        Args:
+            training: forward and backward through all layers; default: forward, as in decoding.
+        """
+        directions = (Direction.FORWARD, Direction.BACKWARD) if training else (Direction.FORWARD,)
+        groups = self.manifest.groups
+        passed = [at for at, group in enumerate(groups) if not group.head and group.members[0].expert is None]
+        return token_bytes(
+            [self.executor.shapes[at] for at in passed],
+            directions,
+            itemsize=self.executor.wire_dtype.itemsize,
+            answer_bits=self._answer_bits,
+            sources=self._remote_sources,
         )
 
     def load_model(

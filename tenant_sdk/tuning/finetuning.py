@@ -27,6 +27,7 @@ from shared.errors import (
     StorageError,
     peer_text,
 )
+from shared.wire.traffic import TokenBytes
 from tenant_sdk.model.naming import base_of
 from tenant_sdk.sequences.stack import NotInParts
 from tenant_sdk.session.session import Session
@@ -221,6 +222,7 @@ def finetune(
     steps = training.steps or max(1, math.ceil(training.epochs * math.ceil(len(examples) / size)))
     learning_rate = training.learning_rate or default_rate(method, model)
     say(f"{steps} steps of {size} out of {len(examples)} examples, learning rate {learning_rate:g}")
+    say(_traffic(session.token_bytes(training=True), steps * size, examples))
     for line in where_reports_go(training.report_to):
         say(line)
 
@@ -452,6 +454,16 @@ def _figures(
     if resumed_at := figures.pop("resumed_at"):
         figures |= {"resumed_at_step": resumed_at, "seconds_since_resumed": figures.pop("seconds")}
     return {name: value for name, value in figures.items() if value is not None}
+
+
+def _traffic(of_token: TokenBytes, records: int, examples: list[Example]) -> str:
+    """What a training will take on the network, before it begins."""
+    tokens = records * sum(len(example["input_ids"]) for example in examples) / len(examples)
+    return (
+        f"a token takes {of_token.said()}, {tokens:,.0f} tokens about {of_token.up * tokens / 1e9:,.3g} GB "
+        f"up and {of_token.down * tokens / 1e9:,.3g} GB down; at most {of_token.tokens_per_second(1):,.3g} "
+        "tokens/s at 1 Gbit/s"
+    )
 
 
 def _sequence_length(training: TrainingOptions, model: Any, virtual_tokens: int) -> int:

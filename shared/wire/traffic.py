@@ -1,0 +1,54 @@
+"""How many bytes a token takes on the network, from the shapes of a model's groups alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from shared.wire.header import EXACT, Direction
+from shared.wire.protocol import GroupShape
+
+SPEEDS = (1, 10, 100)  # Gbit/s
+
+
+class TokenBytes(NamedTuple):
+    """Bytes of one token, without headers: from a tenant's machine, and to it."""
+
+    up: float
+    down: float
+
+    def tokens_per_second(self, gigabits: float) -> float:
+        """What a link of so much each way takes at most, if it is all that counts."""
+        return gigabits * 1e9 / 8 / max(self.up, self.down)
+
+    def said(self) -> str:
+        """In words, such as ``1.2 MB up and 2.4 MB down``."""
+        return f"{self.up / 1e6:,.3g} MB up and {self.down / 1e6:,.3g} MB down"
+
+
+def token_bytes(
+    shapes: Iterable[GroupShape],
+    directions: Sequence[Direction],
+    *,
+    itemsize: int = 4,
+    answer_bits: int = EXACT,
+    sources: int = 0,
+) -> TokenBytes:
+    """Of one token that passes all these groups once in each direction.
+
+    Args:
+        shapes: of the groups, in their numerics.
+        directions: forward for decoding and prompts; both for training.
+        itemsize: bytes of a number of the rows, and with float numerics of the answers.
+        answer_bits: on the ring, of each number of an answer and of an effect.
+        sources: mask sources whose effects come over the network. Their seeds, 32 bytes a request, are not
+            counted.
+    """
+    up = down = 0.0
+    for shape in shapes:
+        for direction in directions:
+            plan = shape.plan(direction, (1 << len(shape.outputs)) - 1)
+            up += plan.request_columns * itemsize
+            number = answer_bits / 8 if shape.planes else itemsize
+            down += plan.answer_columns * number * (1 + sources if shape.planes else 1)
+    return TokenBytes(up, down)
