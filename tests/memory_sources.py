@@ -11,7 +11,8 @@ import torch
 from shared.errors import ConnectionLost
 from shared.ring.mask_stream import MaskStream
 from shared.ring.product import PlaneProducts
-from shared.wire.header import Direction, RequestClass
+from shared.ring.upper_bits import cut
+from shared.wire.header import EXACT, Direction, RequestClass
 from shared.wire.protocol import GroupShape
 from tenant_sdk.products.forecast import ProductKey
 
@@ -99,9 +100,10 @@ class MemorySource:
         rows: int,
         seed: bytes,
         request_class: RequestClass,
+        answer_bits: int = EXACT,
     ) -> torch.Tensor:
         """See SeedSource."""
-        key = ProductKey(group, direction, members)
+        key = ProductKey(group, direction, members, answer_bits)
         self.orders.append(Order(key, rows, seed))
         assert self.gate.wait(60)
         if self.closed:
@@ -109,9 +111,9 @@ class MemorySource:
         if self.error is not None:
             raise self.error
         assert 0 < rows <= self._limit
-        return product(key, MaskStream(seed).draw(rows, columns(key)))
+        return cut(product(key, MaskStream(seed).draw(rows, columns(key))), answer_bits)
 
-    def max_rows(self, group: int, direction: Direction, members: int) -> int:
+    def max_rows(self, group: int, direction: Direction, members: int, answer_bits: int = EXACT) -> int:
         """See SeedSource."""
         return self._limit
 

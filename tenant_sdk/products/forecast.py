@@ -8,6 +8,7 @@ from typing import NamedTuple
 from shared.wire.header import EXACT, Direction
 
 SPARE_BATCHES = 4  # in an order that nobody waits for
+LEAST_ROWS = 4
 
 
 class ProductKey(NamedTuple):
@@ -37,14 +38,28 @@ class Order(NamedTuple):
 
 
 class Forecast:
-    """Training and decoding repeat themselves: after each kind comes what came after it last time."""
+    """Training and decoding repeat themselves: after each kind comes what came after it last time.
+
+    Attributes:
+        least_rows: that are ordered of a kind at once.
+    """
 
     def __init__(self) -> None:
         self._next: dict[ProductKey, Order] = {}
         self._last: ProductKey | None = None
+        self._asked: dict[ProductKey, int] = {}
+        self.least_rows = LEAST_ROWS
+
+    def batch_of(self, key: ProductKey, most: int) -> int:
+        """Rows to order at once of a kind with small requests: as many as there were, ``most`` at most.
+
+        A session that writes eight tokens fetches effects for about eight more, and not for sixty-four.
+        """
+        return min(most, max(self.least_rows, self._asked.get(key, 0)))
 
     def note_request(self, key: ProductKey, rows: int) -> None:
         """A product of so many rows has been asked for."""
+        self._asked[key] = self._asked.get(key, 0) + rows
         if self._last is not None:
             self._next[self._last] = Order(key, rows)
         self._last = key
@@ -66,7 +81,7 @@ class Forecast:
             stock: rows in store or ordered, by kind.
             budget_bytes: what effects in store may take in all.
             row_bytes: of one row's effect.
-            batch_rows: how many rows to order for requests that are smaller.
+            batch_rows: how many rows to order at most for requests that are smaller, see ``batch_of``.
         """
         coming = self.round()
         if not coming:
@@ -74,8 +89,9 @@ class Forecast:
         round_bytes = sum(row_bytes(key) for key in coming)
         batch = max(1, min(batch_rows, budget_bytes // (2 * round_bytes)))
         for key, rows in coming.items():
-            if stock.get(key, 0) < max(rows, batch):
-                return Order(key, max(rows, batch))
+            wanted = max(rows, self.batch_of(key, batch))
+            if stock.get(key, 0) < wanted:
+                return Order(key, wanted)
         return None
 
     def spare_order(

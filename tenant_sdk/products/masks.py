@@ -324,7 +324,7 @@ class OneTimeMasks:
         """See Masks."""
         with self._changed:
             self._forecast.note_request(key, rows)
-            missing = max(rows, self.batch_rows)
+            missing = max(rows, self._forecast.batch_of(key, self.batch_rows))
             for batch in self._store.get(key, ()):  # there may be very many
                 missing -= batch.remaining
                 if missing <= 0:
@@ -436,6 +436,7 @@ class OneTimeMasks:
         self._fork_guard.check()
         with self._changed:
             self.budget_bytes, self._satisfied, self._warned = budget_bytes, False, True
+            self._forecast.least_rows = self.batch_rows
             self._changed.notify_all()
             full = self._changed.wait_for(lambda: self._satisfied, timeout)
             self.budget_bytes = 0

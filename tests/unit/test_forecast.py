@@ -97,10 +97,16 @@ def test_what_the_new_habit_does_not_need_is_surplus() -> None:
     assert forecast().surplus({A: 1}, batch_rows=4) == [A]
 
 
-def test_small_requests_are_ordered_for_many_rows_to_come() -> None:
+def test_small_requests_are_ordered_for_as_many_rows_as_there_were() -> None:
     made = forecast((A, 1), (B, 1), (A, 1))
-    assert next_order(made, {}, batch_rows=64) == Order(B, 64)
-    assert next_order(made, {B: 64}, batch_rows=64) == Order(A, 64)
+    assert next_order(made, {}, batch_rows=64) == Order(B, 4)
+    assert next_order(made, {B: 64}, batch_rows=64) == Order(A, 4)
+    for rounds in (5, 20, 63):
+        made = forecast(*[(A, 1), (B, 1)] * rounds, (A, 1))
+        assert next_order(made, {}, batch_rows=64) == Order(B, rounds)
+        assert next_order(made, {B: 64}, batch_rows=64) == Order(A, rounds + 1)
+    many = forecast(*[(A, 1), (B, 1)] * 100, (A, 1))
+    assert next_order(many, {}, batch_rows=64) == Order(B, 64)
 
 
 def test_large_requests_are_ordered_as_they_are() -> None:
@@ -108,7 +114,7 @@ def test_large_requests_are_ordered_as_they_are() -> None:
 
 
 def test_a_round_of_batches_takes_half_of_the_budget() -> None:
-    made = forecast((A, 1), (B, 1), (C, 1), (A, 1))
+    made = forecast(*[(A, 1), (B, 1), (C, 1)] * 64, (A, 1))
     row_bytes = {A: 10, B: 20, C: 30}
     for budget, rows in ((PLENTY, 64), (2 * 60 * 64, 64), (2 * 60 * 10, 10), (2 * 60, 1), (10, 1), (0, 1)):
         order = next_order(made, {}, budget=budget, row_bytes=row_bytes, batch_rows=64)

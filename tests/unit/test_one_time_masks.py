@@ -27,7 +27,7 @@ from raw_peers import eventually
 
 from shared.errors import ConfigurationError, ConnectionLost, RequestTimeout
 from shared.ring.mask_stream import MaskStream
-from tenant_sdk.products.forecast import ProductKey
+from tenant_sdk.products.forecast import LEAST_ROWS, ProductKey
 from tenant_sdk.products.masks import BATCH_ROWS, ORDERS_UNDER_WAY, Mask, OneTimeMasks
 
 MIB = 1 << 20
@@ -214,7 +214,7 @@ def test_an_interrupted_draw_spoils_its_batch_alone(monkeypatch: pytest.MonkeyPa
 
     key = KEYS[2]
     with one_time_masks(source) as store:
-        for _ in range(3):
+        for _ in range(6):
             use(store, key, 2)
         in_store(store, [key], 10)
         with monkeypatch.context() as patch:
@@ -294,9 +294,19 @@ def test_one_order_serves_many_rows_of_decoding() -> None:
                 use(store, key, 1)
             if step > 0:
                 in_store(store, KEYS, 1)
-    # The first two rounds, then batches.
+    # The first two rounds, batches that grow from four rows on, then whole ones.
     ordered = sum(order.rows for order in source.orders)
-    assert len(source.orders) <= 3 * len(KEYS) + ordered / BATCH_ROWS
+    assert len(source.orders) <= (3 + 6) * len(KEYS) + ordered / BATCH_ROWS
+
+
+def test_a_few_tokens_fetch_for_a_few_tokens() -> None:
+    source, steps = MemorySource(), 8
+    with one_time_masks(source) as store:
+        for _ in range(steps):
+            for key in KEYS:
+                use(store, key, 1)
+        eventually(lambda: store._satisfied)
+    assert sum(order.rows for order in source.orders) <= (3 * steps + LEAST_ROWS) * len(KEYS)
 
 
 def test_when_idle_the_budget_is_filled_if_asked_for() -> None:
@@ -316,7 +326,7 @@ def test_when_idle_the_budget_is_filled_if_asked_for() -> None:
             for _ in range(2):
                 for key in KEYS:
                     use(store, key, 1)
-            in_store(store, KEYS, BATCH_ROWS)
+            in_store(store, KEYS, LEAST_ROWS)
             before = store.rows_ahead
             assert before <= 2 * BATCH_ROWS * len(KEYS)
             now[0] += 1.0
