@@ -37,6 +37,8 @@ MODES: dict[str, dict[str, Any]] = {
     "plain, ring": {"privacy": "plain"},
     "one-time": {},
     "one-time, effects ahead": {"mask_budget_mib": 0},
+    "one-time, half answers": {"answers": "half"},
+    "one-time, half answers, effects ahead": {"answers": "half", "mask_budget_mib": 0},
 }
 
 
