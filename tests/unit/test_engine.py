@@ -143,12 +143,12 @@ class CountedLane(ProcessLane):
         honest = executor.compute
 
         def compute(
-            group: int, direction: int, members: int, blocks: list[torch.Tensor]
+            group: int, direction: int, members: int, blocks: list[torch.Tensor], *more: Any
         ) -> list[torch.Tensor]:
             self.rows.append(len(blocks[0]))
             if len(blocks[0]) > self.most:
                 raise MemoryError("no room for this product")
-            return honest(group, direction, members, blocks)
+            return honest(group, direction, members, blocks, *more)
 
         executor.compute = compute  # type: ignore[method-assign]
 
