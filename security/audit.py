@@ -68,6 +68,7 @@ class Audit:
         seed: of everything random but masks, which are the operating system's.
         workers: processes that share the layers of each executor; 0: none.
         gateway: runs ``symbiosis-tenant`` where vLLM is; None: there is none.
+        answers: ``exact`` or ``half``, of tenants with one-time masks.
     """
 
     def __init__(
@@ -79,7 +80,9 @@ class Audit:
         seed: int = 0,
         workers: int = 0,
         gateway: list[str] | None = None,
+        answers: str = "exact",
     ) -> None:
+        self.answers = answers
         self.model, self.text, self.plan, self.stage, self.seed = model, text, plan, stage, seed
         self.workers, self.gateway = workers, gateway
         self.rng = np.random.default_rng(seed)
@@ -127,6 +130,7 @@ class Audit:
             "seed": self.seed,
             "workers": self.workers,
             "gateway": self.gateway is not None,
+            "answers": self.answers,
             "plan": asdict(self.plan.size) | {"game_rows": self.plan.game_rows, "lies": self.plan.lies},
             "confidence_of_one_interval": self.confidence,
             "family_error": self.plan.family_error,
@@ -155,7 +159,7 @@ class Audit:
                     executor.launch()
                 for executor in made:
                     executor.await_ready()
-            yield Parties(made[0], made[1], made[2], self.model)
+            yield Parties(made[0], made[1], made[2], self.model, answers=self.answers)
         finally:
             for executor in made:
                 executor.stop()
@@ -304,7 +308,10 @@ class Audit:
             return list(processes.map(partial(canaries, self.model, replies=each), numerics))
 
     def _lies(self, parties: Parties) -> None:
-        """By the provider, checked and unchecked, and by the mask source."""
+        """By the provider, checked and unchecked, and by the mask source.
+
+        Of half answers, lies as small as their rounding are told to a tenant that asks for all again.
+        """
         base = BaseExecutor(self.model, numerics="ring", recorded=True, limits=Limits(64 << 20, 65536))
         for executor, operation, role, verify in (
             (parties.ring, Operation.PRODUCT, "provider", "always"),
@@ -322,13 +329,23 @@ class Audit:
             there: Any = {"provider": server.url} if role == "provider" else {"mask_sources": [server.url]}
             try:
                 self._lie(parties, liar, role, verify=verify, mask_budget_mib=0, **there)
+                if parties.answers == "half" and verify == "always":
+                    there |= {"verify_rate": 1.0, "mask_budget_mib": 0}
+                    self._lie(parties, liar, role, Poison.SMALL_LIES, verify=verify, **there)
             finally:
                 server.drain(1.0)
 
-    def _lie(self, parties: Parties, liar: LyingProvider, role: str, **options: Any) -> None:
+    def _lie(
+        self,
+        parties: Parties,
+        liar: LyingProvider,
+        role: str,
+        kinds: tuple[str, ...] = Poison.LIES,
+        **options: Any,
+    ) -> None:
         """Every kind of lie, in both directions of two groups, and in every bit in turn."""
-        noticed: dict[str, list[bool]] = {kind: [] for kind in Poison.LIES}
-        for i, kind in itertools.product(range(self.plan.lies), Poison.LIES):
+        noticed: dict[str, list[bool]] = {kind: [] for kind in kinds}
+        for i, kind in itertools.product(range(self.plan.lies), kinds):
             with parties.connect(ONE_TIME, "lied-to", **options) as session:
                 where = (i + i // 4) % 4  # so that even and odd bits meet both directions
                 group = 0 if where < 2 else self._game_group(session)
@@ -338,7 +355,8 @@ class Audit:
         self.result.findings.append(
             Finding(
                 Poison.name,
-                f"{ONE_TIME}, verify={options['verify']}",
+                f"{ONE_TIME}, verify={options['verify']}"
+                + (", asked for again" if kinds is Poison.SMALL_LIES else ""),
                 f"malicious {role}",
                 Poison.metric,
                 rate(sum(every), len(every), self.confidence),

@@ -32,6 +32,13 @@ _COLORS = {"holds": "green", "weak": "yellow", "skipped": "yellow", "REFUTED": "
 _EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
+class Answers(enum.Enum):
+    """See ``tenant_sdk.connect``."""
+
+    exact = "exact"
+    half = "half"
+
+
 @contextmanager
 def stage(what: str) -> Iterator[None]:
     """Show what is being done, and afterwards how long it took."""
@@ -79,6 +86,9 @@ def run(
         int,
         typer.Option(help="Processes that share the layers of each executor (serve --workers).", min=0),
     ] = 0,
+    answers: Annotated[
+        Answers, typer.Option(help="Answers that tenants with one-time masks ask for.")
+    ] = Answers.exact,
     gateway: Annotated[
         Path | None,
         typer.Option(
@@ -117,7 +127,8 @@ def run(
 
     lines = [line.strip() for line in text.read_text().splitlines() if len(line.split()) > 8]
     command = None if no_gateway else gateway_command(gateway)
-    audit = Audit(model, lines, QUICK_PLAN if quick else FULL_PLAN, stage, seed, workers, command)
+    plan = QUICK_PLAN if quick else FULL_PLAN
+    audit = Audit(model, lines, plan, stage, seed, workers, command, answers.value)
     with tempfile.TemporaryDirectory(prefix="symbiosis-audit-") as folder:
         result = audit.run(Path(folder))
     result.about |= {

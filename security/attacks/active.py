@@ -70,6 +70,8 @@ class Poison:
     source: ClassVar[str] = "Tramer and Boneh, Slalom, arXiv 1806.03287; Freivalds, 1977"
 
     LIES = ("one bit", "one layer poisoned", "rows swapped", "an old answer")
+    # Of half answers: as small as their rounding.
+    SMALL_LIES = ("one number by one unit", "always rounded down")
 
     def __init__(self, provider: LyingProvider, group: int, direction: Direction) -> None:
         self.provider, self.group, self.direction = provider, group, direction
@@ -81,7 +83,7 @@ class Poison:
 
         Args:
             session: one that fetches no effects ahead.
-            kind: of LIES.
+            kind: of LIES or SMALL_LIES.
             bit: which one of a number's is altered, if it is one.
             rng: chooses rows, and which number is altered.
 
@@ -130,10 +132,17 @@ def _altered(
     kind: str, bit: int, answer: torch.Tensor, old: torch.Tensor, rng: np.random.Generator
 ) -> torch.Tensor:
     lie = answer.clone()
-    if kind == "one bit":
+    half = lie.dtype == torch.int16
+    if kind == "one number by one unit":
+        lie.view(-1)[int(rng.integers(lie.numel()))] += 1
+    elif kind == "always rounded down":
+        lie &= -2
+    elif kind == "one bit" and half:  # of those that are beyond what rounding does to a row
+        lie.view(-1)[int(rng.integers(lie.numel()))] ^= 1 << 9 + bit % 6
+    elif kind == "one bit":
         lie.view(-1)[int(rng.integers(lie.numel()))] ^= (1 << bit) - (1 << 32 if bit == 31 else 0)
     elif kind == "one layer poisoned":
-        lie += 1 << 20
+        lie += 1 << (4 if half else 20)
     elif kind == "rows swapped":
         lie = lie.view(POISONED_ROWS, -1).roll(1, 0).reshape(lie.shape).contiguous()
     else:

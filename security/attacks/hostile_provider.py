@@ -87,7 +87,9 @@ class AbortOracle:
             if self.provider.told > told or (header.group, header.direction, header.rows) != wanted:
                 return None
             lie = honest.clone()
-            lie[0] += -(1 << 31) if kind == self.LIES[1] else 1 if fingerprint else 1 << self._bit
+            cut = 16 if lie.dtype == torch.int16 else 0  # bits of each number that are not there
+            small = 1 if fingerprint else 1 << max(0, self._bit - cut)
+            lie[0] += -(1 << 31 - cut) if kind == self.LIES[1] else small
             return lie
 
         self.provider.lie = answer

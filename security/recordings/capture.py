@@ -30,6 +30,7 @@ PLAIN, SAME, ELSEWHERE, RING_BANK, ONE_TIME = (
 )
 MODES = (PLAIN, SAME, ELSEWHERE, RING_BANK, ONE_TIME)
 
+NEVER = 1e-9
 RING_MASKS = 4  # so few that 64 messages show all of them, but once in 10^7 runs
 
 
@@ -51,6 +52,7 @@ class Parties:
     source: ExecutorProcess
     model: Path
     tokens: list[str] = field(default_factory=list)  # all that were given out
+    answers: str = "exact"  # of tenants with one-time masks
 
     def connect(self, mode: str, tenant: str, **options: Any) -> tenant_sdk.Session:
         """A session in one of MODES, under a tenant's name of its own, so that transcripts tell it apart."""
@@ -71,7 +73,10 @@ class Parties:
                 "mask_source_token": self.source.token(tenant),
                 "mask_source_ca": self.source.ca,
                 "allow_same": ["all"],  # both are on this machine, with certificates of their own
+                "answers": self.answers,
             }
+        if mode == ONE_TIME and self.answers != "exact":
+            given["verify_rate"] = NEVER  # as above: what is asked for again is a copy
         given |= {"provider": provider.url, "token": provider.token(tenant), "ca": provider.ca}
         self.tokens.extend(str(given[name]) for name in ("token", "mask_source_token") if name in given)
         return tenant_sdk.connect(**(given | options))
