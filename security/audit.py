@@ -354,9 +354,8 @@ class Audit:
         every = [each for found in noticed.values() for each in found]
         self.result.findings.append(
             Finding(
-                Poison.name,
-                f"{ONE_TIME}, verify={options['verify']}"
-                + (", asked for again" if kinds is Poison.SMALL_LIES else ""),
+                Poison.name + (", asked for again" if kinds is Poison.SMALL_LIES else ""),
+                f"{ONE_TIME}, verify={options['verify']}",
                 f"malicious {role}",
                 Poison.metric,
                 rate(sum(every), len(every), self.confidence),
