@@ -20,6 +20,7 @@ RELEASE: dict[str, str] = {
     "e2e/test_audit_structure.py": _AUDIT,
     "e2e/test_audit_supplies.py": _AUDIT,
     "e2e/test_compose.py::test_a_tenant_goes_on_when_a_replica_is_stopped": _COMPOSE,
+    "e2e/test_demo.py::test_the_demo_with_a_gateway": "test_gateway.py has one",
     "e2e/test_demo.py::test_workers_give_the_same_adapter": _DEMOS,
     "e2e/test_descriptors.py": "executors that run out of descriptors, in files that seldom change",
     "e2e/test_expert_workers.py": "experts on workers; integration tests have each alone",

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 GATEWAY = ROOT / ".venv-gateway" / "bin" / "python"
 SMALL = ("--small", "--steps", "3", "--held-out", "4")
@@ -23,17 +25,27 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def test_the_demo_and_its_failure(tmp_path: Path) -> None:
-    alone = [] if GATEWAY.exists() else ["--no-gateway"]
-    well = start("--output", tmp_path / "well", *SMALL, *alone)
+def test_its_failure(tmp_path: Path) -> None:
     fails = start("--output", tmp_path / "fails", "--model", tmp_path / "no-model", "--no-gateway", *SMALL)
-
     out, _ = fails.communicate(timeout=300)
     assert fails.returncode == 1
     assert "the demo failed; the executors' last lines" in out
     assert "error: " in out
     assert "no-model" in out
 
+
+def test_the_demo(tmp_path: Path) -> None:
+    keeps_its_promises(tmp_path, "--no-gateway")
+
+
+def test_the_demo_with_a_gateway(tmp_path: Path) -> None:
+    if not GATEWAY.exists():
+        pytest.skip("there is no .venv-gateway: make gateway")
+    keeps_its_promises(tmp_path)
+
+
+def keeps_its_promises(tmp_path: Path, *alone: str) -> None:
+    well = start("--output", tmp_path / "well", *SMALL, *alone)
     out, _ = well.communicate(timeout=300)
     assert well.returncode == 0, out
     assert "executors stopped by SIGTERM" in out
