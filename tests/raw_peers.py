@@ -26,7 +26,7 @@ from conftest import Executor
 CONTINUATION, TEXT, BINARY, CLOSE, PING, PONG = 0, 1, 2, 8, 9, 10
 HELLO, WELCOME, PRODUCT, EFFECT, FETCH, REPLY, ERROR = range(1, 8)
 FORWARD, BACKWARD = 1, 2
-FLOAT32 = 1
+FLOAT32, INT32 = 1, 6
 SUBPROTOCOL = "symbiosis.v4"
 SECONDS = 60.0  # a test that waits longer than this for its peer has failed
 
@@ -48,8 +48,10 @@ class Fields(NamedTuple):
 
 
 def header(operation: int, **fields: int) -> bytes:
-    """32 bytes; what is not given is 0, but version, which is 4, and request id, which is 1."""
+    """32 bytes; what is not given is 0, but version (4), request id (1) and answer bits of int32 (32)."""
     values = dict.fromkeys(Fields._fields, 0) | {"version": 4, "request_id": 1, "operation": operation}
+    if fields.get("dtype") == INT32:
+        values["answer_bits"] = 32
     return struct.pack("<BBBBIIIIHHQ", *Fields(**(values | fields)))
 
 

@@ -21,12 +21,12 @@ from tenant_sdk.connection.urls import (
     split_url,
     url_of,
 )
-from tenant_sdk.products.answer_bits import ANSWERS
 from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.trust.operators import ALL, SIGNS, allowed_signs, own_authorities, own_tokens
 
 PRIVACY_MODES = ("one-time", "noise-bank", "plain")
 VERIFY_MODES = ("always", "sampled", "off")
+ANSWERS = ("exact", "half", "auto")
 WIRE_DTYPES = ("float32", "bfloat16")
 EXPERTS = ("local", "padded", "routed")
 EXECUTORS, TRUST, MASKS, VERIFICATION, CONNECTION = (

@@ -200,7 +200,7 @@ def test_tenants_at_once_get_what_they_get_alone(ring: Callable[[str], Executor]
 
 
 def test_what_the_tenant_sent_stays_as_it_is(ring: Callable[[str], Executor]) -> None:
-    request = Header(Operation.PRODUCT, Direction.FORWARD, INT32, 0, 1, 20, 64, 1)
+    request = Header(Operation.PRODUCT, Direction.FORWARD, INT32, 0, 1, 20, 64, 1, answer_bits=32)
     rows = integers(3, 20, 64)
     before = rows.clone()
     base = base_of(ring("llama"))

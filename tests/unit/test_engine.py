@@ -274,10 +274,10 @@ def test_a_divided_request_that_fails_leaves_nothing_behind(
         raise MemoryError
 
     def second_fails(
-        group: int, direction: int, members: int, blocks: list[torch.Tensor]
+        group: int, direction: int, members: int, blocks: list[torch.Tensor], *more: Any
     ) -> list[torch.Tensor]:
         base.compute = once  # type: ignore[assignment, method-assign]
-        return honest(group, direction, members, blocks)
+        return honest(group, direction, members, blocks, *more)
 
     base.compute = second_fails  # type: ignore[method-assign]
     with pytest.raises(MemoryError):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import WireError
-from shared.wire.header import DTYPE_CODES, DTYPES, RINGS, Direction, Header, Operation
+from shared.wire.header import ANSWER_BITS, DTYPE_CODES, DTYPES, EXACT, RINGS, Direction, Header, Operation
 from shared.wire.messages import FileInfo, GroupInfo, Limits, Manifest, Member, ParameterInfo, digest_of
 from shared.wire.protocol import (
     MAX_ANSWER_CONTROL_BYTES,
@@ -84,7 +84,7 @@ def product(**fields: Any) -> Header:
 
 def seed(**fields: Any) -> Header:
     """The same for a ring executor, whose rows are the mask of a seed."""
-    return product(**({"operation": Operation.SEED_EFFECT, "dtype": INT32} | fields))
+    return product(**({"operation": Operation.SEED_EFFECT, "dtype": INT32, "answer_bits": EXACT} | fields))
 
 
 # -- the executor's side -------------------------------------------------------------------------
@@ -179,6 +179,7 @@ ANY_HEADER = st.builds(
     columns=SMALL | st.sampled_from([24_000]) | st.integers(0, 2**32 - 1),
     members=SMALL | st.integers(0, 2**64 - 1),
     request_class=st.integers(0, 2**16 - 1),
+    answer_bits=st.sampled_from((0, *ANSWER_BITS)),
 )
 PRODUCT_CODES = st.sampled_from([Operation.PRODUCT, Operation.EFFECT, Operation.SEED_EFFECT])
 
@@ -190,7 +191,9 @@ def good_products(draw: st.DrawFn) -> Header:
     direction, members = draw(st.integers(1, 2)), draw(st.integers(1, 7)) if group == 0 else 1
     columns = GroupShape.of(GROUPS[group], "float32").plan(direction, members).request_columns
     dtype, rows = draw(st.sampled_from([FLOAT32, INT32])), draw(st.integers(1, 120))
-    return Header(draw(PRODUCT_CODES), direction, dtype, group, 1, rows, columns, members)
+    bits = draw(st.sampled_from(ANSWER_BITS)) if dtype == INT32 else 0
+    operation = draw(PRODUCT_CODES)
+    return Header(operation, direction, dtype, group, 1, rows, columns, members, answer_bits=bits)
 
 
 HEADERS = ANY_HEADER | good_products()
@@ -214,7 +217,7 @@ def test_what_is_accepted_is_small_and_has_a_small_answer(header: Header, numeri
     outputs = sum(m.outputs for i, m in enumerate(group.members) if header.members >> i & 1)
     widths = (group.inputs, outputs) if header.direction == Direction.FORWARD else (outputs, group.inputs)
     assert (header.columns, answer.columns) == (widths[0], widths[1] * RINGS.get(numerics, 1))
-    assert answer == header._replace(operation=Operation.REPLY, columns=answer.columns)
+    assert answer == header._replace(operation=Operation.REPLY, columns=answer.columns, request_class=0)
 
 
 # -- nothing is allocated for what is refused ------------------------------------------------------

@@ -52,6 +52,7 @@ HUGE_MASKS = [
         ({"dtype": DTYPE_CODES[torch.int64]}, "dtype"),
         ({"members": 0}, "members"),
         ({"members": 0b1000}, "members"),
+        ({"answer_bits": 0}, "answer_bits"),
         ({"columns": 7}, "width"),
         ({"columns": 16}, "width"),
         ({"columns": 32}, "width"),
@@ -91,6 +92,8 @@ def test_the_mask_of_a_seed_and_its_answer_must_fit() -> None:
     roomy.accept(HELLO)
     assert refusal(roomy.accept, seed(rows=512)) is None
     assert refusal(roomy.accept, seed(rows=513)) == ("too_large", False)
+    assert refusal(roomy.accept, seed(rows=1024, answer_bits=16)) is None
+    assert refusal(roomy.accept, seed(rows=1025, answer_bits=16)) == ("too_large", False)
 
 
 @pytest.mark.parametrize("header", HUGE_MASKS)

@@ -25,6 +25,7 @@ def integers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 
 HIDDEN = [torch.ones(2, 6), torch.ones(6), integers(2, 6), integers(2), integers(6), integers(2)]
+HIDDEN += [torch.ones(2, 6)]
 REVEALED = [integers(2, 12), integers(2, 12), integers(2), torch.ones(6), torch.ones(2, 6)]
 REVEALED += [integers(12), integers(2)]
 MULTIPLIED = [integers(2, 6), integers(6, 3, dtype=torch.int8), integers(2, 3)]
