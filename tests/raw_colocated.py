@@ -39,7 +39,7 @@ class RawTenant:
     """An open session."""
 
     def __init__(self, directory: Path, token: str) -> None:
-        kind, self.opened = request_session(directory, b"symbiosis.v3", token.encode())
+        kind, self.opened = request_session(directory, b"symbiosis.v4", token.encode())
         assert kind == b"opened", self.opened
         path = f"{directory}/{self.opened['session']}"
         self.memory = os.open(f"/proc/{self.opened['pid']}/fd/{self.opened['descriptor']}", os.O_RDWR)

@@ -147,7 +147,7 @@ class Peer:
             raise EOFError(f"the peer closed: {body!r}")
         assert opcode == BINARY, f"opcode {opcode}: {body!r}"
         fields = Fields(*struct.unpack_from("<BBBBIIIIHHQ", body))
-        assert fields.version == 3
+        assert fields.version == 4
         return fields, body[32:]
 
     def receive_error(self) -> tuple[int, str]:

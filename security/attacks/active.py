@@ -104,7 +104,8 @@ class Poison:
 
         def meant(header: Header) -> bool:
             wanted = (self.group, self.direction, POISONED_ROWS)
-            return (header.group, header.direction, header.rows) == wanted
+            again = kind in self.SMALL_LIES and header.answer_bits == EXACT  # which is answered honestly
+            return (header.group, header.direction, header.rows) == wanted and not again
 
         def keep(header: Header, answer: torch.Tensor) -> None:
             if meant(header):

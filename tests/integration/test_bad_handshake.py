@@ -78,7 +78,7 @@ def test_a_wrong_token_is_401(llama: Executor, headers: tuple[str, ...]) -> None
         counted(llama, "symbiosis_handshakes_failed_total", reason="unauthorized"),
         pytest.raises(Refused) as caught,
     ):
-        open_raw(llama, headers=("Sec-WebSocket-Protocol: symbiosis.v3", *lines))
+        open_raw(llama, headers=("Sec-WebSocket-Protocol: symbiosis.v4", *lines))
     assert caught.value.status == 401
     info = json.loads(caught.value.body)
     assert info["code"] == "unauthorized"
@@ -154,7 +154,7 @@ def test_plain_http_inside_tls(llama: Executor, method: str) -> None:
         while data := sock.recv(4096):
             answer += data
         assert answer.startswith(b"HTTP/1.1 400 ")
-        assert b"symbiosis.v3" in answer
+        assert b"symbiosis.v4" in answer
 
 
 @pytest.mark.parametrize("data", [b"\x16\x03\x01\0\0", b"not http\r\n\r\n", b"GET /" + b"a" * 20_000])
@@ -167,7 +167,7 @@ def test_garbage_inside_tls_is_dropped(llama: Executor, data: bytes) -> None:
 
 
 def test_a_websocket_request_with_a_part_missing(llama: Executor) -> None:
-    headers = ("Sec-WebSocket-Protocol: symbiosis.v3", f"Authorization: Bearer {llama.token}")
+    headers = ("Sec-WebSocket-Protocol: symbiosis.v4", f"Authorization: Bearer {llama.token}")
     with counted(llama, "symbiosis_handshakes_failed_total", reason="http"), tls(llama) as sock:
         sock.sendall("\r\n".join(["GET / HTTP/1.1", "Host: a", *headers, "", ""]).encode())
         assert sock.recv(4096).startswith(b"HTTP/1.1 426 ")
@@ -175,7 +175,7 @@ def test_a_websocket_request_with_a_part_missing(llama: Executor) -> None:
 
 SURPLUS = {
     "no frame": b"\xff\xff",
-    "a second request": upgrade_request("Sec-WebSocket-Protocol: symbiosis.v3"),
+    "a second request": upgrade_request("Sec-WebSocket-Protocol: symbiosis.v4"),
     "a ping": b"\x89\x80abcd",
     "a close": b"\x88\x80abcd",
     "half a frame": b"\x82\xff\0",
@@ -187,9 +187,9 @@ SURPLUS = {
 @pytest.mark.parametrize(
     ("protocol", "token", "status", "code"),
     [
-        ("symbiosis.v3", "wrong", 401, "unauthorized"),
+        ("symbiosis.v4", "wrong", 401, "unauthorized"),
         ("symbiosis.v9", "wrong", 400, "protocol_version"),
-        ("symbiosis.v3", None, 400, "unexpected"),
+        ("symbiosis.v4", None, 400, "unexpected"),
     ],
 )
 def test_bytes_behind_the_request_are_refused(
@@ -241,7 +241,7 @@ def test_nothing_in_a_request_is_worth_a_traceback(
     draw = random.Random(seed)
     for _ in range(60):
         lines = upgrade_request(
-            "Sec-WebSocket-Protocol: symbiosis.v3",
+            "Sec-WebSocket-Protocol: symbiosis.v4",
             f"Authorization: Bearer {draw.choice([llama.token, 'x'])}",
             draw.choice(["Origin: a", "Sec-WebSocket-Extensions: permessage-deflate", "Content-Length: 5"]),
         ).split(b"\r\n")[:-2]
@@ -280,14 +280,14 @@ def test_who_resets_the_connection_at_once_is_no_failure(
 def test_who_is_refused_and_stays_is_dropped(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provider.serve.handshake, "LINGER_SECONDS", 0.1)
     with tls(llama) as sock, counted(llama, "symbiosis_handshakes_failed_total", reason="unauthorized"):
-        sock.sendall(upgrade_request("Sec-WebSocket-Protocol: symbiosis.v3"))
+        sock.sendall(upgrade_request("Sec-WebSocket-Protocol: symbiosis.v4"))
         assert sock.recv(4096).startswith(b"HTTP/1.1 401 ")
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 100])
 def test_a_request_may_come_in_pieces(llama: Executor, size: int) -> None:
     """Also when a piece ends in the middle of a line's end."""
-    request = upgrade_request("Sec-WebSocket-Protocol: symbiosis.v3", f"Authorization: Bearer {llama.token}")
+    request = upgrade_request("Sec-WebSocket-Protocol: symbiosis.v4", f"Authorization: Bearer {llama.token}")
     with tls(llama) as sock:
         for at in range(0, len(request), size):
             sock.sendall(request[at : at + size])
@@ -309,14 +309,14 @@ def test_another_version_in_the_handshake(llama: Executor, offered: str) -> None
 
 
 def test_one_of_several_offered_versions_is_chosen(llama: Executor) -> None:
-    with open_raw(llama, subprotocol="symbiosis.v9, symbiosis.v3") as peer:
+    with open_raw(llama, subprotocol="symbiosis.v9, symbiosis.v4") as peer:
         assert peer.hello()["numerics"] == "float32"
 
 
 def test_another_version_is_a_version_error(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("tenant_sdk.connection.handshake")
     monkeypatch.setattr(module, "SUBPROTOCOL", "symbiosis.v9")
-    said = r"speaks symbiosis\.v3; install a matching version; this tenant speaks symbiosis\.v9"
+    said = r"speaks symbiosis\.v4; install a matching version; this tenant speaks symbiosis\.v9"
     with pytest.raises(ProtocolVersionError, match=said):
         llama.connect()
 
@@ -324,7 +324,7 @@ def test_another_version_is_a_version_error(llama: Executor, monkeypatch: pytest
 def test_a_websocket_server_of_something_else(tls_dir: Path) -> None:
     with (
         scripted_executor(tls_dir, lambda _: None, subprotocol=None) as url,
-        pytest.raises(ProtocolVersionError, match=r"did not agree to symbiosis\.v3"),
+        pytest.raises(ProtocolVersionError, match=r"did not agree to symbiosis\.v4"),
     ):
         tenant_sdk.connect(url, token="token", ca=tls_dir / "ca.pem", privacy="plain")
 

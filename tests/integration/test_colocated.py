@@ -211,13 +211,13 @@ def test_a_tenant_that_is_killed_with_memory_mapped(one: Everywhere, all_well: N
 
 def test_a_tenant_that_never_comes_in(one: Everywhere, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("provider.serve.colocated.FIRST_MESSAGE_MILLISECONDS", 20)
-    assert request_session(one.directory, b"symbiosis.v3", one.token.encode())[0] == b"opened"
+    assert request_session(one.directory, b"symbiosis.v4", one.token.encode())[0] == b"opened"
     eventually(lambda: os.listdir(one.directory) == ["door"])
 
 
 def test_a_tenant_that_leaves_out_the_pipe(one: Everywhere, all_well: None) -> None:
     """Whose death nobody would notice."""
-    opened = request_session(one.directory, b"symbiosis.v3", one.token.encode())[1]
+    opened = request_session(one.directory, b"symbiosis.v4", one.token.encode())[1]
     with zmq.Context.instance().socket(zmq.PAIR) as socket:
         socket.linger = 0
         socket.connect(f"ipc://{one.directory}/{opened['session']}")

@@ -66,10 +66,10 @@ ROW = 64 * 4  # bytes
         ((b"",), "protocol_version"),
         ((b"symbiosis.v1", b"token"), "protocol_version"),
         ((b"symbiosis.v%d" % (PROTOCOL_VERSION - 1), b"token"), "protocol_version"),
-        ((b"symbiosis.v3",), "unauthorized"),
-        ((b"symbiosis.v3", b"wrong"), "unauthorized"),
-        ((b"symbiosis.v3", b"\xff\0"), "unauthorized"),
-        ((b"symbiosis.v3", b"wrong", b"more"), "unauthorized"),
+        ((b"symbiosis.v4",), "unauthorized"),
+        ((b"symbiosis.v4", b"wrong"), "unauthorized"),
+        ((b"symbiosis.v4", b"\xff\0"), "unauthorized"),
+        ((b"symbiosis.v4", b"wrong", b"more"), "unauthorized"),
     ],
 )
 def test_who_is_not_let_in(one: Everywhere, all_well: None, frames: tuple[bytes, ...], code: str) -> None:
@@ -222,7 +222,7 @@ def test_another_version() -> None:
     body = b'{"code":"protocol_version","message":"I speak symbiosis.v9"}'
     with (
         scripted_listener(b"refused", body) as url,
-        pytest.raises(ProtocolVersionError, match=r"v9; this tenant speaks symbiosis\.v3"),
+        pytest.raises(ProtocolVersionError, match=r"v9; this tenant speaks symbiosis\.v4"),
     ):
         open_colocated(url, "token", SECONDS)
 
@@ -254,7 +254,7 @@ def test_an_executor_that_is_killed_and_the_next_one_that_drains(
         expected = product(session)
         product(impatient)
         # It dies between a handshake and the session's first message, too.
-        request_session(directory, b"symbiosis.v3", first.token.encode())
+        request_session(directory, b"symbiosis.v4", first.token.encode())
         first.process.send_signal(signal.SIGSTOP)
         state = Path(f"/proc/{first.process.pid}/stat")
         eventually(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")

@@ -84,7 +84,7 @@ def weight(checkpoint: Callable[[str], Path]) -> torch.Tensor:
 
 def test_their_client_gets_products(llama: Executor, weight: torch.Tensor) -> None:
     with dial(llama) as websocket:
-        assert websocket.library.subprotocol == "symbiosis.v3"
+        assert websocket.library.subprotocol == "symbiosis.v4"
         assert websocket.library.protocol.extensions == []
         websocket.send(control(HELLO, {"client": "websockets"}))
         fields, body = receive(websocket)
