@@ -17,7 +17,7 @@ from provider.executor.base import BaseExecutor
 from security.recordings.executors import AuditError
 from security.views.public_model import PublicModel
 from shared.errors import VerificationError
-from shared.wire.header import DTYPE_CODES, RINGS, Direction, Header, Operation
+from shared.wire.header import DTYPE_CODES, EXACT, RINGS, Direction, Header, Operation
 from tenant_sdk.session.session import Session
 
 POISONED_ROWS = 9  # of a request that is lied about; fingerprints are made and tried with other numbers
