@@ -95,7 +95,7 @@ REFUSED: dict[str, tuple[str, tuple[bytes, bytes]]] = {
     "NaN": ("non_finite", (product(1, 64), NAN)),
     "infinity": ("non_finite", (product(1, 64), INF)),
     "infinities that cancel": ("non_finite", (product(1, 64), BOTH)),
-    "NaN in an effect": ("non_finite", (b"\3\4" + product(1, 64)[2:], NAN)),
+    "NaN in an effect": ("non_finite", (b"\4\4" + product(1, 64)[2:], NAN)),
     "NaN in a gradient": ("non_finite", (product(1, 64, direction=BACKWARD), NAN)),
     "NaN in bfloat16": ("non_finite", (product(1, 64, dtype=2), bytes(126) + b"\xc0\x7f")),
     "second HELLO": ("unexpected", (header(HELLO, request_id=7, rows=1, columns=2), b"{}")),

@@ -156,7 +156,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "masked": (frame(reply() + ROW, mask=b"abcd"), "frame"),
     "text": (frame(b"hello", TEXT), "text"),
     "another version": (frame(b"\1" + reply()[1:] + ROW), "protocol_version"),
-    "unknown operation": (frame(b"\3\x09" + reply()[2:] + ROW), "operation"),
+    "unknown operation": (frame(b"\4\x09" + reply()[2:] + ROW), "operation"),
     "request class": (frame(reply(request_class=1) + ROW), "request_class"),
     "an error about everything": (error_message(INFO, 0), "too_large"),
     "an error that is none": (error_message(b"oops"), "control_message"),

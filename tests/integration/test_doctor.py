@@ -26,7 +26,7 @@ from tenant_sdk.session.profiles import Secret
 TLS = ["url", "authority", "dns", "tcp", "tls", "certificate", "key exchange"]
 ALL = [*TLS, "token", "protocol", "manifest", "digest"]
 TOKEN = Secret("the token", "TENANT_TOKEN")
-SPEED = ["layers", "round trip", "upload", "download"]
+SPEED = ["layers", "round trip", "bytes a token", "bytes a token, training", "upload", "download"]
 
 
 @pytest.fixture(autouse=True)
