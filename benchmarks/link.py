@@ -1,6 +1,7 @@
 """One large request over a link of 1 Gbit/s each way: do upload, product and download overlap?
 
     python benchmarks/link.py --rounds 5
+    python benchmarks/link.py --rounds 3 --iteration   # of training, instead
 
 The executor runs in a network namespace of its own, behind a pair of virtual interfaces that ``tc`` limits in
 both directions; that needs root, and Linux's ``sch_tbf``. Upload and download are measured as that many bytes
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ import torch
 from common import executor, spread, write_model
 from rich.console import Console
 from rich.table import Table
+from split_execution import BATCH, SEQUENCE, Executors, iteration, load
 
 import tenant_sdk
 from provider.executor.base import BaseExecutor
@@ -109,7 +111,13 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--piece-kib", type=int, nargs="+", default=[0, PIECE_BYTES >> 10])
     parser.add_argument("--output", type=Path, default=Path("out/bench"))
+    parser.add_argument(
+        "--iteration", action="store_true", help="whole iterations, of benchmarks/split_execution.py"
+    )
     options = parser.parse_args()
+    if options.iteration:
+        iterations(options.rate, options.rounds)
+        return
     found: dict[str, list[float]] = {}
     columns = ("up, ms", "product, ms", "down, ms", *map(_title, options.piece_kib))
     table = Table("request", *columns, "last, of the longest")
@@ -147,6 +155,44 @@ def main() -> None:
     Console(width=None if sys.stdout.isatty() else 150).print(table)
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "link.json").write_text(json.dumps(found))
+
+
+def iterations(rate: str, rounds: int) -> None:
+    """Seconds of training steps with provider and mask source behind the link, by mode."""
+    modes = ("plain float32", "plain, ring", "one-time", "one-time, half answers")
+    found: dict[str, list[float]] = {mode: [] for mode in modes}
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(link(rate))
+        write_model(work / "model")
+        inside = ("ip", "netns", "exec", SPACE)
+        running = Executors(
+            *(
+                stack.enter_context(
+                    executor(
+                        work / "model",
+                        work / name,
+                        *("--host", THERE, "--numerics", numerics),
+                        prefix=inside,
+                        host=THERE,
+                    )
+                )
+                for name, numerics in (("float32", "float32"), ("ring", "ring"), ("source", "ring"))
+            )
+        )
+        loaded = {mode: load(mode, work / "model", running) for mode in modes}
+        ids = torch.randint(0, 32000, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(0))
+        for number in range(-1, rounds + 1):  # two warm up
+            for mode, (model, _) in loaded.items():
+                parameters = [p for p in model.parameters() if p.requires_grad]
+                taken = seconds(iteration, model, torch.optim.AdamW(parameters, lr=1e-4), ids)
+                if number > 0:
+                    found[mode].append(taken)
+    table = Table("mode", "iteration, s", "ratio", title=f"{rate} each way")
+    plain = statistics.median(found["plain float32"])
+    for mode, taken in found.items():
+        table.add_row(mode, spread(taken), f"{statistics.median(taken) / plain:.2f}")
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
 
 
 def _title(kib: int) -> str:

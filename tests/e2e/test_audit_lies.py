@@ -20,7 +20,7 @@ from security.attacks.active import POISONED_ROWS, CanaryRows, LyingProvider, Po
 from security.recordings.executors import AuditError
 from security.views.public_model import PublicModel
 from shared.wire.header import Direction
-from tenant_sdk.products import mask_sources, verification
+from tenant_sdk.products import mask_sources, verifier
 
 RNG = np.random.default_rng(0)
 
@@ -32,7 +32,7 @@ def test_answers_that_are_checked(tmp_path: Path) -> None:
 
 
 def test_answers_that_nobody_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification.Verifier, "fingerprint", lambda *_: None)
+    monkeypatch.setattr(verifier.Verifier, "fingerprint", lambda *_: None)
     assert lied_to(tmp_path)[1] == {"verified", "verified-effects"}
 
 
@@ -40,13 +40,13 @@ def test_answers_that_nobody_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_one_direction_that_nobody_checks(
     direction: Direction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fingerprint = verification.Verifier.fingerprint
+    fingerprint = verifier.Verifier.fingerprint
 
     def lenient(self: Any, kind: Any, product: Any) -> Any:
         made = fingerprint(self, kind, product)
         return None if kind.direction == direction else made
 
-    monkeypatch.setattr(verification.Verifier, "fingerprint", lenient)
+    monkeypatch.setattr(verifier.Verifier, "fingerprint", lenient)
     result, refuted = lied_to(tmp_path)
     assert refuted == {"verified", "verified-effects"}
     assert {finding.success.value for finding in result.findings} == {0.0, 0.5}
@@ -81,6 +81,17 @@ def test_a_lie_is_another_answer(kind: str) -> None:
     lie = active._altered(kind, 3, answer, old, RNG)
     assert lie.shape == answer.shape
     assert not torch.equal(lie, answer)
+
+
+@pytest.mark.parametrize("kind", [*Poison.LIES, *Poison.SMALL_LIES])
+def test_a_lie_about_a_half_is_another_half(kind: str) -> None:
+    """And one that is not called small is beyond what rounding does to a row of some hundred numbers."""
+    shape = (POISONED_ROWS, 300)
+    answer, old = (torch.from_numpy(RNG.integers(-9999, 9999, shape).astype(np.int16)) for _ in "ab")
+    lie = active._altered(kind, 31, answer, old, RNG)
+    assert lie.dtype == torch.int16
+    errors = (lie.double() - answer.double()).norm(dim=1)
+    assert errors.max() > (7 * 0.5 * 300**0.5 if kind in Poison.LIES else 0.0)
 
 
 @pytest.fixture(scope="module", params=["float32", "ring"])
