@@ -27,7 +27,8 @@ from shared.wire.header import RINGS, Direction
 from tenant_sdk.model.virtual import VirtLinear
 from tenant_sdk.products.forecast import ProductKey
 from tenant_sdk.products.mask_sources import ExecutorSource
-from tenant_sdk.products.verification import Fingerprint, Verifier
+from tenant_sdk.products.verification import Fingerprint
+from tenant_sdk.products.verifier import Verifier
 
 pytest_plugins = ("ring_fixtures",)
 
