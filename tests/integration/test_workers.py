@@ -31,7 +31,17 @@ from provider.workers.memory import SegmentPool
 from provider.workers.pool import Sharding, WorkerPool
 from provider.workers.process import Process
 from shared.errors import WireError
-from shared.wire.header import DTYPE_CODES, DTYPE_NAMES, SEED_BYTES, Direction, Header, Operation
+from shared.ring.upper_bits import cut
+from shared.wire.header import (
+    ANSWER_BITS,
+    DTYPE_CODES,
+    DTYPE_NAMES,
+    RINGS,
+    SEED_BYTES,
+    Direction,
+    Header,
+    Operation,
+)
 from shared.wire.protocol import GroupShape
 
 SECONDS = 60.0
@@ -105,6 +115,26 @@ def test_answers_are_those_of_one_process_to_the_bit(
     """But for sums of floats, in an order that threads may change."""
     executor, engine, _ = both
     compare(executor, engine, rows, 1e-5 if executor.manifest.numerics == "float32" else 0.0)
+
+
+def test_batches_of_answers_of_all_widths(both: tuple[BaseExecutor, Engine, WorkerPool]) -> None:
+    """Of one group at once, so that they share products; also of this process, by its own engine."""
+    executor, engine, _ = both
+    if executor.manifest.numerics not in RINGS:
+        pytest.skip("floats are answered whole")
+    alone = Engine.of(executor)
+    try:
+        for header, payload in requests(executor, 5):
+            blocks = executor.blocks(header, payload)
+            (whole,) = executor.compute(header.group, header.direction, header.members, blocks)
+            for each in (engine, alone):
+                asked = [header._replace(answer_bits=bits) for bits in 2 * ANSWER_BITS]
+                futures = [each.submit_threadsafe("a", 1, one, payload) for one in asked]
+                for one, future in zip(asked, futures, strict=True):
+                    answer = torch.cat([block.reshape(-1) for block in future.result(SECONDS).blocks])
+                    assert torch.equal(answer, cut(whole, one.answer_bits).view(-1))
+    finally:
+        alone.close()
 
 
 def answered(engine: Engine, header: Header, payload: torch.Tensor) -> tuple[torch.Tensor, int]:
