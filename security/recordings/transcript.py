@@ -48,6 +48,11 @@ class RecordedRequest:
         return self.header.group, self.header.direction, self.header.members
 
     @property
+    def stream(self) -> tuple[int, int, int, int]:
+        """The same, and how much of the answer was asked for: masks of one stream serve in their order."""
+        return *self.kind, self.header.answer_bits
+
+    @property
     def rows(self) -> torch.Tensor:
         """What was sent, [T, C] float32, bfloat16 or int32; of a seed its bytes [1, 32]. A copy."""
         shape, dtype = self.header.payload_shape, self.header.payload_dtype

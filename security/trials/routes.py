@@ -22,7 +22,7 @@ from security.verdicts.statistics import rate
 from security.views.adversaries import products_of
 from security.views.public_model import PublicModel
 from shared.experts import projections
-from shared.wire.header import Direction
+from shared.wire.header import EXACT, Direction
 from shared.wire.messages import Manifest
 from tenant_sdk.model.experts import FEW_TOKENS, bucket
 
@@ -154,10 +154,12 @@ def rows_of_experts(requests: list[RecordedRequest], manifest: Manifest) -> np.n
     """How many rows each expert of each projection got in each forward pass: [passes, E]."""
     columns = [i for i, group in enumerate(manifest.groups) if group.members[0].expert is not None]
     passes, met = list[list[int]](), set[int]()
-    for header in (request.header for request in products_of(requests)):
-        if header.direction != Direction.FORWARD:
-            continue
-        if header.group not in met:  # a fingerprint is made first, of rows that are no text's
+    headers = [request.header for request in products_of(requests)]
+    half = any(0 < header.answer_bits < EXACT for header in headers)
+    for header in headers:
+        if header.direction != Direction.FORWARD or (half and header.answer_bits == EXACT):
+            continue  # of half answers, all fingerprints are made of exact ones
+        if header.group not in met and not half:  # a fingerprint is made first, of rows that are no text's
             met.add(header.group)
             continue
         if header.group == 0:

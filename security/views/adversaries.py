@@ -15,7 +15,7 @@ from security.recordings.transcript import RecordedRequest, Transcript
 from security.recordings.workload import GroundTruth
 from security.views.public_model import PublicModel
 from shared.ring.mask_stream import MaskStream
-from shared.wire.header import PRODUCTS, Direction, Operation
+from shared.wire.header import EXACT, PRODUCTS, Direction, Operation
 from shared.wire.protocol import GroupShape
 
 
@@ -174,9 +174,19 @@ def products_of(requests: list[RecordedRequest]) -> list[RecordedRequest]:
 
 
 def mask_source_view(requests: list[RecordedRequest]) -> MaskSourceView:
-    """Seeds as they came."""
-    seeds = [r.payload for r in requests if r.header.operation == Operation.SEED_EFFECT]
-    return MaskSourceView(seeds, len(requests) - len(seeds))
+    """Seeds as they came, but for those of half effects that were asked for again, with all bits."""
+    halves: set[bytes] = set()
+    seeds, again = [], 0
+    for request in requests:
+        if request.header.operation != Operation.SEED_EFFECT:
+            continue
+        if request.header.answer_bits == EXACT and request.payload in halves:
+            again += 1
+            continue
+        if request.header.answer_bits < EXACT:
+            halves.add(request.payload)
+        seeds.append(request.payload)
+    return MaskSourceView(seeds, len(requests) - len(seeds) - again)
 
 
 def operations_of(transcripts: list[Transcript]) -> dict[str, int]:
@@ -241,12 +251,12 @@ def collusion_view(
     numbers are small.
     """
     products = products_of(provider)
-    kinds: dict[tuple[int, int, int], list[int]] = {}
+    kinds: dict[tuple[int, int, int, int], list[int]] = {}
     for number, request in enumerate(products):
-        kinds.setdefault(request.kind, []).append(number)
+        kinds.setdefault(request.stream, []).append(number)
     seen: dict[int, ObservedRequest] = {}
     for kind, numbers in kinds.items():  # the masks of all at once would fill the memory
-        found = [_expanded(public, request) for request in source if request.kind == kind]
+        found = [_expanded(public, request) for request in source if request.stream == kind]
         masks = torch.cat(found or [products[numbers[0]].rows[:0]])
         at = 0
         for number in numbers:
