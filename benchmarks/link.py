@@ -136,7 +136,7 @@ def main() -> None:
             ):
                 options_ = ("--host", THERE, "--numerics", numerics)
                 with executor(
-                    work / "model", work / numerics / answers, *options_, prefix=inside, host=THERE
+                    work / "model", work / f"{numerics}-{answers}", *options_, prefix=inside, host=THERE
                 ) as running:
                     base = BaseExecutor(work / "model", numerics=numerics)
                     sources = [f"local:{work / 'model'}"] if privacy == "one-time" else []
