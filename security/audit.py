@@ -330,7 +330,7 @@ class Audit:
             try:
                 self._lie(parties, liar, role, verify=verify, mask_budget_mib=0, **there)
                 if parties.answers == "half" and verify == "always":
-                    there |= {"verify_rate": 1.0, "mask_budget_mib": 0}
+                    there |= {"repeat_rate": 1.0, "mask_budget_mib": 0}
                     self._lie(parties, liar, role, Poison.SMALL_LIES, verify=verify, **there)
             finally:
                 server.drain(1.0)

@@ -30,7 +30,6 @@ PLAIN, SAME, ELSEWHERE, RING_BANK, ONE_TIME = (
 )
 MODES = (PLAIN, SAME, ELSEWHERE, RING_BANK, ONE_TIME)
 
-NEVER = 1e-9
 RING_MASKS = 4  # so few that 64 messages show all of them, but once in 10^7 runs
 
 
@@ -76,7 +75,7 @@ class Parties:
                 "answers": self.answers,
             }
         if mode == ONE_TIME and self.answers != "exact":
-            given["verify_rate"] = NEVER  # as above: what is asked for again is a copy
+            given["repeat_rate"] = 0.0  # as above: what is repeated is a copy
         given |= {"provider": provider.url, "token": provider.token(tenant), "ca": provider.ca}
         self.tokens.extend(str(given[name]) for name in ("token", "mask_source_token") if name in given)
         return tenant_sdk.connect(**(given | options))

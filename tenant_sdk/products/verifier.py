@@ -27,7 +27,7 @@ class Verifier:
         fingerprints: of the executors' weights.
         groups: for messages.
         rate: of requests, more than 0 and at most 1; which ones is drawn secretly.
-        again_rate: of checked requests with rounded answers, those that are asked for again with all bits.
+        repeat_rate: of checked requests with rounded answers, those that are asked for again with all bits.
         trusted: exact products of weights that the tenant has; None: the session's are used, and checked.
         entropy: secret random bytes.
         parties: who may have been wrong, for messages.
@@ -39,13 +39,13 @@ class Verifier:
         groups: tuple[GroupInfo, ...],
         *,
         rate: float,
-        again_rate: float = 1.0,
+        repeat_rate: float = 0.0,
         trusted: IntegerProduct | None = None,
         entropy: Entropy,
         parties: str,
     ) -> None:
         self._fingerprints, self._groups = fingerprints, groups
-        self._rate, self._again_rate, self._trusted = rate, again_rate, trusted
+        self._rate, self._repeat_rate, self._trusted = rate, repeat_rate, trusted
         self._rounded: dict[ProductKey, RoundedFingerprint] = {}
         self._entropy, self._parties = entropy, parties
 
@@ -90,7 +90,7 @@ class Verifier:
             VerificationError: see ``fingerprint``.
         """
         made = self._made(key.exact, product)
-        return made if self._drawn(self._again_rate) else None
+        return made if self._drawn(self._repeat_rate) else None
 
     def _checked(self, key: ProductKey, rows: torch.Tensor, product: IntegerProduct) -> torch.Tensor:
         fingerprint, answers = self._made(key, product), product(key, rows)
@@ -107,7 +107,7 @@ class Verifier:
 
     def _drawn(self, rate: float) -> bool:
         """Secretly, with this probability."""
-        return rate >= 1 or int.from_bytes(self._entropy(4)) < max(1, round(rate * 2**32))
+        return rate >= 1 or (rate > 0 and int.from_bytes(self._entropy(4)) < max(1, round(rate * 2**32)))
 
     def error(self, key: ProductKey) -> VerificationError:
         """A wrong answer to a request of this kind, in words."""

@@ -200,7 +200,7 @@ def _verifier(
         stored or _live_fingerprints(config.privacy, provider.shapes, local),
         provider.manifest.groups,
         rate=1.0 if config.when_verified == "always" else config.verify_rate,
-        again_rate=config.verify_rate,
+        repeat_rate=config.repeat_rate,
         trusted=local,
         entropy=os.urandom,
         parties=" or ".join(map(party_name, [config.provider, *config.mask_sources])),

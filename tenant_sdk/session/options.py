@@ -237,15 +237,24 @@ class SessionConfig:
         float,
         Option(
             VERIFICATION,
-            "Fraction of requests that are checked if {verify} is sampled. If {answers} is half, it is also "
-            "the fraction of checked requests that are repeated with exact answers. Executors cannot predict "
-            "which.",
+            "Fraction of requests that are checked if {verify} is sampled. Executors cannot predict which.",
             least=0,
             above=True,
             most=1,
             unit="RATE",
         ),
     ] = 0.05
+    repeat_rate: Annotated[
+        float,
+        Option(
+            VERIFICATION,
+            "Fraction of checked requests with half answers that are repeated with exact ones, which find "
+            "also the errors that are too small for the check. Executors cannot predict which. 0: none.",
+            least=0,
+            most=1,
+            unit="RATE",
+        ),
+    ] = 0.005
     fingerprints: Annotated[
         str | Path | None,
         Option(

@@ -111,7 +111,7 @@ def step(trio: Callable[[str], Trio], proxy: Proxy) -> Any:
         at = ["provider", "source"].index(who)
         middle = proxy(parties[at])
         parties[at] = middle.executor
-        chosen = {"mask_budget_mib": 0, "answers": "half", "verify_rate": 1e-9} | options
+        chosen = {"mask_budget_mib": 0, "answers": "half", "repeat_rate": 0.0} | options
         session = one_time(*parties, **chosen)
         model = add_lora(session.load_model(progress=False))
         gradients(model, token_ids())
@@ -152,7 +152,7 @@ def test_errors_below_the_bound_pass_unless_the_answer_is_asked_for_again(who: s
     with session:
         aim(plus(1, np.s_[0, 0]), middle, Direction.FORWARD)
         fixed_result(model, token_ids())
-    session, model, middle = step(who, verify_rate=1.0)
+    session, model, middle = step(who, repeat_rate=1.0)
     with session:
         aim(plus(1, np.s_[0, 0]), middle, Direction.FORWARD)
         with pytest.raises(VerificationError, match="o_proj"):
@@ -162,7 +162,7 @@ def test_errors_below_the_bound_pass_unless_the_answer_is_asked_for_again(who: s
 @pytest.mark.parametrize("who", ["provider", "source"])
 def test_an_answer_that_is_right_only_when_asked_again_is_noticed(who: str, step: Any) -> None:
     """The exact answer is honest, the rounded one before it was not."""
-    session, model, middle = step(who, verify_rate=1.0)
+    session, model, middle = step(who, repeat_rate=1.0)
     with session:
         gradients(model, token_ids())
         aim(on_upper(lambda n: n - (n & 1)), middle, Direction.BACKWARD)  # always down
@@ -172,7 +172,7 @@ def test_an_answer_that_is_right_only_when_asked_again_is_noticed(who: str, step
 
 def test_the_same_bytes_are_sent_again(trio: Callable[[str], Trio]) -> None:
     """So the provider sees no second mask of a row."""
-    with one_time(*trio("llama")[:2], answers="half", verify_rate=1.0) as session:
+    with one_time(*trio("llama")[:2], answers="half", repeat_rate=1.0) as session:
         model = session.load_model(progress=False)
         fixed_result(model, token_ids())
         with taken_down() as sent:
@@ -188,7 +188,7 @@ def test_plain_rows_cannot_carry_challenges(trio: Callable[[str], Trio]) -> None
 
 def test_honest_rows_pass(trio: Callable[[str], Trio]) -> None:
     """Some ten thousand rows; one false alarm would end the session."""
-    with one_time(*trio("llama")[:2], answers="half", verify_rate=1e-9) as session:
+    with one_time(*trio("llama")[:2], answers="half", repeat_rate=0.0) as session:
         model = add_lora(session.load_model(progress=False))
         for seed in range(20):
             gradients(model, token_ids(seed=seed))

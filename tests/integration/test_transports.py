@@ -88,7 +88,7 @@ def test_one_time_masks(
     checkpoint: Callable[[str], Path],
 ) -> None:
     options: dict[str, Any] = {"mask_sources": [f"local:{checkpoint('llama')}"], "answers": answers}
-    with ring_everywhere.connect(transport, privacy="one-time", verify_rate=1e-9, **options) as session:
+    with ring_everywhere.connect(transport, privacy="one-time", repeat_rate=0.0, **options) as session:
         got = fixed_result(session.load_model(progress=False), token_ids())
         assert session.stats.verified_rows == session.stats.rows > 0
     expected = fixed_result(load_local(checkpoint("llama")), token_ids())
