@@ -394,8 +394,8 @@ class Item(Struct):
             call: Any = {"id": self.call_id, "function": {"name": self.name, "arguments": self.arguments}}
             return ChatMessage("assistant", tool_calls=[msgspec.convert(call, Call)])
         if self.type == "function_call_output":
-            return ChatMessage("tool", self.output, tool_call_id=self.call_id)
-        return ChatMessage(_given(self.role), self.content)
+            return ChatMessage("tool", _given(self.output), tool_call_id=self.call_id)
+        return ChatMessage(_given(self.role), _given(self.content))
 
 
 class FlatTool(Function):
@@ -468,8 +468,9 @@ class Response(Struct, kw_only=True):
                 setattr(self, name, UNSET)
         self.store = False
         items = [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
-        first = [Item(role="system", content=self.instructions)] if _given(self.instructions) else []
-        self.input, self.instructions = [*first, *items], UNSET
+        if instructions := _given(self.instructions):
+            items = [Item(role="system", content=instructions), *items]
+        self.input, self.instructions = items, UNSET
 
     @property
     def _chat(self) -> Chat:
