@@ -474,13 +474,13 @@ class Response(Struct, kw_only=True):
 
     @property
     def _chat(self) -> Chat:
+        """What it asks; never a stream, since that of a response repeats the whole text at its end."""
         choice, form = self.tool_choice, self.text.format if isinstance(self.text, TextOptions) else UNSET
         if isinstance(form, dict) and form.get("type") == "json_schema":
             form = {"type": "json_schema", "json_schema": form}
         return Chat(
             messages=[each.message for each in self.input if isinstance(each, Item)],
             max_tokens=self.max_output_tokens,
-            stream=self.stream,
             tools=[Tool(each) for each in _given(self.tools) or ()] or UNSET,
             tool_choice=ChosenTool(ToolName(choice.name)) if isinstance(choice, FlatChoice) else choice,
             response_format=form,

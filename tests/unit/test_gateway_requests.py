@@ -197,6 +197,13 @@ def test_what_is_not_too_much(path: str, body: Any) -> None:
     assert isinstance(ask(path, body), ParsedRequest)
 
 
+def test_a_stream_of_a_response_counts_its_text() -> None:
+    """Its last events have all of it."""
+    for context, refused in ((1 << 18, False), ((1 << 18) + 1, True)):
+        found = parse_request(RESPONSES, b'{"input": "x", "stream": true}', context)
+        assert isinstance(found, Refusal) is refused
+
+
 def test_prompts_count_together() -> None:
     """Up to twice the context, or as many as are always taken."""
     many = {"prompt": [[1] * 10_000] * 2}
