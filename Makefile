@@ -5,6 +5,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 GATEWAY := .venv-gateway
+CLIENTS := .venv-clients
 TOKENIZERS := $(VENV)/real-tokenizers
 # Threads that spin while they wait slow down whatever shares the machine (docs/explanation/performance.md).
 export GOMP_SPINCOUNT ?= 1000
@@ -23,7 +24,7 @@ release coverage: export TEST_PREPARED := no
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install gateway demo test quick release counts coverage architectures check bench clean
+.PHONY: help install gateway clients demo test quick release counts coverage architectures check bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -67,6 +68,13 @@ $(GATEWAY)/.project: $(GATEWAY)/.installed $(shell find $(SOURCES) -name '*.py' 
 	@rm -rf out/gateway-source
 	@touch $@
 
+clients: $(CLIENTS)/.installed ## make .venv-clients, with clients of the gateway that only `make release` tries
+
+$(CLIENTS)/.installed: requirements-clients.txt
+	@$(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-clients.txt
+	@touch $@
+
 demo: install $(if $(findstring --no-gateway,$(ARGS)),,gateway) ## fine-tune a chat model on private messages through an executor, compare, serve the adapter
 	@$(BIN)/python examples/demo.py $(ARGS)
 
@@ -76,7 +84,7 @@ test: install ## run the tests
 quick: install ## run the tests that need no sockets
 	$(BIN)/python -m $(PYTEST) tests/unit $(ARGS)
 
-release: install gateway ## run everything: all tests, the other ring, every architecture, the audit, other versions
+release: install gateway clients ## run everything: all tests, the other ring, every architecture, the audit, other versions
 	$(BIN)/python -m $(PYTEST) -m 'not architectures' $(ARGS)
 	TEST_RING=ring-fine $(BIN)/python -m $(PYTEST) $(RING)
 	$(BIN)/python tests/architectures/sweep.py

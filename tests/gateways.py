@@ -84,9 +84,9 @@ def chat_model(folder: Path) -> Path:
     return folder
 
 
-def ran(script: str, *arguments: object) -> dict[str, Any]:
-    """What a program of ``clients`` prints last, in the gateway's environment."""
-    command = [str(PYTHON), str(CLIENTS / script), *map(str, arguments)]
+def ran(script: str, *arguments: object, python: Path = PYTHON) -> dict[str, Any]:
+    """What a program of ``clients`` prints last; ``python``: of another environment than the gateway's."""
+    command = [str(python), str(CLIENTS / script), *map(str, arguments)]
     done = subprocess.run(
         command, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS, check=False
     )

@@ -28,6 +28,7 @@ RELEASE: dict[str, str] = {
     "e2e/test_gateway.py::test_guesses_change_neither_tokens_nor_rows": "an option that is off by default",
     "e2e/test_gateway.py::test_lm_eval": "a client; test_langchain and openai's are others",
     "e2e/test_gateway.py::test_products_of_adapters_are_made_once": "a script of files that seldom change",
+    "e2e/test_gateway_clients.py": "clients in an environment of their own; test_gateway.py has two",
     "e2e/test_gateway_isolation.py": "hostile clients; bounds and shares are in tests/unit/test_gateway_*.py",
     "e2e/test_gateway_models.py": "many architectures in a gateway; test_gateway.py has one",
     "e2e/test_gpu_benchmark.py": "a benchmark",

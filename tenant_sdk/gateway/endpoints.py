@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import shutil
 import time
 from argparse import Namespace
@@ -18,6 +19,7 @@ import msgspec
 import prometheus_client
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.v1.structured_output import backend_guidance
@@ -172,6 +174,7 @@ class Endpoints:
         self._gateway.engine = engine_client
         _refuse_unknown_tokens(engine_client)
         _count_no_combinations(engine_client)
+        _begin_responses_as_chats()
         engine_client.renderer._executor._inner = Threads(TOKENIZING_THREADS)
         await self._try_constraints(engine_client)
         leave_words_out()  # requests come from now on
@@ -469,6 +472,16 @@ def _refuse_unknown_tokens(engine: EngineClient) -> None:
             raise VLLMValidationError(f"Token id {largest} is out of vocabulary", parameter=parameter)
 
     renderer.validate_token_ids = checked
+
+
+def _begin_responses_as_chats() -> None:
+    """vLLM puts a token before a response's prompt that begins a text, which chat templates write."""
+    build = ResponsesRequest.build_tok_params
+
+    def built(request: Any, config: Any) -> Any:
+        return dataclasses.replace(build(request, config), add_special_tokens=False)
+
+    ResponsesRequest.build_tok_params = built
 
 
 def _count_no_combinations(engine: EngineClient) -> None:

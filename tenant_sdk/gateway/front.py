@@ -17,7 +17,7 @@ from tenant_sdk.gateway.admission import Door, Failure, Queue, Refusal, told
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.fairness import Reservations
 from tenant_sdk.gateway.page import HEADERS, PAGE
-from tenant_sdk.gateway.requests import ParsedRequest, parse_request, text_bytes
+from tenant_sdk.gateway.requests import RESPONSES, ParsedRequest, parse_request, text_bytes
 from tenant_sdk.gateway.status import Ended, Status, request_name
 from tenant_sdk.gateway.turns import Turns, current_client
 
@@ -26,7 +26,7 @@ Send = Callable[[Message], Awaitable[None]]
 Receive = Callable[[], Awaitable[Message]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
-GENERATES = frozenset({"/v1/completions", "/v1/chat/completions"})
+GENERATES = frozenset({"/v1/completions", "/v1/chat/completions", RESPONSES})
 TOKENIZES = frozenset({"/tokenize", "/detokenize"})
 # Each is answered at once from what is in memory; all paths that are not named here are closed.
 FREE = frozenset({"/v1/models", "/v1/adapters", "/status.json", "/health", "/version", "/metrics"})
@@ -39,7 +39,7 @@ ADAPTER, MODEL = "/v1/adapters/", "/v1/models/"  # and a name
 # OpenAI's paths that clients ask for, and why they are not here.
 _ELSEWHERE = {
     "/v1/embeddings": ": this gateway serves a model that writes text, and vLLM makes embeddings with others",
-    "/v1/responses": ": use /v1/chat/completions, which takes tools and JSON schemas as well",
+    f"{RESPONSES}/": ": this gateway keeps no answers",
 }
 OPEN = frozenset({"/", "/healthz"})  # nothing that tells who uses what
 BODY_BYTES = 8 << 20  # however long sequences may be
@@ -128,7 +128,8 @@ class Front:
         # A line's end, say, would make it another path here than there.
         named = path.isprintable() and path.startswith((ADAPTER, MODEL))
         if path not in GENERATES | TOKENIZES | FREE and not named:
-            why = f"there is no such path{_ELSEWHERE.get(path, '')}"
+            reasons = (why for begins, why in _ELSEWHERE.items() if path.startswith(begins))
+            why = f"there is no such path{next(reasons, '')}"
             return await _refuse(send, Refusal(404, "not_found_error", why))
         async with self._body(client, path, receive) as body:
             if not isinstance(body, bytes):
@@ -179,9 +180,9 @@ class Front:
         self, client: str, wanted: ParsedRequest, scope: Message, receive: Receive, send: Send
     ) -> None:
         """Have a request answered that is in the queue."""
-        replayed = _replayed(wanted.body, receive)
+        body = wanted.body
         if scope["path"] in TOKENIZES:
-            await self._alone(client, _with_length(scope, wanted.body), replayed, send)
+            await self._alone(client, _with_length(scope, body), _replayed(body, receive), send)
             return
         if wanted.constraint is not None:
             refusal = await _unless_gone(self._constraint_refusal(client, wanted.constraint), receive)
@@ -190,8 +191,23 @@ class Front:
                 return
         # What ended one of its sequences is found by a name that nobody else can give.
         name, entered = request_name(client, secrets.token_hex(16)), self._clock()
-        scope = _with_length(scope, wanted.body, name.encode())
-        await self._application(scope, replayed, self._explained(send, name, entered))
+        if scope["path"] == RESPONSES:  # vLLM takes the name of the others from a header
+            body = body[:-1] + f',"request_id":"resp_{name}"}}'.encode()
+        told = self._explained(send, name, entered)
+        begun = False
+
+        async def tell(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await told(message)
+
+        try:
+            await self._application(_with_length(scope, body, name.encode()), _replayed(body, receive), tell)
+        except Exception:
+            if scope["path"] != RESPONSES or not begun:
+                raise
+            # vLLM has no event for the failure of such a stream.
+            await send({"type": "http.response.body", "body": _error_event(self._told(name, entered))})
 
     async def _alone(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
         """Have one request at a time answered of a client's that take the server long."""
@@ -303,6 +319,13 @@ def _failed(event: bytes) -> bool:
         return int(said["error"]["code"]) >= 500
     except (msgspec.DecodeError, KeyError, TypeError, ValueError):
         return True
+
+
+def _error_event(refusal: Refusal) -> bytes:
+    """The last of a response's stream; OpenAI's client looks for ``error``, others for the type."""
+    error = refusal.body()["error"]
+    told = error | {"type": "error", "code": str(refusal.status), "sequence_number": 0, "error": error}
+    return b"event: error\ndata: " + msgspec.json.encode(told) + b"\n\n"
 
 
 async def _unless_gone(answer: Awaitable[Refusal], receive: Receive) -> Refusal | None:

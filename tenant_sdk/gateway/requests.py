@@ -61,6 +61,14 @@ IGNORED = frozenset(
         "user",
     }
 )
+RESPONSES = "/v1/responses"
+# Of a response's request: what it needs that an earlier one left behind, or leaves behind itself.
+_KEPT = ("background", "conversation", "previous_response_id", "prompt", "store")
+_ITEMS = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
 
 
 class StreamOptions(Struct):
@@ -147,6 +155,16 @@ class Sampling(Struct, kw_only=True):
                 "answers or log-probabilities, set max_tokens, or have it streamed, which counts echo alone"
             )
         return ""
+
+    @property
+    def sequences(self) -> int:
+        """How many it is for at once: ``n`` answers to each prompt."""
+        return self.extent(0).prompts * (_given(self.n) or 1)
+
+    @property
+    def may_call(self) -> bool:
+        """Whether calls of tools are looked for in what the model writes."""
+        return False
 
     def constraint(self) -> Constraint | None:
         """See ``constraints.constraint``; the request has it in one field afterwards."""
@@ -266,6 +284,7 @@ class ChatMessage(Struct):
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES)]
 Tools = Annotated[list[Tool], Meta(max_length=64)]
 ForTemplate = Annotated[dict[Short, Plain], Meta(max_length=16)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Chat(Sampling, kw_only=True):
@@ -281,9 +300,7 @@ class Chat(Sampling, kw_only=True):
     max_completion_tokens: Count | UnsetType | None = UNSET
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | UnsetType | None = UNSET
     parallel_tool_calls: bool | UnsetType | None = UNSET
-    reasoning_effort: (
-        Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | UnsetType | None
-    ) = UNSET
+    reasoning_effort: Effort | UnsetType | None = UNSET
     include_reasoning: bool | UnsetType = UNSET
 
     def check(self, context: int) -> str:
@@ -306,7 +323,7 @@ class Chat(Sampling, kw_only=True):
 
     @property
     def may_call(self) -> bool:
-        """Whether calls of tools are looked for in what the model writes."""
+        """See ``Sampling.may_call``."""
         return bool(_given(self.tools)) and _given(self.tool_choice) in (None, "auto")
 
     def constraint(self) -> Constraint | None:
@@ -331,6 +348,166 @@ class Chat(Sampling, kw_only=True):
         written = [each for each in (self.max_tokens, self.max_completion_tokens) if isinstance(each, int)]
         own = max(1, _likeliest(self.top_logprobs)) if self.logprobs is True else 0
         return Extent(1, 0, 0, min([context, *written]), own)
+
+
+class ItemPart(Struct):
+    """Of an item: text alone."""
+
+    text: str
+    type: Literal["input_text", "output_text"] = "input_text"
+
+
+ItemText = str | Annotated[list[ItemPart], Meta(max_length=PARTS)]
+
+
+class Item(Struct):
+    """Of a response's input: a message, a call of a function, or what a function returned."""
+
+    type: Literal["message", "function_call", "function_call_output"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | UnsetType = UNSET
+    content: ItemText | UnsetType = UNSET
+    call_id: Short | UnsetType = UNSET
+    name: Short | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    output: ItemText | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        """Keep what its type has, with texts in one part, as templates get them.
+
+        Raises:
+            ValueError: something is missing.
+        """
+        for name in ("role", "content", "call_id", "name", "arguments", "output"):
+            value = getattr(self, name)
+            if name not in _ITEMS[self.type]:
+                value = UNSET
+            elif value is UNSET:
+                raise ValueError(f"a {self.type} has {' and '.join(_ITEMS[self.type])}")
+            setattr(self, name, "\n".join(each.text for each in value) if isinstance(value, list) else value)
+        if self.role == "developer":  # templates of other models do not know it
+            self.role = "system"
+
+    @property
+    def message(self) -> ChatMessage:
+        """The same in a chat."""
+        if self.type == "function_call":
+            call: Any = {"id": self.call_id, "function": {"name": self.name, "arguments": self.arguments}}
+            return ChatMessage("assistant", tool_calls=[msgspec.convert(call, Call)])
+        if self.type == "function_call_output":
+            return ChatMessage("tool", _given(self.output), tool_call_id=self.call_id)
+        return ChatMessage(_given(self.role), _given(self.content))
+
+
+class FlatTool(Function):
+    """See ``Tool``; a response's request has the function's fields beside the type."""
+
+    type: Literal["function"] = "function"
+
+
+class FlatChoice(Struct):
+    """See ``ChosenTool``."""
+
+    name: Short
+    type: Literal["function"] = "function"
+
+
+class TextOptions(Struct):
+    """Of a response's text."""
+
+    format: Any = UNSET
+
+
+class Reasoning(Struct):
+    """Of a response."""
+
+    effort: Effort | UnsetType | None = UNSET
+
+
+class Response(Struct, kw_only=True):
+    """``/v1/responses``: a chat in other words, by whose rules it is checked."""
+
+    input: str | Annotated[list[Item], Meta(min_length=1, max_length=MESSAGES)]
+    model: Short | UnsetType | None = UNSET
+    instructions: str | UnsetType | None = UNSET
+    max_output_tokens: Annotated[int, Meta(ge=1, le=INT32)] | UnsetType | None = UNSET
+    stream: bool | UnsetType | None = UNSET
+    stream_options: Any = UNSET  # whether its events are padded
+    temperature: Annotated[float, Meta(ge=0, le=2)] | UnsetType | None = UNSET
+    top_p: Annotated[float, Meta(gt=0, le=1)] | UnsetType | None = UNSET
+    top_k: Annotated[int, Meta(ge=-1, le=INT32)] | UnsetType | None = UNSET
+    seed: Seed | UnsetType | None = UNSET
+    tools: Annotated[list[FlatTool], Meta(max_length=64)] | UnsetType | None = UNSET
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice | UnsetType | None = UNSET
+    parallel_tool_calls: bool | UnsetType | None = UNSET
+    text: TextOptions | UnsetType | None = UNSET
+    structured_outputs: Any = UNSET
+    reasoning: Reasoning | UnsetType | None = UNSET
+    truncation: Literal["disabled"] | UnsetType | None = UNSET
+    include: Annotated[list[Any], Meta(max_length=0)] | UnsetType | None = UNSET
+    chat_template_kwargs: ForTemplate | UnsetType | None = UNSET
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | UnsetType | None = UNSET
+    background: Any = UNSET
+    conversation: Any = UNSET
+    previous_response_id: Any = UNSET
+    prompt: Any = UNSET
+    store: Any = UNSET
+
+    def __post_init__(self) -> None:
+        """Put instructions and a text into messages, as vLLM does; null is as if it were not there.
+
+        Raises:
+            ValueError: it needs what an earlier request left behind, or leaves something behind.
+        """
+        if kept := [name for name in _KEPT if _given(getattr(self, name))]:
+            raise ValueError(
+                f"{kept[0]}: this gateway keeps neither answers nor other texts; send all that was said "
+                "before in input"
+            )
+        for name in self.__struct_fields__:
+            if getattr(self, name) is None or name in (*_KEPT, "stream_options"):
+                setattr(self, name, UNSET)
+        self.store = False
+        items = [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        if instructions := _given(self.instructions):
+            items = [Item(role="system", content=instructions), *items]
+        self.input, self.instructions = items, UNSET
+
+    @property
+    def _chat(self) -> Chat:
+        """What it asks; never a stream, since that of a response repeats the whole text at its end."""
+        choice, form = self.tool_choice, self.text.format if isinstance(self.text, TextOptions) else UNSET
+        if isinstance(form, dict) and form.get("type") == "json_schema":
+            form = {"type": "json_schema", "json_schema": form}
+        return Chat(
+            messages=[each.message for each in self.input if isinstance(each, Item)],
+            max_tokens=self.max_output_tokens,
+            tools=[Tool(each) for each in _given(self.tools) or ()] or UNSET,
+            tool_choice=ChosenTool(ToolName(choice.name)) if isinstance(choice, FlatChoice) else choice,
+            response_format=form,
+            structured_outputs=self.structured_outputs,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+    def check(self, context: int) -> str:
+        """See ``Completion``."""
+        return self._chat.check(context)
+
+    @property
+    def sequences(self) -> int:
+        """See ``Sampling.sequences``."""
+        return 1
+
+    @property
+    def may_call(self) -> bool:
+        """See ``Sampling.may_call``."""
+        return self._chat.may_call
+
+    def constraint(self) -> Constraint | None:
+        """See ``Sampling.constraint``."""
+        chat = self._chat
+        found = chat.constraint()
+        self.text, self.structured_outputs = UNSET, chat.structured_outputs
+        return found
 
 
 class Tokenizing(Struct, kw_only=True):
@@ -376,7 +553,8 @@ class Detokenize(Struct, kw_only=True):
         return _too_long(len(self.tokens), context)
 
 
-Kind = type[Completion] | type[Chat] | type[TokenizeText] | type[TokenizeChat] | type[Detokenize]
+Generating = Completion | Chat | Response
+Kind = type[Generating] | type[TokenizeText] | type[TokenizeChat] | type[Detokenize]
 
 
 class ParsedRequest(msgspec.Struct):
@@ -384,9 +562,9 @@ class ParsedRequest(msgspec.Struct):
 
     Attributes:
         model: that it is for; empty: the base model.
-        sequences: how many it is for at once, ``n`` answers to each prompt.
+        sequences: see ``Sampling.sequences``.
         constraint: on its answers.
-        may_call: see ``Chat.may_call``.
+        may_call: see ``Sampling.may_call``.
         body: it, with the fields of this module alone.
     """
 
@@ -417,10 +595,8 @@ def parse_request(path: str, body: bytes, context: int) -> ParsedRequest | Refus
         if wrong := request.check(context):
             return _refused(wrong)
         wanted, sequences, may_call = None, 1, False
-        if isinstance(request, Completion | Chat):
-            prompts = request.extent(context).prompts
-            wanted, sequences = request.constraint(), prompts * (_given(request.n) or 1)
-            may_call = isinstance(request, Chat) and request.may_call
+        if isinstance(request, Generating):
+            may_call, sequences, wanted = request.may_call, request.sequences, request.constraint()
     except ConstraintRefused as error:
         return _refused(str(error))
     except (UnicodeError, *UNREADABLE) as error:
@@ -434,6 +610,8 @@ def _kind(path: str, fields: Any) -> Kind:
         return Completion
     if path == "/v1/chat/completions":
         return Chat
+    if path == RESPONSES:
+        return Response
     if path == "/detokenize":
         return Detokenize
     return TokenizeChat if "messages" in fields else TokenizeText

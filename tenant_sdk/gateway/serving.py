@@ -146,8 +146,10 @@ def _set_environment(options: GatewayOptions, folder: Path) -> None:
         "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0",
         "TORCH_COMPILE_DISABLE": "1",  # the first request that needs a function would wait for a compiler
     }
-    for variable in ("VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
-        os.environ.pop(variable, None)  # keys and adapters are ours
+    # Keys and adapters are ours, and no answers are kept.
+    for variable in ("API_KEY", "ALLOW_RUNTIME_LORA_UPDATING", "ENABLE_RESPONSES_API_STORE"):
+        os.environ.pop(f"VLLM_{variable}", None)
+    os.environ.pop("VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT", None)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_MAX_N_SEQUENCES", str(options.max_sequences))
     os.environ.setdefault("VLLM_MAX_COMPLETION_PROMPTS", str(options.max_sequences + options.max_waiting))

@@ -5,10 +5,11 @@ python langchain_client.py URL KEY MODEL
 
 from __future__ import annotations
 
-import json
 import sys
+from importlib.metadata import version
 from typing import Literal
 
+from asked import MESSAGES, PROMPT, SHORT, tell
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel
 
@@ -20,19 +21,17 @@ class Animal(BaseModel):
 
 
 url, key, model = sys.argv[1:]
-common = {"base_url": f"{url}/v1", "api_key": key, "model": model, "temperature": 0, "max_tokens": 12}
-chat, completion = ChatOpenAI(**common), OpenAI(**common)
-longer = ChatOpenAI(**common | {"max_tokens": 80})
-question = [("system", "You keep notes."), ("human", "Biscuit, beagle, 6 y")]
-print(
-    json.dumps(
-        {
-            "chat": chat.invoke(question).content,
-            "stream": "".join(part.content for part in chat.stream(question)),
-            "completion": completion.invoke("And in the beginning"),
-            "call": longer.bind_tools([Animal], tool_choice="Animal").invoke(question).tool_calls[0]["args"],
-            "by_call": longer.with_structured_output(Animal, method="function_calling").invoke(question).kind,
-            "by_schema": longer.with_structured_output(Animal, method="json_schema").invoke(question).kind,
-        }
-    )
+common = {"base_url": f"{url}/v1", "api_key": key, "model": model, "temperature": 0, "max_tokens": SHORT}
+chat, longer = ChatOpenAI(**common), ChatOpenAI(**common | {"max_tokens": 80})
+by_call = longer.with_structured_output(Animal, method="function_calling").invoke(MESSAGES)
+assert isinstance(by_call, Animal)
+tell(
+    "LangChain (`langchain-openai`)",
+    version("langchain-openai"),
+    completion=OpenAI(**common).invoke(PROMPT),
+    chat=chat.invoke(MESSAGES).content,
+    stream="".join(part.content for part in chat.stream(MESSAGES)),
+    tools=longer.bind_tools([Animal], tool_choice="Animal").invoke(MESSAGES).tool_calls[0]["args"],
+    schema=longer.with_structured_output(Animal, method="json_schema").invoke(MESSAGES).model_dump(),
+    responses=ChatOpenAI(**common, use_responses_api=True).invoke(MESSAGES).text,
 )

@@ -11,6 +11,7 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.tokenize.protocol import (
     DetokenizeRequest,
     TokenizeChatRequest,
@@ -22,6 +23,7 @@ app = build_app(make_arg_parser(FlexibleArgumentParser()).parse_args([]), ("gene
 fields = {
     "/v1/completions": CompletionRequest.model_fields,
     "/v1/chat/completions": ChatCompletionRequest.model_fields,
+    "/v1/responses": ResponsesRequest.model_fields,
     "/tokenize": TokenizeCompletionRequest.model_fields | TokenizeChatRequest.model_fields,
     "/detokenize": DetokenizeRequest.model_fields,
 }

@@ -45,7 +45,12 @@ COUNTED = ("symbiosis_rows_total", "symbiosis_product_seconds_count")  # by the 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chat_model(tmp_path_factory.mktemp("models") / "base")
+    folder = chat_model(tmp_path_factory.mktemp("models") / "base")
+    # How to sample is no model's matter: an answer is as OpenAI's without these.
+    own = json.loads((folder / "generation_config.json").read_text())
+    own |= {"do_sample": True, "temperature": 0.3, "top_p": 0.5}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    return folder
 
 
 def local(folder: Path) -> Any:
@@ -301,6 +306,68 @@ def test_tools(client: openai.OpenAI, choice: Any, stream: bool) -> None:
     assert json.loads(arguments)["kind"] in ("dog", "cat")
 
 
+def streamed(events: Any, kind: str) -> str:
+    """What the events of a response's stream add up to."""
+    return "".join(each.delta for each in events if each.type == f"response.{kind}.delta")
+
+
+def test_responses(client: openai.OpenAI) -> None:
+    """The same as chats, in other words; nothing is kept, and nothing is the model's own but its text."""
+    options: Any = {"model": "two", "temperature": 0, "max_output_tokens": 12}
+    said: Any = [
+        {"role": "user", "content": "Biscuit, beagle, 6 y"},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "Noted."}]},
+        {"type": "function_call", "call_id": "1", "name": "look_up", "arguments": '{"kind": "dog"}'},
+        {"type": "function_call_output", "call_id": "1", "output": "Boaz"},
+    ]
+    call = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": '{"kind": "dog"}'}}
+    messages: Any = [
+        {"role": "system", "content": "You keep notes."},
+        said[0],
+        {"role": "assistant", "content": "Noted.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "Boaz"},
+    ]
+    chat = client.chat.completions.create(model="two", temperature=0, max_tokens=12, messages=messages)
+    whole = client.responses.create(**options, instructions="You keep notes.", input=said)
+    assert whole.output_text == chat.choices[0].message.content != ""
+    assert whole.status == "incomplete"
+    assert chat.usage is not None
+    assert whole.usage is not None
+    counts = (whole.usage.input_tokens, whole.usage.output_tokens)
+    assert counts == (chat.usage.prompt_tokens, chat.usage.completion_tokens)
+    stream = list(client.responses.create(**options, instructions="You keep notes.", input=said, stream=True))
+    assert streamed(stream, "output_text") == whole.output_text
+    assert stream[-1].type == "response.completed"
+    assert stream[-1].response.output_text == whole.output_text
+    # As OpenAI's, whatever the model's files say.
+    plain = client.responses.create(model="base", input="And", max_output_tokens=2)
+    assert (plain.temperature, plain.top_p) == (1.0, 1.0)
+    for kept in ({"store": True}, {"previous_response_id": whole.id}, {"background": True}):
+        with pytest.raises(openai.BadRequestError, match="keeps neither answers nor other texts"):
+            client.responses.create(**options, input="x", **kept)
+    with pytest.raises(openai.NotFoundError, match="keeps no answers"):
+        client.responses.retrieve(whole.id)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "look_up"}])
+def test_tools_and_schemas_of_responses(client: openai.OpenAI, choice: Any) -> None:
+    tool: Any = {"type": "function", **TOOL["function"]}
+    options: Any = {"model": "one", "input": "Which?", "max_output_tokens": 100, "temperature": 0}
+    called = options | {"tools": [tool], "tool_choice": choice}
+    if choice == "auto":
+        called["extra_body"] = {"structured_outputs": {"choice": [CALL]}}
+    if choice == "required":
+        called["parallel_tool_calls"] = False
+    (call,) = client.responses.create(**called).output
+    assert (call.type, call.name) == ("function_call", "look_up")
+    assert json.loads(call.arguments)["kind"] in ("dog", "cat")
+    events = client.responses.create(**called, stream=True)
+    assert json.loads(streamed(events, "function_call_arguments")) == json.loads(call.arguments)
+    form = {"type": "json_schema", "name": "animal", "schema": TOOL["function"]["parameters"]}
+    answer = client.responses.create(**options, text={"format": form})
+    assert json.loads(answer.output_text)["kind"] in ("dog", "cat")
+
+
 def test_models_are_named(client: openai.OpenAI) -> None:
     assert client.models.retrieve("one").id == "one"
     for ask in (
@@ -326,10 +393,10 @@ def test_products_of_adapters_are_made_once() -> None:
 
 
 def test_langchain(running: RunningGateway, client: openai.OpenAI) -> None:
-    told = ran("langchain_client.py", running.url, KEY, "one")
-    assert told["chat"] == told["stream"] != ""
-    assert told["completion"] == complete(client, "one", "And in the beginning", 12)
-    assert {told["call"]["kind"], told["by_call"], told["by_schema"]} <= {"dog", "cat"}
+    told = ran("langchain_client.py", running.url, KEY, "one")["answers"]
+    assert told["chat"] == told["stream"] == told["responses"] != ""
+    assert told["completion"] == complete(client, "one", "And in the beginning", 16)
+    assert {told["tools"]["kind"], told["schema"]["kind"]} <= {"dog", "cat"}
 
 
 @pytest.mark.parametrize(
@@ -342,7 +409,7 @@ def test_without_a_key(running: RunningGateway, path: str) -> None:
 def test_other_paths_are_not_there(client: openai.OpenAI, running: RunningGateway) -> None:
     for path in (
         "/docs",
-        "/v1/responses",
+        "/v1/responses/resp_1",
         "/inference/v1/abort_requests",
         "/v1/load_lora_adapter",
         "/invocations",
@@ -481,7 +548,8 @@ def test_the_provider_dies_and_comes_back(
 ) -> None:
     """The last test with this provider: clients see 503, in streams an error, and then answers."""
     said = complete(client, "one", "And in the beginning")
-    found, waits, streamed, stop = list[int](), list[int](), list[str](), threading.Event()
+    found, waits, stop = list[int](), list[int](), threading.Event()
+    streamed, responded = list[str](), list[str]()
 
     def load() -> None:
         while not stop.is_set():
@@ -500,9 +568,17 @@ def test_the_provider_dies_and_comes_back(
         except openai.APIError as error:
             streamed.append(str(error))
 
-    with ThreadPoolExecutor(3) as pool:
+    def respond() -> None:
+        while not stop.is_set() and not responded:
+            try:
+                for _ in client.responses.create(model="two", input="And", stream=True):
+                    continue
+            except openai.APIError as error:
+                responded.append(str(error))
+
+    with ThreadPoolExecutor(4) as pool:
         try:
-            for task in (load, load, stream):
+            for task in (load, load, stream, respond):
                 pool.submit(task)
             until(lambda: 200 in found, "the load runs")
             assert provider.process is not None
@@ -519,6 +595,8 @@ def test_the_provider_dies_and_comes_back(
     assert min(waits) >= 1
     assert streamed
     assert "Internal server error" not in streamed[0]
+    assert responded
+    assert not re.search("Internal server error|its log says why", responded[0])
     assert complete(client, "one", "And in the beginning") == said
     until(lambda: get(running, "/healthz") == {"status": "ok"}, "healthy again")
     assert again.process is not None

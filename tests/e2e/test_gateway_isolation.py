@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 pytestmark = needed
 
 KEYS = ("a-key-that-is-nobody-s", "another-that-is-nobody-s")
-TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 MARK = "zebraquagga"
 MARKED_TOKENS = [1717, 1818, 1919, 1616]
 # Each may be right for one field and is wrong for most.
@@ -121,6 +121,7 @@ def vllm() -> dict[str, Any]:
 USUAL: dict[str, dict[str, Any]] = {
     TEXT: {"model": "base", "prompt": "And", "max_tokens": 1},
     CHAT: {"model": "base", "messages": [{"role": "user", "content": "And"}], "max_tokens": 1},
+    RESPONSES: {"model": "base", "input": "And", "max_output_tokens": 1},
     "/tokenize": {"model": "base", "prompt": "And"},
     "/detokenize": {"model": "base", "tokens": [1]},
 }
@@ -171,11 +172,35 @@ OF_CHATS: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize(("path", "own"), [(TEXT, OF_TEXTS), (CHAT, OF_CHATS)])
+OF_RESPONSES: dict[str, list[Any]] = {
+    "input": [
+        [{"role": "user", "content": ""}],
+        [{"role": "assistant", "content": [{"type": "output_text", "text": "x"}]}],
+        [{"type": "function_call", "call_id": "1", "name": "x", "arguments": "{}"}],
+        [{"type": "function_call_output", "call_id": "1", "output": "x"}],
+    ],
+    "instructions": ["", "x"],
+    "max_output_tokens": [1, 5],
+    "reasoning": [{}, {"effort": "low"}],
+    "text": [{"format": {"type": "json_object"}}],
+    "tool_choice": ["none", "auto", "required", {"type": "function", "name": "x"}],
+    "tools": [[], [{"type": "function", "name": "x"}]],
+}
+BOTH = {"cache_salt", "seed", "stream", "structured_outputs", "temperature", "top_k"}
+
+
+@pytest.mark.parametrize(
+    ("path", "choices"),
+    [
+        (TEXT, TOGETHER | OF_TEXTS),
+        (CHAT, TOGETHER | OF_CHATS),
+        (RESPONSES, {each: TOGETHER[each] for each in BOTH} | OF_RESPONSES),
+    ],
+)
 def test_no_values_together_are_an_error_of_the_server(
-    client: Client, other: Client, path: str, own: dict[str, list[Any]]
+    client: Client, other: Client, path: str, choices: dict[str, list[Any]]
 ) -> None:
-    choices, draw, found = TOGETHER | own, random.Random(3), {}
+    draw, found = random.Random(3), {}
     for _ in range(200):
         fields = draw.sample(sorted(choices), draw.randint(2, 7))
         body = USUAL[path] | {each: draw.choice(choices[each]) for each in fields}
@@ -316,6 +341,11 @@ def marked(fields: list[str]) -> Iterator[dict[str, Any]]:
             yield {field: value}
     yield {"messages": [{"role": MARK, "content": MARK}, {"role": MARK, "content": [{"text": MARK}]}]}
     yield {"tools": [tool]}
+    yield {"tools": [tool | tool["function"]], "tool_choice": "required"}
+    yield {
+        "instructions": MARK,
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": MARK}]}],
+    }
     schema = {"properties": {MARK: {"const": MARK}}, "required": [MARK]}
     constraints: list[dict[str, Any]] = [{"json": schema}, {"choice": [MARK]}]
     constraints += [{"regex": f"{MARK}("}, {"regex": f"{MARK}+"}]

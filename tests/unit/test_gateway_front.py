@@ -219,7 +219,14 @@ async def test_a_body_that_is_tokenized_is_small(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/responses", "/ping", "/invocations", "/pooling", "/v1/completions/render", "/tokenizer_info"],
+    [
+        "/v1/responses/resp_1",
+        "/ping",
+        "/invocations",
+        "/pooling",
+        "/v1/completions/render",
+        "/tokenizer_info",
+    ],
 )
 @awaited
 async def test_paths_that_are_not_named_are_closed(tmp_path: Path, path: str) -> None:
@@ -435,6 +442,27 @@ def test_libraries_words_are_left_out(quiet: None, caplog: pytest.LogCaptureFixt
 )
 def test_errors_of_clients_in_a_stream_stay_as_they_are(event: bytes, gateways: bool) -> None:
     assert _failed(event) is gateways
+
+
+@awaited
+async def test_a_response_that_fails_says_so(tmp_path: Path) -> None:
+    """vLLM has no words for it in a stream; what fails before one begins is the server's matter."""
+    begins = True
+
+    async def fails(scope: Any, receive: Any, send: Any) -> None:
+        name = json.loads((await receive())["body"])["request_id"]
+        assert name.encode() == b"resp_" + dict(scope["headers"])[b"x-request-id"]
+        if begins:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ValueError
+
+    client = await Client(front(fails, tmp_path), "/v1/responses").says(b'{"input": "x"}')
+    event, data = client.sent[-1]["body"].decode().strip().split("\n")
+    told = json.loads(data.removeprefix("data: "))
+    assert (event, told["type"], told["error"]["type"]) == ("event: error", "error", "server_error")
+    begins = False
+    client = await Client(front(fails, tmp_path), "/v1/responses").says(b'{"input": "x"}')
+    assert isinstance(client.task.exception(), ValueError)
 
 
 def test_threads_are_shared_in_turns() -> None:

@@ -17,13 +17,15 @@ from tenant_sdk.gateway.constraints import (
     closed,
     constraint,
 )
-from tenant_sdk.gateway.requests import PARTS, ParsedRequest, parse_request
+from tenant_sdk.gateway.requests import PARTS, RESPONSES, ParsedRequest, parse_request
 
 CONTEXT = 64
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "x"}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]
 PARTED = [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1000}] * 5
+FLAT_TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+FLAT_CALL = {"type": "function_call", "id": "fc_1", "call_id": "1", "name": "f", "arguments": "{}"}
 SMALL_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
@@ -54,7 +56,7 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "x" * 10**5
 
 
 def ask(path: str, body: Any) -> ParsedRequest | Refusal:
-    usual = {TEXT: {"prompt": "x"}, CHAT: {"messages": MESSAGES}}.get(path, {})
+    usual = {TEXT: {"prompt": "x"}, CHAT: {"messages": MESSAGES}, RESPONSES: {"input": "x"}}.get(path, {})
     return parse_request(path, json.dumps(usual | body).encode(), CONTEXT)
 
 
@@ -148,6 +150,27 @@ def test_what_is_refused(path: str, field: str, value: Any) -> None:
         (CHAT, {"tools": [TOOL]}, "tools"),
         (CHAT, {"chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs"),
         (CHAT, {"messages": CALLED}, "arguments"),
+        (RESPONSES, {"store": True}, "store: this gateway keeps neither answers"),
+        (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id: this gateway keeps neither"),
+        (RESPONSES, {"background": True}, "background: this gateway keeps neither"),
+        (RESPONSES, {"conversation": "conv_1"}, "conversation: this gateway keeps neither"),
+        (RESPONSES, {"prompt": {"id": "1"}}, "prompt: this gateway keeps neither"),
+        (RESPONSES, {"include": ["message.output_text.logprobs"]}, "include"),
+        (RESPONSES, {"truncation": "auto"}, "truncation"),
+        (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
+        (RESPONSES, {"input": []}, "input"),
+        (RESPONSES, {"input": "x" * 6000}, "5120 are the most"),
+        (RESPONSES, {"input": "x" * 3000, "instructions": "x" * 3000}, "5120 are the most"),
+        (RESPONSES, {"input": [{"role": "user"}]}, "a message has role and content"),
+        (RESPONSES, {"input": [{"type": "function_call", "name": "f"}]}, "has call_id and name and"),
+        (RESPONSES, {"input": [FLAT_CALL | {"arguments": "["}]}, "arguments"),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
+        (RESPONSES, {"input": [{"role": "x", "content": "x"}]}, "role"),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools"),
+        (RESPONSES, {"tool_choice": "required"}, "tool_choice needs tools"),
+        (RESPONSES, {"tools": [FLAT_TOOL], "tool_choice": {"type": "function", "name": "g"}}, "not in tools"),
+        (RESPONSES, {"max_tool_calls": 1}, "does not take the field 'max_tool_calls'"),
         ("/detokenize", {"tokens": [1] * (CONTEXT + 1)}, "64 at most"),
         ("/detokenize", {"tokens": [2**31]}, "tokens"),
         ("/tokenize", {"prompt": 1}, "prompt"),
@@ -172,6 +195,13 @@ def test_what_is_too_much(path: str, body: Any, why: str) -> None:
 )
 def test_what_is_not_too_much(path: str, body: Any) -> None:
     assert isinstance(ask(path, body), ParsedRequest)
+
+
+def test_a_stream_of_a_response_counts_its_text() -> None:
+    """Its last events have all of it."""
+    for context, refused in ((1 << 18, False), ((1 << 18) + 1, True)):
+        found = parse_request(RESPONSES, b'{"input": "x", "stream": true}', context)
+        assert isinstance(found, Refusal) is refused
 
 
 def test_prompts_count_together() -> None:
@@ -330,6 +360,68 @@ def test_calls_that_must_be_made_fix_the_form_of_an_answer(
     body = json.loads(found.body)
     assert body.get("tool_choice") == choice
     assert "structured_outputs" not in body  # vLLM makes it
+
+
+def test_what_vllm_reads_of_a_response() -> None:
+    """Instructions are a message, texts have one part, and nothing is kept."""
+    said = {"type": "message", "id": "msg_1", "role": "assistant", "status": "incomplete"}
+    said["content"] = [
+        {"type": "output_text", "text": "a", "annotations": []},
+        {"type": "output_text", "text": "b"},
+    ]
+    asked = [{"role": "developer", "content": [{"type": "input_text", "text": "c"}]}, said, FLAT_CALL]
+    returned = {"type": "function_call_output", "call_id": "1", "output": "d", "name": "e"}
+    body = {
+        "instructions": "i",
+        "input": [*asked, returned],
+        "user": "u",
+        "metadata": {},
+        "temperature": None,
+    }
+    body |= {"store": False, "background": False, "previous_response_id": None, "max_output_tokens": 3}
+    body |= {"stream_options": {"include_obfuscation": False}, "text": {"verbosity": "low"}}
+    found = ask(RESPONSES, body)
+    assert isinstance(found, ParsedRequest)
+    assert (found.sequences, found.constraint, found.may_call) == (1, None, False)
+    assert json.loads(found.body) == {
+        "input": [
+            {"type": "message", "role": "system", "content": "i"},
+            {"type": "message", "role": "system", "content": "c"},
+            {"type": "message", "role": "assistant", "content": "a\nb"},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "d"},
+        ],
+        "max_output_tokens": 3,
+        "store": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "may_call", "kind"),
+    [
+        ({}, True, None),
+        ({"tool_choice": "required"}, False, "array"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, False, "object"),
+        ({"tool_choice": "none", "text": {"format": {"type": "json_object"}}}, False, "object"),
+        (
+            {
+                "tools": [],
+                "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "string"}}},
+            },
+            False,
+            "string",
+        ),
+    ],
+)
+def test_constraints_of_a_response(fields: Any, may_call: bool, kind: str | None) -> None:
+    found = ask(RESPONSES, {"tools": [FLAT_TOOL]} | fields)
+    assert isinstance(found, ParsedRequest)
+    assert found.may_call == may_call
+    schema = None if found.constraint is None else json.loads(found.constraint.text)
+    assert (schema or {}).get("type") == kind
+    body = json.loads(found.body)
+    assert "text" not in body
+    assert ("structured_outputs" in body) == ("text" in fields)
 
 
 def test_definitions_of_tools_are_put_together() -> None:
