@@ -45,6 +45,27 @@ def compiled_in_a_thread(given: Constraint) -> None:
         pool.submit(compiled, rules, given).result()
 
 
+PET = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+BARKS = {"type": "object", "properties": {"bark": {"type": "boolean"}}}
+BOTH = {"name": "a", "bark": True}
+NAMED = {"$ref": "#/$defs/pet"}
+MADE_OF_PARTS: list[dict[str, Any]] = [
+    {"allOf": [NAMED, BARKS]},
+    {"allOf": [NAMED, BARKS | {"required": ["bark"]}]},
+    {"allOf": [NAMED, {"$ref": "#/$defs/dog"}]},
+    PET | {"anyOf": [BARKS, {"properties": {"c": {}}, "required": ["c"]}]},
+    NAMED | {"required": ["bark"]},
+]
+
+
+def takes_both(schema: dict[str, Any]) -> bool:
+    """Whether an object can have the members that different parts of a schema describe."""
+    rules = llguidance.LLTokenizer(file.read_text(), n_vocab=tokens, eos_token=0)
+    whole = json.dumps(schema | {"$defs": {"pet": PET, "dog": BARKS}})
+    matcher, text = compiled(rules, Constraint("json", whole)), rules.tokenize_str(json.dumps(BOTH))
+    return bool(matcher.consume_tokens(text)) and bool(matcher.is_accepting())
+
+
 def compilations(sequences: int) -> list[int]:
     """How often a constraint is compiled for sequences of a client, and then for another client's.
 
@@ -109,6 +130,7 @@ async def main() -> dict[str, Any]:
     compiled_in_a_thread(chain(passed))
     await checker.close()
     said["compilations"] = compilations(30)
+    said["parts"] = [takes_both(each) for each in MADE_OF_PARTS]
     return said
 
 

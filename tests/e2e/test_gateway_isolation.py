@@ -275,6 +275,7 @@ def test_a_trial_ends_at_its_time_and_clients_take_turns() -> None:
     assert "takes more than" in said["endless"]
     assert "try again" in said["died"]
     assert said["compilations"] == [2, 2, 3]
+    assert said["parts"] == [True] * 5, "members that a part of a schema describes"
 
 
 @pytest.mark.parametrize(

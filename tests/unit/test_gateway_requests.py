@@ -441,18 +441,37 @@ def test_objects_have_no_members_that_their_schema_does_not_describe() -> None:
     schema = {
         "type": "object",
         "properties": {"properties": inner, "open": inner | {"additionalProperties": True}},
-        "const": inner,
-        "anyOf": [inner, {"type": "array", "items": inner}],
-        "$defs": {"x": {"allOf": [inner, inner]}},
+        "const": inner | {"allOf": [inner, inner]},
+        "$defs": {"x": {"anyOf": [inner, {"type": "array", "items": inner}]}},
     }
     shut = inner | {"additionalProperties": False}
     assert closed(schema) == {
         "type": "object",
         "properties": {"properties": shut, "open": inner | {"additionalProperties": True}},
-        "const": inner,
-        "anyOf": [shut, {"type": "array", "items": shut}],
-        "$defs": {"x": {"allOf": [inner, inner]}},
+        "const": inner | {"allOf": [inner, inner]},
+        "$defs": {"x": {"anyOf": [shut, {"type": "array", "items": shut}]}},
         "additionalProperties": False,
     }
     assert closed(True) is True
     assert "additionalProperties" not in schema
+
+
+PART = {"properties": {"b": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [PART, PART]},
+        PART | {"allOf": [{"$ref": "#/$defs/x"}]},
+        PART | {"$ref": "#/$defs/x"},
+        PART | {"anyOf": [PART, PART]},
+        {"additionalProperties": {"type": "string"}, "oneOf": [PART]},
+        {"oneOf": [PART], "anyOf": [PART]},
+    ],
+)
+def test_an_object_that_is_described_in_several_places_stays_open(schema: dict[str, Any]) -> None:
+    """Closed, each of them would forbid the members of the others."""
+    for whole in (schema, {"$defs": {"x": PART}, "items": {"properties": {"a": schema}}}):
+        assert closed(whole) == whole
+    assert closed(PART | {"items": {"allOf": [PART]}}) != PART, "one place alone"
