@@ -362,6 +362,22 @@ def test_calls_that_must_be_made_fix_the_form_of_an_answer(
     assert "structured_outputs" not in body  # vLLM makes it
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+@pytest.mark.parametrize(
+    ("kind", "value"), [("regex", "a"), ("grammar", "root ::= x"), ("json", {}), ("choice", ["a"])]
+)
+def test_beside_tools_a_client_cannot_form_the_text_that_is_looked_at(
+    path: str, kind: str, value: Any
+) -> None:
+    """A choice is short."""
+    tools = [SMALL_TOOL if path == CHAT else FLAT_TOOL]
+    body = {"tools": tools, "structured_outputs": {kind: value}}
+    refused = kind in ("regex", "grammar")
+    assert isinstance(ask(path, body), Refusal) is refused
+    assert isinstance(ask(path, body | {"tool_choice": "auto"}), Refusal) is refused
+    assert isinstance(ask(path, body | {"tool_choice": "none"}), ParsedRequest)
+
+
 def test_what_vllm_reads_of_a_response() -> None:
     """Instructions are a message, texts have one part, and nothing is kept."""
     said = {"type": "message", "id": "msg_1", "role": "assistant", "status": "incomplete"}
