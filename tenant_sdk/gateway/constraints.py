@@ -103,26 +103,52 @@ _BY_NAME, _LISTS = (
 )
 _OPEN = {"additionalProperties", "unevaluatedProperties", "allOf", "$ref"}
 _SINGLE = ("items", "additionalProperties", "contains", "else", "then")
+_OWN = {"properties", "patternProperties", "additionalProperties"}
 
 
 def closed(schema: Any) -> Any:
     """A schema whose objects have no other members than those that it describes, unless it says so.
 
-    Models go on with members of their own where they may. Parts of ``allOf`` describe the same object, and
-    are left as they are.
+    Models go on with members of their own where they may. A schema that describes an object in several
+    places is left as it is: closed, each of them would forbid the members of the others.
     """
+    return schema if _in_places(schema) else _closed(schema)
+
+
+def _in_places(schema: Any) -> bool:
+    """Whether any object of a schema is described in several places."""
+    if not isinstance(schema, dict):
+        return False
+    places = bool(schema.keys() & _OWN) + sum(key in schema for key in ("$ref", "anyOf", "oneOf"))
+    if isinstance(several := schema.get("allOf"), list):
+        places += len(several)
+    return places > 1 or any(map(_in_places, _inside(schema)))
+
+
+def _inside(schema: dict[str, Any]) -> Iterator[Any]:
+    """The schemas directly in one."""
+    for key in _BY_NAME:
+        if isinstance(named := schema.get(key), dict):
+            yield from named.values()
+    for key in (*_LISTS, "allOf"):
+        if isinstance(listed := schema.get(key), list):
+            yield from listed
+    yield from (schema[key] for key in _SINGLE if key in schema)
+
+
+def _closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     made = dict(schema)
     for key in _BY_NAME:
         if isinstance(made.get(key), dict):
-            made[key] = {name: closed(each) for name, each in made[key].items()}
+            made[key] = {name: _closed(each) for name, each in made[key].items()}
     for key in _LISTS:
         if isinstance(made.get(key), list):
-            made[key] = [closed(each) for each in made[key]]
+            made[key] = [_closed(each) for each in made[key]]
     for key in _SINGLE:
         if key in made:
-            made[key] = closed(made[key])
+            made[key] = _closed(made[key])
     if "properties" in made and not made.keys() & _OPEN:
         made["additionalProperties"] = False
     return made

@@ -19,9 +19,12 @@ import msgspec
 import prometheus_client
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
+from vllm.parser import ParserManager
+from vllm.parser.harmony import HarmonyParser
 from vllm.v1.structured_output import backend_guidance
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
@@ -29,6 +32,7 @@ from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
 from tenant_sdk.gateway.admission import MOST_ADAPTERS, Door, Queue, Refusal
+from tenant_sdk.gateway.calls import JSON_CALLS, bounded
 from tenant_sdk.gateway.fairness import Reservations
 from tenant_sdk.gateway.figures import Collector, rates
 from tenant_sdk.gateway.front import GENERATES, TOKENIZES, Front, Served
@@ -175,6 +179,7 @@ class Endpoints:
         _refuse_unknown_tokens(engine_client)
         _count_no_combinations(engine_client)
         _begin_responses_as_chats()
+        _bound_parsers(state)
         engine_client.renderer._executor._inner = Threads(TOKENIZING_THREADS)
         await self._try_constraints(engine_client)
         leave_words_out()  # requests come from now on
@@ -482,6 +487,18 @@ def _begin_responses_as_chats() -> None:
         return dataclasses.replace(build(request, config), add_special_tokens=False)
 
     ResponsesRequest.build_tok_params = built
+
+
+def _bound_parsers(state: State) -> None:
+    """Have calls read as ``calls`` says; HarmonyParser looks at each token once, and at no text."""
+    forced = ParserManager.get_parser(JSON_CALLS, enable_auto_tools=True)
+    holders = [(state.online_renderer, "parser"), (state.openai_serving_chat, "parser_cls")]
+    for holder, name in (*holders, (state.openai_serving_responses, "parser")):
+        reads = getattr(holder, name)
+        tools = reads.tool_parser_cls
+        if not issubclass(reads, HarmonyParser):
+            collects = tools.engine_based_streaming or tools is forced.tool_parser_cls
+            setattr(holder, name, bounded(reads, forced, DeltaMessage, collects=collects))
 
 
 def _count_no_combinations(engine: EngineClient) -> None:

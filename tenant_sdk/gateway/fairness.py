@@ -11,18 +11,19 @@ These rules say what one client can take:
 - ``admission``: sequences under way (``Queue``).
 - ``requests``, ``constraints``: the size of each field of a request, and of an answer.
 - ``grammars``: time and memory for compiling a constraint; ``trials``: one at a time.
+- ``calls``: the part of an answer in which calls of tools are looked for, and how often.
 - ``turns``: one at a time of the server's threads for tokenizing.
 - ``endpoints``: names of adapters; one change of them at a time.
 - here: ``Reservations`` of all that is counted; sequences, their adapters and their memory
   (``next_admissions``, ``next_preemptions``); of a step the time (``Steps``), attention
   (``AttentionTimeDebt``), sampling (``paused_sampling``) and rows for prompts (``second_prompts``,
-  ``rows_per_client``); time to apply constraints (``Allowance``).
+  ``rows_per_client``); time to apply constraints (``Allowance``), and texts that they have (``too_long``).
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -105,6 +106,22 @@ class Allowance:
         """Whether a client had as much; it is taken all the same."""
         self._remaining[client] = self._remaining.get(client, self.most) - seconds
         return self._remaining[client] >= 0
+
+
+def too_long(texts: Mapping[str, tuple[str, int]], each: int, together: int) -> set[str]:
+    """Names of texts that go beyond what one may have, or what all of a client's may: the longest of these.
+
+    Args:
+        texts: client and size, by name.
+        each: that one text may have.
+        together: that all texts of a client may have.
+    """
+    names, sums = set[str](), Counter[str]()
+    for name, (client, size) in sorted(texts.items(), key=lambda text: text[1][1]):
+        sums[client] += size
+        if size > each or sums[client] > together:
+            names.add(name)
+    return names
 
 
 class SequenceInfo(NamedTuple):

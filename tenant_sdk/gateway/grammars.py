@@ -52,15 +52,20 @@ def compiled(tokenizer: llguidance.LLTokenizer, given: Constraint) -> llguidance
     Raises:
         ValueError: it cannot be compiled, or not within ``LIMITS``.
     """
-    if given.kind == "json":
-        schema = json.dumps(closed(json.loads(given.text)))
-        text = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=_FORM)
-    else:
-        text = llguidance.grammar_from(given.kind, given.text)
-    matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
-    if matcher.is_error():
-        raise ValueError(_sentence(matcher))
-    return matcher
+    for text in _grammars(given):
+        matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            return matcher
+    raise ValueError(_sentence(matcher))
+
+
+def _grammars(given: Constraint) -> list[str]:
+    """As llguidance reads it; of a schema the closed form comes before the one that was given."""
+    if given.kind != "json":
+        return [llguidance.grammar_from(given.kind, given.text)]
+    schema = json.loads(given.text)
+    forms = dict.fromkeys(json.dumps(each) for each in (closed(schema), schema))
+    return [llguidance.LLMatcher.grammar_from_json_schema(form, defaults=_FORM) for form in forms]
 
 
 def trial(tokenizer: llguidance.LLTokenizer, given: Constraint) -> str:

@@ -75,7 +75,7 @@ class GatewayOptions:
         Option(
             _MODEL,
             "How calls of tools are written, as vLLM names it: hermes, llama3_json, mistral and others; or "
-            "none. Default: as the chat template writes them.",
+            "none. Default: hermes, if the chat template writes them so; others take long for some answers.",
             unit="NAME",
         ),
     ] = ""

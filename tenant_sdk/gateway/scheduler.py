@@ -26,6 +26,7 @@ from tenant_sdk.gateway.fairness import (
     paused_sampling,
     rows_per_client,
     second_prompts,
+    too_long,
 )
 from tenant_sdk.gateway.grammars import ENGINE_STACK
 from tenant_sdk.gateway.status import Ended, client_of
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 GUESSED_LINE, GUESSED_TOKEN = (0.02, 0.0005), 1e-6
 # Of a processor, for the constraints of one client's sequences. The first masks take longer than the others.
 GRACE_SECONDS, STEP_SECONDS = 0.2, 0.01
+# Bytes of texts with a constraint, of one and of all of a client's. A matcher keeps up to half a KiB for each
+# of them, also while its sequence has given up its keys and values.
+TEXT_BYTES, TEXTS_BYTES = 256 << 10, 1 << 20
 
 
 class Scheduler(Base):  # type: ignore[misc]
@@ -193,9 +197,16 @@ class Scheduler(Base):  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
         spent = {name: each.ended for name, each in grammars.items() if each is not None and each.ended}
+        kept = {name: found for name in self.requests if (found := self._grammar(name)) is not None}
+        texts = {name: (client_of(name), each.text) for name, each in kept.items()}
+        long = too_long(texts, TEXT_BYTES, TEXTS_BYTES)
+        spent |= dict.fromkeys(
+            long, "texts with a constraint, of this answer or of your key, became too long"
+        )
         if lost or spent:
             self._ended.add(self._folder, lost | spent)  # before the clients are told
-        for request in self.finish_requests(failed & self.requests.keys(), RequestStatus.FINISHED_ERROR):
+        ends = (failed | long) & self.requests.keys()
+        for request in self.finish_requests(ends, RequestStatus.FINISHED_ERROR):
             ended = EngineCoreOutput(
                 request_id=request.request_id,
                 new_token_ids=[],

@@ -18,8 +18,9 @@ from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.adapters import largest_rank
 from tenant_sdk.gateway.admission import MOST_ADAPTERS, Door, Queue
+from tenant_sdk.gateway.calls import JSON_CALLS
 from tenant_sdk.gateway.connection import read, written
-from tenant_sdk.gateway.folder import METHOD, content_format, shows_tools, tool_parser, write_folder
+from tenant_sdk.gateway.folder import METHOD, QUICK, content_format, shows_tools, tool_parser, write_folder
 from tenant_sdk.gateway.options import DRAFT_TOKENS, LOOKUP, RANKS, GatewayOptions
 from tenant_sdk.gateway.status import Status
 from tenant_sdk.gateway.turns import TOKENIZING_THREADS
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 PATIENCE = 10.0  # seconds; clients wait as long
 SOCKET_FOLDER = 64  # characters; the name of a socket in it has 37, and 107 is the most of both
 STEP_ROWS = 512  # of all sequences, in one step
-_JSON_CALLS = "hermes"
 LOOKUP_TOKENS = 4  # of the text, for which the same is looked for before
 
 
@@ -200,12 +200,20 @@ def _tool_parser(options: GatewayOptions, tokenizer: Any, say: Callable[[str], N
     Raises:
         ConfigurationError: vLLM has none of this name.
     """
-    from vllm.tool_parsers import ToolParserManager
-
     if not shows_tools(tokenizer, options.chat_template):
         say("this model's chat template shows it no tools: it does not know what those of a request are for")
-    given = options.tool_parser or tool_parser(tokenizer, options.chat_template)
-    if given and given != "none" and given not in (known := sorted(ToolParserManager.list_registered())):
+    if not options.tool_parser:
+        found = tool_parser(tokenizer, options.chat_template)
+        if found and found not in QUICK:
+            say(
+                f"this model's chat template writes calls for vLLM's parser {found}, which takes long for "
+                f"some answers, while all clients wait; give --tool-parser {found} if you trust your clients"
+            )
+        return found if found in QUICK else ""
+    from vllm.tool_parsers import ToolParserManager
+
+    given = options.tool_parser
+    if given != "none" and given not in (known := sorted(ToolParserManager.list_registered())):
         raise ConfigurationError(
             "{tool_parser} must be none or one of {}", ", ".join(known), tool_parser=given
         )
@@ -245,8 +253,7 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
         "structured-outputs-config": json.dumps({"backend": "guidance"}),  # or the first request chooses
         "model-loader-extra-config": json.dumps({"enable_weights_track": True}),
     }
-    # A call that must be made is read as JSON, which needs a parser of that kind and no mark of a template.
-    arguments["tool-call-parser"] = endpoints.serving.tool_parser or _JSON_CALLS
+    arguments["tool-call-parser"] = endpoints.serving.tool_parser or JSON_CALLS
     if options.chat_template is not None:
         arguments["chat-template"] = options.chat_template
     if options.context is not None:

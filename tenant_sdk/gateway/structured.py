@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -37,9 +38,14 @@ class LimitedGrammar(GuidanceGrammar):  # type: ignore[misc]
     Attributes:
         ended: why it does not go on; or empty.
         seconds: of a processor that it took and that are not counted yet.
+        text: bytes of its text, of each of which the matcher keeps what it found.
     """
 
-    ended, seconds, _taken = "", 0.0, 0.0
+    ended, seconds, _taken, text = "", 0.0, 0.0, 0
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._sizes = array("L")  # of its tokens, in bytes
 
     def fill_bitmask(self, bitmask: torch.Tensor, idx: int) -> None:
         """See vLLM."""
@@ -54,10 +60,19 @@ class LimitedGrammar(GuidanceGrammar):  # type: ignore[misc]
         began = time.thread_time()
         accepted: bool = super().accept_tokens(request_id, tokens)
         self._count(began)
+        sizes = array("L", (len(self.ll_tokenizer.decode_bytes([each])) for each in tokens))
+        self._sizes += sizes
+        self.text += sum(sizes)
         return accepted and not self.ended
 
+    def rollback(self, num_tokens: int) -> None:
+        """See vLLM: guesses that were wrong."""
+        super().rollback(num_tokens)
+        kept = max(0, len(self._sizes) - num_tokens)
+        self.text -= sum(self._sizes[kept:])
+        del self._sizes[kept:]
+
     def _count(self, began: float) -> None:
-        """A grammar that takes long for each token also keeps much of each, as long as its text goes on."""
         taken = time.thread_time() - began
         self.seconds += taken
         self._taken += taken

@@ -11,6 +11,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +21,11 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
 from tenant_sdk.gateway import structured
 from tenant_sdk.gateway.constraints import Constraint
+from tenant_sdk.gateway.fairness import Allowance
 from tenant_sdk.gateway.grammars import ENGINE_STACK, compiled
-from tenant_sdk.gateway.structured import LimitedGuidance, by_client
+from tenant_sdk.gateway.scheduler import TEXT_BYTES, TEXTS_BYTES, Base, Scheduler
+from tenant_sdk.gateway.status import Ended
+from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance, by_client
 from tenant_sdk.gateway.trials import ConstraintChecker
 
 file = Path(sys.argv[1]) / "tokenizer.json"
@@ -43,6 +47,27 @@ def compiled_in_a_thread(given: Constraint) -> None:
     threading.stack_size(ENGINE_STACK)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(compiled, rules, given).result()
+
+
+PET = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+BARKS = {"type": "object", "properties": {"bark": {"type": "boolean"}}}
+BOTH = {"name": "a", "bark": True}
+NAMED = {"$ref": "#/$defs/pet"}
+MADE_OF_PARTS: list[dict[str, Any]] = [
+    {"allOf": [NAMED, BARKS]},
+    {"allOf": [NAMED, BARKS | {"required": ["bark"]}]},
+    {"allOf": [NAMED, {"$ref": "#/$defs/dog"}]},
+    PET | {"anyOf": [BARKS, {"properties": {"c": {}}, "required": ["c"]}]},
+    NAMED | {"required": ["bark"]},
+]
+
+
+def takes_both(schema: dict[str, Any]) -> bool:
+    """Whether an object can have the members that different parts of a schema describe."""
+    rules = llguidance.LLTokenizer(file.read_text(), n_vocab=tokens, eos_token=0)
+    whole = json.dumps(schema | {"$defs": {"pet": PET, "dog": BARKS}})
+    matcher, text = compiled(rules, Constraint("json", whole)), rules.tokenize_str(json.dumps(BOTH))
+    return bool(matcher.consume_tokens(text)) and bool(matcher.is_accepting())
 
 
 def compilations(sequences: int) -> list[int]:
@@ -83,6 +108,46 @@ def compilations(sequences: int) -> list[int]:
     return [mine, same, len(made)]
 
 
+def lengths() -> list[int]:
+    """Bytes of a text as its matcher counts them: of two words, and without the last again."""
+    rules = llguidance.LLTokenizer(file.read_text(), n_vocab=tokens, eos_token=0)
+    matcher = compiled(rules, Constraint("regex", ".*"))
+    grammar = LimitedGrammar(ll_matcher=matcher, ll_tokenizer=rules, vocab_size=tokens)
+    first, second = rules.tokenize_str("é"), rules.tokenize_str(" dog")
+    found = []
+    for each in (first, second):
+        assert grammar.accept_tokens("", each)
+        found.append(grammar.text)
+    grammar.rollback(len(second))
+    return [*found, grammar.text]
+
+
+def ended(sizes: dict[str, int]) -> list[str]:
+    """Sequences of a client with texts of these sizes that a step ends; nothing of them is in the step."""
+    told, reasons = list[str](), Ended()
+
+    def finish(names: Any, _: Any) -> list[Any]:
+        told.extend(names)
+        return []
+
+    scheduler: Any = object.__new__(Scheduler)
+    grammars = {name: object.__new__(LimitedGrammar) for name in sizes}
+    for name, size in sizes.items():
+        grammars[name].text = size
+    scheduler.requests = {
+        name: SimpleNamespace(structured_output_request=SimpleNamespace(grammar=each))
+        for name, each in grammars.items()
+    } | {"plain": SimpleNamespace(structured_output_request=None)}
+    scheduler.kv_cache_manager = SimpleNamespace(evict_blocks=lambda _: None)
+    scheduler._allowance, scheduler._written, scheduler.finish_requests = Allowance(1, 1), {}, finish
+    scheduler._ended, scheduler._folder, scheduler.num_spec_tokens = reasons, Path(mkdtemp()), 0
+    Base.update_from_output = lambda *_: {}
+    step = SimpleNamespace(total_num_scheduled_tokens=0, num_scheduled_tokens={})
+    scheduler.update_from_output(step, None)
+    assert list(reasons.reasons) == told
+    return sorted(told)
+
+
 async def main() -> dict[str, Any]:
     """What is said of constraints that compete."""
     checker = ConstraintChecker(file, tokens, 0)
@@ -109,6 +174,13 @@ async def main() -> dict[str, Any]:
     compiled_in_a_thread(chain(passed))
     await checker.close()
     said["compilations"] = compilations(30)
+    said["lengths"] = lengths()
+    said["ended"] = [
+        ended({"a": TEXT_BYTES, "b": 1}),
+        ended({"a": TEXT_BYTES + 1, "b": 1}),
+        ended({str(at): TEXTS_BYTES // 8 + at for at in range(8)}),
+    ]
+    said["parts"] = [takes_both(each) for each in MADE_OF_PARTS]
     return said
 
 

@@ -275,6 +275,16 @@ def test_a_trial_ends_at_its_time_and_clients_take_turns() -> None:
     assert "takes more than" in said["endless"]
     assert "try again" in said["died"]
     assert said["compilations"] == [2, 2, 3]
+    assert said["lengths"] == [2, 6, 2]
+    assert said["ended"] == [[], ["a"], ["7"]]
+    assert said["parts"] == [True] * 5, "members that a part of a schema describes"
+
+
+def test_calls_are_found_as_without_bounds() -> None:
+    said = ran("tool_calls.py")
+    assert all(said["streams"].values()), said
+    assert len(said["constrained"]) == 8
+    assert all(each == [True] * 4 for each in said["constrained"].values()), said
 
 
 @pytest.mark.parametrize(

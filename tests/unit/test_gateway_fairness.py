@@ -23,6 +23,7 @@ from tenant_sdk.gateway.fairness import (
     paused_sampling,
     rows_per_client,
     second_prompts,
+    too_long,
 )
 
 
@@ -242,6 +243,15 @@ def test_what_begins_fits_and_somebody_always_does(
     for client in Counter(each.client for each in order):
         own = [int(each.name[1:]) for each in order if each.client == client and each.adapter == 0]
         assert own == sorted(own)
+
+
+def test_the_longest_texts_of_a_client_end() -> None:
+    texts = {"a": ("one", 10), "b": ("one", 40), "c": ("one", 30), "d": ("other", 40), "e": ("other", 51)}
+    assert too_long(texts, 50, 100) == {"e"}
+    assert too_long(texts, 60, 100) == set()
+    assert too_long(texts, 60, 90) == {"e"}
+    assert too_long(texts, 60, 79) == {"b", "e"}
+    assert too_long(texts, 60, 39) == {"b", "c", "d", "e"}
 
 
 def test_steps_with_prompts_do_not_change_the_forecast_of_those_without() -> None:

@@ -124,3 +124,17 @@ def test_how_a_template_writes_calls(template: str, parser: str, tmp_path: Path)
     assert tool_parser(tokenizer, tmp_path / "t.jinja") == parser
     tokenizer.chat_template = template
     assert tool_parser(tokenizer, None) == parser
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"), [("<tool_call>{{ tools }}", "hermes"), ("<|python_tag|>{{ tools }}", "")]
+)
+def test_a_parser_that_takes_long_is_chosen_by_operators_alone(
+    template: str, parser: str, tmp_path: Path
+) -> None:
+    """All clients wait for it."""
+    (tmp_path / "t.jinja").write_text(template)
+    said = list[str]()
+    options = GatewayOptions(chat_template=tmp_path / "t.jinja")
+    assert serving._tool_parser(options, AutoTokenizer.from_pretrained(BASE_MODEL), said.append) == parser
+    assert any("give --tool-parser llama3_json" in each for each in said) is (not parser)

@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -412,14 +413,15 @@ async def test_figures_are_made_once_for_all_who_ask() -> None:
 
 
 @pytest.fixture
-def quiet() -> Iterator[None]:
-    before = logging.getLogRecordFactory()
-    leave_words_out()
-    yield
+def quiet() -> Iterator[list[float]]:
+    """What the clock says."""
+    before, now = logging.getLogRecordFactory(), [0.0]
+    leave_words_out(lambda: now[0])
+    yield now
     logging.setLogRecordFactory(before)
 
 
-def test_libraries_words_are_left_out(quiet: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_libraries_words_are_left_out(quiet: list[float], caplog: pytest.LogCaptureFixture) -> None:
     text = "a secret " + "text"
     try:
         raise ValueError(text)
@@ -429,6 +431,20 @@ def test_libraries_words_are_left_out(quiet: None, caplog: pytest.LogCaptureFixt
     assert text not in caplog.text
     assert "ValueError" in caplog.text
     assert "a step failed: gone" in caplog.text
+
+
+def test_a_place_of_a_parser_says_once_in_a_while_that_it_fails(
+    quiet: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client can have it fail at each token."""
+    for seconds in (0.0, 59.0, 61.0):
+        quiet[0] = seconds
+        for name in ("vllm.tool_parsers.one", "vllm.something"):
+            for _ in range(100):
+                logging.getLogger(name).error("fails")
+        logging.getLogger("vllm.tool_parsers.one").error("fails at another place")
+    lines = Counter(record.name for record in caplog.records)
+    assert lines == {"vllm.tool_parsers.one": 4, "vllm.something": 300}
 
 
 @pytest.mark.parametrize(

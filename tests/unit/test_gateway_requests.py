@@ -362,6 +362,22 @@ def test_calls_that_must_be_made_fix_the_form_of_an_answer(
     assert "structured_outputs" not in body  # vLLM makes it
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+@pytest.mark.parametrize(
+    ("kind", "value"), [("regex", "a"), ("grammar", "root ::= x"), ("json", {}), ("choice", ["a"])]
+)
+def test_beside_tools_a_client_cannot_form_the_text_that_is_looked_at(
+    path: str, kind: str, value: Any
+) -> None:
+    """A choice is short."""
+    tools = [SMALL_TOOL if path == CHAT else FLAT_TOOL]
+    body = {"tools": tools, "structured_outputs": {kind: value}}
+    refused = kind in ("regex", "grammar")
+    assert isinstance(ask(path, body), Refusal) is refused
+    assert isinstance(ask(path, body | {"tool_choice": "auto"}), Refusal) is refused
+    assert isinstance(ask(path, body | {"tool_choice": "none"}), ParsedRequest)
+
+
 def test_what_vllm_reads_of_a_response() -> None:
     """Instructions are a message, texts have one part, and nothing is kept."""
     said = {"type": "message", "id": "msg_1", "role": "assistant", "status": "incomplete"}
@@ -441,18 +457,37 @@ def test_objects_have_no_members_that_their_schema_does_not_describe() -> None:
     schema = {
         "type": "object",
         "properties": {"properties": inner, "open": inner | {"additionalProperties": True}},
-        "const": inner,
-        "anyOf": [inner, {"type": "array", "items": inner}],
-        "$defs": {"x": {"allOf": [inner, inner]}},
+        "const": inner | {"allOf": [inner, inner]},
+        "$defs": {"x": {"anyOf": [inner, {"type": "array", "items": inner}]}},
     }
     shut = inner | {"additionalProperties": False}
     assert closed(schema) == {
         "type": "object",
         "properties": {"properties": shut, "open": inner | {"additionalProperties": True}},
-        "const": inner,
-        "anyOf": [shut, {"type": "array", "items": shut}],
-        "$defs": {"x": {"allOf": [inner, inner]}},
+        "const": inner | {"allOf": [inner, inner]},
+        "$defs": {"x": {"anyOf": [shut, {"type": "array", "items": shut}]}},
         "additionalProperties": False,
     }
     assert closed(True) is True
     assert "additionalProperties" not in schema
+
+
+PART = {"properties": {"b": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [PART, PART]},
+        PART | {"allOf": [{"$ref": "#/$defs/x"}]},
+        PART | {"$ref": "#/$defs/x"},
+        PART | {"anyOf": [PART, PART]},
+        {"additionalProperties": {"type": "string"}, "oneOf": [PART]},
+        {"oneOf": [PART], "anyOf": [PART]},
+    ],
+)
+def test_an_object_that_is_described_in_several_places_stays_open(schema: dict[str, Any]) -> None:
+    """Closed, each of them would forbid the members of the others."""
+    for whole in (schema, {"$defs": {"x": PART}, "items": {"properties": {"a": schema}}}):
+        assert closed(whole) == whole
+    assert closed(PART | {"items": {"allOf": [PART]}}) != PART, "one place alone"
