@@ -47,7 +47,7 @@ _CALLED = {
     "expert_used_count": ("num_experts_per_tok",),
     "expert_weights_norm": ("norm_topk_prob",),
 }
-_ROPE = ("rope.freq_base", "rope.dimension_count")
+_ROPE = ("rope.freq_base", "rope.freq_base_swa", "rope.dimension_count")
 _CAUSAL = "attention.causal"
 # Blocks of those Gemmas whose attention is scaled by the width for each head, and not by the head's own.
 _BY_WIDTH = {"gemma2": 46, "gemma3": 62}
@@ -220,10 +220,12 @@ def _check_same(reader: Any, config: Any, called: str) -> None:
     heads = said["attention.head_count"]
     width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
     if rope := getattr(config, "rope_parameters", None):
-        rope = rope.get("full_attention", rope)
+        near, rope = (rope.get(f"{name}_attention", rope) for name in ("sliding", "full"))
         turned = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0))
-        said |= dict(zip(_ROPE, (rope["rope_theta"], int(width * turned)), strict=True))
+        said |= zip(_ROPE, (rope["rope_theta"], near["rope_theta"], int(width * turned)), strict=True)
         given = {"rope.freq_base": 10000.0, "rope.dimension_count": width} | given
+        if near is not rope:
+            given.setdefault("rope.freq_base_swa", 10000.0)
     if scaled := getattr(config, "query_pre_attn_scalar", None):
         by_width = _BY_WIDTH.get(architecture) == config.num_hidden_layers
         given["attention.scale"] = config.hidden_size // heads if by_width else width
