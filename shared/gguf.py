@@ -11,10 +11,10 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,31 @@ log = logging.getLogger(__name__)
 _MAGIC = b"GGUF"
 _LONGEST_TOKEN = 1024  # bytes
 _DONE = "config.json"  # written last
+# Keys of an architecture that change no answer, or that the shapes of tensors are compared with anyway.
+_SHOWN = {
+    *("vocab_size", "context_length", "block_count", "embedding_length", "feed_forward_length"),
+    *("expert_count", "expert_feed_forward_length", "expert_shared_feed_forward_length"),
+    *("attention.head_count_kv", "attention.key_length", "attention.value_length", "shortconv.l_cache"),
+    *("ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank"),
+    *("tensor_data_layout", "use_parallel_residual"),
+}
+# Other keys, and what transformers' configurations call them: first those that only such a model reads.
+_EPSILONS = ("norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps")
+_CALLED = {
+    "attention.head_count": ("num_attention_heads",),
+    "attention.layer_norm_epsilon": _EPSILONS,
+    "attention.layer_norm_rms_epsilon": _EPSILONS,
+    "attention.sliding_window": ("sliding_window",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_weights_norm": ("norm_topk_prob",),
+}
+_ROPE = ("rope.freq_base", "rope.freq_base_swa", "rope.dimension_count")
+_CAUSAL = "attention.causal"
+# Blocks of those Gemmas whose attention is scaled by the width for each head, and not by the head's own.
+_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
+_MORE = 1.1  # times the weights in a file, which a model may have before one that is missing is named
 
 
 def is_gguf(path: Path) -> bool:
@@ -66,26 +91,27 @@ def check_gguf(file: Path) -> None:
 def folder_of(file: Path) -> Path:
     """The checkpoint folder that a file was made into, now or before, in the user's cache.
 
-    It takes four bytes for each weight there.
+    It takes four bytes for each weight there, and as much as the file has until it is made.
 
     Raises:
-        CheckpointError: see ``check_gguf``; or transformers cannot read the file, or there is no room.
+        CheckpointError: see ``write_folder``; or there is no room.
     """
     check_gguf(file)
     base = Path(os.path.expanduser("~/.cache"), os.environ.get("XDG_CACHE_HOME", ""), "symbiosis", "gguf")
     try:
-        with file.open("rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        digest = _digest(file)
         folder = base / digest[:32] / (file.stem.strip(".") or "model")
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Provider and mask source of a trial begin at the same time.
         with (folder.parent / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            for left in folder.parent.glob(".*/"):  # by conversions that were ended
+                shutil.rmtree(left, ignore_errors=True)
             if (folder / _DONE).is_file():
                 check_tree(folder)
             else:
                 log.warning("making a checkpoint folder of %s, once: %s", path_text(file), path_text(folder))
-                write_folder(file, folder)
+                write_folder(file, folder, digest)
     except OSError as error:
         raise CheckpointError(
             f"cannot make a checkpoint folder of {path_text(file)} below {path_text(base)}: "
@@ -94,35 +120,45 @@ def folder_of(file: Path) -> Path:
     return folder
 
 
-def write_folder(file: Path, folder: Path) -> None:
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def write_folder(file: Path, folder: Path, digest: str | None = None) -> None:
     """Make a file into a checkpoint folder, which is whole or absent.
 
+    Args:
+        digest: the file's SHA-256, if the folder is to be of this content and no other.
+
     Raises:
-        CheckpointError: see ``check_gguf``; or transformers cannot read the file.
+        CheckpointError: see ``check_gguf``; or transformers cannot read the file, or makes another model of
+            it; or the file changes.
         OSError: the folder cannot be written.
     """
     check_gguf(file)
-    names = _names_in(file)
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent) as made:
-        # Alone: transformers would read adapters and tokenizers that lie beside it.
+        # Alone: transformers would read adapters and tokenizers that lie beside it. And a copy, which is read
+        # several times, and which nobody else can write to in between.
         alone, written = Path(made) / "alone", Path(made) / "written"
         alone.mkdir()
-        (alone / "model.gguf").symlink_to(file.absolute())
-        _convert(alone / "model.gguf", written, path_text(file), names)
+        copy = Path(shutil.copyfile(file, alone / "model.gguf"))
+        if digest not in (None, _digest(copy)):
+            raise CheckpointError(f"{path_text(file)} was changed while it was read: try again")
+        _convert(copy, written, path_text(file), _header(copy, path_text(file)))
         shutil.rmtree(folder, ignore_errors=True)
         written.rename(folder)
 
 
-def _names_in(file: Path) -> list[str]:
-    """The tensors of a file that transformers neither takes for ever to read nor leaves out in part.
+def _header(file: Path, called: str) -> Any:
+    """The ``GGUFReader`` of a file that transformers does not take for ever to read.
 
     Raises:
-        CheckpointError: what it is.
+        CheckpointError: what is wrong with the file.
     """
     from gguf import GGUFReader
 
-    called = path_text(file)
     try:
         reader = GGUFReader(file)
         fields, tensors = reader.fields, {tensor.name: tensor for tensor in reader.tensors}
@@ -132,6 +168,7 @@ def _names_in(file: Path) -> list[str]:
         longest = max((len(tokens.parts[at]) for at in tokens.data), default=0)
         width = int(fields[f"{architecture}.embedding_length"].contents())
         widths = {int(size) for size in tensors["token_embd.weight"].shape}
+        size = sum(int(tensor.n_bytes) for tensor in reader.tensors)
     except Exception as error:  # whatever a damaged file makes of its reader
         raise CheckpointError(f"{called} has a header that cannot be used: {str(error)[:200]!r}") from error
     found = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
@@ -140,38 +177,104 @@ def _names_in(file: Path) -> list[str]:
             f"{called} says {blocks} blocks of width {width}, and has tensors of {len(found)} blocks, with "
             f"widths {sorted(widths)}: it is damaged"
         )
+    if size > file.stat().st_size:
+        raise CheckpointError(f"{called} has tensors that share bytes, and is damaged")
     if longest > _LONGEST_TOKEN:
         raise CheckpointError(f"{called} has a token of {longest:,} bytes; {_LONGEST_TOKEN:,} are the most")
-    scaled = [name for name in fields if ".rope.scaling." in name]
-    lost = [name for name in scaled if str(fields[name].contents()) != "none"]
-    lost += [name for name in tensors if name.startswith("rope_")]
+    return reader
+
+
+def _check_same(reader: Any, config: Any, called: str) -> None:
+    """Refuse a file that says another model than the configuration that transformers makes of it.
+
+    A key that is not known is refused too, unless it says 0 or nothing.
+
+    Args:
+        reader: the file's ``GGUFReader``.
+
+    Raises:
+        CheckpointError: what differs.
+    """
+    architecture = reader.fields["general.architecture"].contents()
+    begins = f"{architecture}."
+    given = {
+        name.removeprefix(begins): field.contents()
+        for name, field in reader.fields.items()
+        if name.startswith(begins)
+    }
+    lost = [f"{begins}{key}" for key in given if key not in {*_SHOWN, *_CALLED, *_ROPE, _CAUSAL}]
+    lost = [name for name in lost if _numbers(reader.fields[name].contents()) - {0, "none"}]
+    lost += [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_")]
     if lost:
         raise CheckpointError(
             f"{called} has {lost[0]}, which transformers leaves out when it reads GGUF files: another model "
             "would be served. Use the model's safetensors"
         )
-    return list(tensors)
+    said = {
+        key: next((value for value in (getattr(config, name, None) for name in names) if value), 0)
+        for key, names in _CALLED.items()
+    }
+    said[_CAUSAL] = True
+    if architecture != "gemma2":  # of which llama.cpp knows it
+        given.setdefault("attention.sliding_window", 0)
+    heads = said["attention.head_count"]
+    width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    if rope := getattr(config, "rope_parameters", None):
+        near, rope = (rope.get(f"{name}_attention", rope) for name in ("sliding", "full"))
+        turned = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0))
+        said |= zip(_ROPE, (rope["rope_theta"], near["rope_theta"], int(width * turned)), strict=True)
+        given = {"rope.freq_base": 10000.0, "rope.dimension_count": width} | given
+        if near is not rope:
+            given.setdefault("rope.freq_base_swa", 10000.0)
+    if scaled := getattr(config, "query_pre_attn_scalar", None):
+        by_width = _BY_WIDTH.get(architecture) == config.num_hidden_layers
+        given["attention.scale"] = config.hidden_size // heads if by_width else width
+        said["attention.scale"] = scaled
+    for key in said.keys() & given.keys():
+        if any(not math.isclose(each, said[key], rel_tol=1e-6) for each in _numbers(given[key])):
+            raise CheckpointError(
+                f"{called} has {begins}{key} = {str(given[key])[:80]}, and transformers makes {said[key]} of "
+                "it: another model would be served. Use the model's safetensors"
+            )
 
 
-def _convert(file: Path, folder: Path, called: str, names: Sequence[str]) -> None:
+def _numbers(value: Any) -> set[Any]:
+    """Of a key, which may have one for each block."""
+    return {*value} if isinstance(value, list) else {value}
+
+
+def _convert(file: Path, folder: Path, called: str, reader: Any) -> None:
     """Write the model, its tokenizer and its configuration.
 
     Args:
-        names: of the file's tensors.
+        reader: the file's ``GGUFReader``.
 
     Raises:
-        CheckpointError: transformers cannot read the file.
+        CheckpointError: transformers cannot read the file, or makes another model of it.
         OSError: they cannot be written.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     found: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
     try:
+        config = AutoConfig.from_pretrained(file.parent, **found)
+        _check_same(reader, config, called)
+        # What a file lacks, transformers makes of random numbers before it says so.
+        with torch.device("meta"):
+            blank = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        wanted = sum(parameter.numel() for parameter in blank.parameters())
+        given = sum(int(tensor.n_elements) for tensor in reader.tensors)
+        if wanted > _MORE * given:
+            raise CheckpointError(
+                f"{called} says a model of {wanted:,} weights, and has {given:,}: it is damaged"
+            )
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             file.parent, dtype=torch.float32, output_loading_info=True, **found
         )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **found)
+    except CheckpointError:
+        raise
     except Exception as error:  # whatever a file says that transformers does not expect
         raise CheckpointError(
             f"transformers cannot read {called}: {str(error)[:300] or repr(error)}"
@@ -180,17 +283,17 @@ def _convert(file: Path, folder: Path, called: str, names: Sequence[str]) -> Non
     if missing := sorted(told["missing_keys"]):
         raise CheckpointError(f"{called} lacks {missing[0][:100]}, which would be made of random numbers")
     for kind in (".weight", ".bias"):  # experts' are put together, or taken apart
-        given = [name for name in names if name.endswith(kind) and "_exps" not in name]
+        names = [tensor.name for tensor in reader.tensors if tensor.name.endswith(kind)]
+        names = [name for name in names if "_exps" not in name]
         taken = [name for name in model.state_dict() if name.endswith(kind) and ".experts." not in name]
-        if len(given) > len(taken):
+        if len(names) > len(taken):
             raise CheckpointError(
-                f"{called} has {len(given)} tensors {kind[1:]}, and transformers' model has {len(taken)}: "
+                f"{called} has {len(names)} tensors {kind[1:]}, and transformers' model has {len(taken)}: "
                 "another model would be served. Use the model's safetensors"
             )
     vars(model).pop("hf_quantizer", None)  # or transformers would refuse to write it
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
-    config = folder / _DONE
-    said = json.loads(config.read_bytes())
+    said = json.loads((folder / _DONE).read_bytes())
     said.pop("quantization_config", None)
-    config.write_text(json.dumps(said, indent=2) + "\n")
+    (folder / _DONE).write_text(json.dumps(said, indent=2) + "\n")

@@ -159,6 +159,7 @@ def _lines() -> Iterator[tuple[str, bool]]:
     if typed:
         import readline  # noqa: F401 - with it, input() knows the arrow keys
     while True:
+        lines: list[str] = []
         try:
             line = input(">>> " if typed else "")
             if line.startswith(_QUOTES):
@@ -168,6 +169,8 @@ def _lines() -> Iterator[tuple[str, bool]]:
                 yield "\n".join(lines).rstrip().removesuffix(_QUOTES), False
                 continue
         except EOFError:
+            if lines:
+                STATUS.print(f"the last message has no {_QUOTES} at its end, and is left out")
             return
         except KeyboardInterrupt:
             STATUS.print("\nUse Ctrl-D or /bye to leave.")

@@ -80,7 +80,8 @@ class ShownTraining:
         for sample in self._samples:
             RESULTS.print(f"[bold]held-out[/]  {escape(_end(sample.prompt))}")
             RESULTS.print(f"  expected  {escape(sample.expected)}")
-            RESULTS.print(f"  base      {escape(_end(sample.base))}")
+            if sample.base is not None:
+                RESULTS.print(f"  base      {escape(_end(sample.base))}")
             RESULTS.print(f"  adapter   {escape(_end(sample.adapted))}")
 
         for name, values in (("loss", self._losses), ("held-out", self._held_out)):
@@ -117,7 +118,8 @@ def print_report(report: TrainingReport) -> None:
             f"held-out perplexity: {report.perplexity_before:.2f} before, {report.perplexity_after:.2f} after"
         )
     if report.answered:
+        base = f"{report.right_base} of {report.answered} by the base, "
         RESULTS.print(
-            f"held-out answers right to the letter: {report.right_base} of {report.answered} by the base, "
+            f"held-out answers right to the letter: {base if report.right_base is not None else ''}"
             f"{report.right_adapter} of {report.answered} by the adapter"
         )

@@ -171,7 +171,8 @@ def options_of(config: Any) -> dict[str, Any]:
     """The options of a training that made an adapter, from PEFT's configuration of it.
 
     Raises:
-        ConfigurationError: it is of a kind that is not trained further.
+        ConfigurationError: it is of a kind that is not trained further, or its weights would not learn from
+            all tokens.
     """
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     name = next((name for name, peft_type in _KINDS.items() if peft_type == kind), "")
@@ -180,10 +181,27 @@ def options_of(config: Any) -> dict[str, Any]:
             "{adapter}: an adapter of the kind {} is not trained further; these are: {}",
             *(kind, ", ".join(_KINDS.values())),
         )
+    options = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    bad = [each for each in ("lora_alpha", "alpha") if options.get(each) == 0]
+    bad += [each for each, value in options.items() if each.endswith("_dropout") and value == 1]
+    bad += ["alpha_pattern"] if 0 in (options.get("alpha_pattern") or {}).values() else []
+    # PEFT leaves such an adapter out of what stands before these tokens, and of packed records.
+    bad += ["alora_invocation_tokens"] if options.get("alora_invocation_tokens") else []
+    if bad:
+        raise ConfigurationError(
+            "{adapter}: an adapter with {} = {} is not trained further, since its weights would not learn "
+            "from all tokens. Give another, or none: then a new one is trained",
+            *(bad[0], str(options[bad[0]])[:80]),
+        )
+    targets = config.target_modules or ()
+    made = {
+        "method": name,
+        "target_modules": targets if isinstance(targets, str) else ",".join(sorted(targets)),
+    }
     if name == "lora":
-        name = "rslora" if config.use_rslora else name
-        return {"method": name, "rank": config.r, "alpha": config.lora_alpha, "dropout": config.lora_dropout}
-    return {"method": name} | ({} if name == "ia3" else {"rank": config.r})
+        made["method"] = "rslora" if config.use_rslora else name
+        return made | {"rank": config.r, "alpha": config.lora_alpha, "dropout": config.lora_dropout}
+    return made | ({} if name == "ia3" else {"rank": config.r, "alpha": options.get("alpha")})
 
 
 def default_rate(method: Method, model: Any) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,10 +13,27 @@ from torch import Tensor
 from shared.errors import ConfigurationError, Message
 from tenant_sdk.tuning.data import chat_prompt
 from tenant_sdk.tuning.generation import Written, context_of, stream
+from tenant_sdk.tuning.parts import REASONING
 from tenant_sdk.tuning.sampling import Sampling
 
-_PROMPT_END = 32  # tokens, in which a template may open a thought
+_PROMPT_END = 32  # tokens, at whose end a template may open a thought
 ANSWER = 1000  # tokens of an answer, unless another number is given
+
+
+@dataclass(frozen=True)
+class Thought:
+    """What stands before and behind reasoning. ``begin`` is empty if the prompt holds it."""
+
+    begin: str
+    end: str
+
+
+# Of templates that write no reasoning.
+_THOUGHTS = (
+    Thought("<think>", "</think>"),
+    Thought("[THINK]", "[/THINK]"),
+    Thought("◁think▷", "◁/think▷"),
+)
 
 
 class Chat:
@@ -29,7 +46,8 @@ class Chat:
             returned for the last prompt; returns what ``generate`` gets. See ``LongContext.resumed``.
 
     Attributes:
-        messages: of the conversation; an answer that was interrupted counts as far as it went.
+        messages: of the conversation; an answer that was interrupted counts as far as it went, and one
+            without text not at all.
 
     Raises:
         ConfigurationError: the tokenizer has no chat template, or it does not take the opening.
@@ -46,6 +64,7 @@ class Chat:
     ) -> None:
         self._model, self._tokenizer, self._sampling = model, tokenizer, sampling
         self._opening, self._resumed = [*opening], resumed
+        self._thought = thought_of(tokenizer)
         self.clear()
         chat_prompt(tokenizer, [*opening, {"role": "user", "content": "?"}])
 
@@ -58,7 +77,7 @@ class Chat:
         """Have a user's message answered; it stays in the conversation if it was.
 
         Raises:
-            ConfigurationError: the conversation does not fit into the model's context.
+            ConfigurationError: the conversation does not fit into the model's context; or see ``answer_of``.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         tokens = chat_prompt(self._tokenizer, messages)
@@ -83,7 +102,9 @@ class Chat:
         )
         self._options = options
         prompt = self._tokenizer.decode(tokens[-_PROMPT_END:])
-        said = answer_of(prompt, written, getattr(self._tokenizer, "all_special_tokens", ()))
+        added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
+        special = [str(token) for token in added if token.special]
+        said = answer_of(prompt, written, special, self._thought)
         if said is None:
             raise ConfigurationError(
                 Message("the answer ended within its reasoning and is not kept: raise {max_new_tokens}")
@@ -92,28 +113,61 @@ class Chat:
         kept: dict[str, Any] = {"role": "assistant", "content": said} | (
             {} if written.ended else {"weight": 0}
         )
-        self.messages = [*messages, kept]
+        if said.strip():  # templates and `finetune` refuse an answer that says nothing
+            self.messages = [*messages, kept]
         return written
 
 
-def answer_of(prompt: str, written: Written, special: Sequence[str]) -> str | None:
+def thought_of(tokenizer: Any) -> Thought | None:
+    """How a chat template writes reasoning; None: it writes none, or not behind what begins an answer."""
+    asked, reasoning, said = ({"role": "user", "content": "?"}, "part5r81c0e", "part5r81c1e")
+    answer = {"role": "assistant", "content": said, **dict.fromkeys(REASONING, reasoning)}
+    try:
+        prompt = tokenizer.apply_chat_template([asked], tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template([asked, answer], tokenize=False)
+    except Exception:  # templates raise whatever they like
+        return None
+    head, found, _ = whole.partition(reasoning)
+    end = whole.partition(said)[0].rpartition(reasoning)[2].strip()
+    begins = prompt.rstrip()  # a template may write other white space behind what opens a thought
+    if not found or not end or not head.startswith(begins):
+        return None
+    return Thought(head.removeprefix(begins).strip(), end)
+
+
+def answer_of(prompt: str, written: Written, special: Sequence[str], known: Thought | None) -> str | None:
     """An answer without the reasoning before it, which templates leave out of earlier turns.
 
     Args:
         prompt: its end, which may open a thought.
         special: tokens that are no text.
+        known: how the chat template writes reasoning.
 
     Returns:
         None: it is reasoning alone.
+
+    Raises:
+        ConfigurationError: it may hold reasoning, and it is not known where that ends.
     """
-    raw = written.raw
+    raw = written.raw.lstrip()
     if "<|channel|>" in raw:  # harmony's
         _, found, final = raw.rpartition("<|channel|>final<|message|>")
         return re.split(r"<\|(?:end|return|call|start)\|>", final)[0].strip() if found else None
-    opened = prompt.rpartition("<think>")[2] if "<think>" in prompt else "</think>"
-    if "</think>" in raw:
-        said = raw.rpartition("</think>")[2]
-        for token in special:
-            said = said.replace(token, "")
-        return said.strip()
-    return None if "</think>" not in opened or "<think>" in raw else written.text
+    for thought in (known, *_THOUGHTS):
+        if thought is None:
+            continue
+        opened = prompt.rstrip().endswith(thought.begin)  # also if nothing is left to begin it
+        if opened or raw.startswith(thought.begin):
+            # A thought has one end; the answer may speak of others.
+            _, found, said = raw.partition(thought.end)
+            for token in special:
+                said = said.replace(token, "")
+            return said.strip() if found else None
+    # Special tokens within a text, or in front of one that goes on, may be those of a thought.
+    text = written.text.strip()
+    if not (text in raw if written.ended else raw.startswith(text)):
+        raise ConfigurationError(
+            "the answer has special tokens within, which may be those of reasoning, and the chat template "
+            "does not show where that ends: the answer is not kept"
+        )
+    return written.text

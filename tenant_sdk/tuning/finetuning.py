@@ -66,6 +66,7 @@ _NO_BASE = Message(
 )
 _CHECKS = 5  # of the held-out loss in a training, unless another number is given
 _BEFORE = "perplexity before"  # in the file of settings
+_TRIED = 4  # examples of which one has gradients
 
 
 def check_reports(names: Sequence[str]) -> None:
@@ -112,7 +113,8 @@ class TrainingReport:
 
     ``seconds`` are those since ``resumed_at``, the number of steps that a training before it had done.
     ``best_step``: the adapter is that of this step, if the training could end early. ``answered``: held-out
-    prompts with short answers, and how many of them base and adapter answered to the letter.
+    prompts with short answers, and how many of them base (None: not known) and adapter answered to the
+    letter.
     """
 
     steps: int
@@ -125,7 +127,7 @@ class TrainingReport:
     perplexity_after: float | None
     best_step: int | None = None
     answered: int = 0
-    right_base: int = 0
+    right_base: int | None = 0
     right_adapter: int = 0
 
 
@@ -232,7 +234,8 @@ def finetune(
     _check_space(output, state_bytes(model))
     _fit(training, model, max(len(example["input_ids"]) for example in [*examples, *held_out]), say)
 
-    settings = _settings(training, examples, day) | {"steps": steps, "learning_rate": learning_rate}
+    settings = _settings(training, examples, held_out, day)
+    settings |= {"steps": steps, "learning_rate": learning_rate}
     if given is not None:
         settings["adapter"] = digest_of((given / ADAPTER_WEIGHTS).read_bytes())
     settings |= {"sequence_length": length, "base_model": session.manifest.digest[:16]}
@@ -248,7 +251,7 @@ def finetune(
         before = _perplexity_before(held, checkpoints, of_base=given is None)
         done = int(resume_from.name.rpartition("-")[2]) if resume_from else 0
         if done < steps:
-            _learn_groups(model, examples[0])
+            _learn_groups(model, examples[:_TRIED])
         started = time.perf_counter()
         run = Run(steps, learning_rate, check_steps, held.measure, checkpoints.folder, resume_from)
         ended = train(training, run, model, examples, progress)
@@ -258,9 +261,13 @@ def finetune(
         tokens = sum(len(example["input_ids"]) for example in examples)
         figures = _figures(training, settings, tokens, report)
         _save(output, model, session, figures, tokenizer if keep_tokenizer else None)
-        if held_out and training.samples:  # when nothing can be lost any more
-            report = _answered(report, model, tokenizer, held_out, training.samples, told)
     checkpoints.remove()
+    if held_out and training.samples:  # when nothing can be lost any more
+        try:
+            report = _answered(report, model, tokenizer, held_out, training.samples, told)
+        except BaseException as error:
+            error.add_note(Message("the training is complete, and the adapter is saved in {}", str(output)))
+            raise
     if not base_of(model).name:
         say(_NO_BASE)
     return report
@@ -311,15 +318,28 @@ def _perplexity_before(held: _HeldOut, checkpoints: TrainingCheckpoints, *, of_b
     return kept
 
 
-def _learn_groups(model: Any, example: Example) -> None:
+def _learn_groups(model: Any, examples: Sequence[Example]) -> None:
     """One pass, in which layers learn which of them share an input; its gradients are dropped.
 
     So the first step is like those after it, also in a training that is resumed.
+
+    Raises:
+        ConfigurationError: no example has a gradient other than 0.
     """
     model.train()
-    batch = {name: tensor.to(model.device) for name, tensor in collate([example]).items()}
-    model(**batch).loss.backward()
-    model.zero_grad()
+    for example in examples:
+        batch = {name: tensor.to(model.device) for name, tensor in collate([example]).items()}
+        model(**batch).loss.backward()
+        learns = any(each.grad is not None and each.grad.any() for each in model.parameters())
+        model.zero_grad()
+        if learns:
+            return
+    raise ConfigurationError(
+        Message(
+            "the adapter would learn nothing: all its gradients are 0, as they are if its weights are. Leave "
+            "out {adapter} to train a new one"
+        )
+    )
 
 
 def _answered(
@@ -336,7 +356,9 @@ def _answered(
     return replace(
         report,
         answered=len(samples),
-        right_base=sum(each.base == each.expected for each in samples),
+        right_base=None
+        if any(each.base is None for each in samples)
+        else sum(each.base == each.expected for each in samples),
         right_adapter=sum(each.adapted == each.expected for each in samples),
     )
 
@@ -423,14 +445,18 @@ def _with_fresh_adapter(training: TrainingOptions, model: Any, steps: int) -> An
     return add_adapter(model, options)
 
 
-def _settings(training: TrainingOptions, examples: Sequence[Example], day: Day) -> dict[str, Any]:
+def _settings(
+    training: TrainingOptions, examples: Sequence[Example], held_out: Sequence[Example], day: Day
+) -> dict[str, Any]:
     """What must be the same if the training is resumed."""
     settings = asdict(training)
     other = ["output", "held_out", "resume", "epochs", "save_steps", "report_to", "memory_gib", "base"]
     if training.early_stopping is None:
-        other += ["eval_steps", "early_stopping"]
-    for name in (*other, "target_modules", "adapter", "samples"):
+        other += ["eval_steps"]
+    for name in (*other, "target_modules", "samples"):
         del settings[name]
+    if training.early_stopping is not None:  # the best step is that of these
+        settings["held_out"] = digest_of(repr(held_out).encode())
     settings["targets"] = list(training.targets)
     if day.written:
         settings["day"] = str(day.day)
@@ -443,7 +469,8 @@ def _figures(
 ) -> dict[str, Any]:
     """What the adapter's folder says of its training: nothing of the text but its length."""
     method, chosen = find_method(training.method), dict(settings)
-    chosen.pop("day", None)
+    for name in ("day", "held_out"):
+        chosen.pop(name, None)
     for name in ("data", "base_model", *(() if method.low_rank else ("rank", "targets", "alpha", "dropout"))):
         del chosen[name]
     if not method.prompt_like:

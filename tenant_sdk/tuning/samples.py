@@ -19,11 +19,11 @@ _LONGEST, _AT_ONCE = 1024, 4  # tokens of a prompt, and prompts in memory
 
 @dataclass(frozen=True)
 class Sample:
-    """A held-out prompt, the answer in the data, and those of the base and of the adapter."""
+    """A held-out prompt, the answer in the data, and those of the base (None: not known) and the adapter."""
 
     prompt: str
     expected: str
-    base: str
+    base: str | None
     adapted: str
 
 
@@ -74,10 +74,16 @@ def compare(model: Any, tokenizer: Any, examples: Sequence[Example], most: int) 
     prompts, expected = zip(*pairs, strict=True)
     length = max(map(len, expected)) + 1
     adapted = answers(model, tokenizer, prompts, length)
-    with model.disable_adapter():
-        base = answers(model, tokenizer, prompts, length)
+    base: list[str] | list[None] = [None] * len(prompts)
+    # An adapter that is disabled leaves its biases in place.
+    if getattr(model.active_peft_config, "bias", "none") == "none":
+        with model.disable_adapter():
+            base = [visible(text) for text in answers(model, tokenizer, prompts, length)]
     texts = (
         [text.strip() for text in tokenizer.batch_decode([*ids], skip_special_tokens=True)]
         for ids in (prompts, expected)
     )
-    return [Sample(*(visible(text) for text in row)) for row in zip(*texts, base, adapted, strict=True)]
+    rows = zip(*texts, adapted, base, strict=True)
+    return [
+        Sample(visible(prompt), visible(answer), its, visible(said)) for prompt, answer, said, its in rows
+    ]

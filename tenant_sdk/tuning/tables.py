@@ -15,7 +15,11 @@ from shared.errors import ConfigurationError, peer_text
 TABLES = (".csv", ".tsv", ".parquet")
 _NESTED = ("messages", "conversations", "tools")  # in CSV they are written as JSON
 _MOST_NAMES, _LONGEST_NAME = 12, 40
-_MOST_VALUES, _MOST_BYTES = 20_000_000, 2 << 30  # of a Parquet file
+_MOST_VALUES, _MOST_BYTES = 20_000_000, 2 << 30  # of a Parquet file, whose bytes are those of its text
+# Equal values take next to nothing in a file. Beyond so many rows or bytes of text, a file has a byte for
+# each row, and for so many bytes of text.
+_FEW_ROWS, _FEW_BYTES, _PACKED = 1 << 20, 64 << 20, 1000
+_ROWS, _ROWS_BYTES = 8, 256 << 20  # that are in memory at once
 _SAFE = (14, 0, 1)  # of pyarrow
 
 
@@ -53,6 +57,11 @@ def csv_records(path: Path, text: str, known: Sequence[str]) -> str:
                     f"{path}, line {len(lines) + 1}: the row has {len(row)} cells, and the header "
                     f"{len(header)}: put a cell that holds a comma, a quote or a line's end between quotes"
                 )
+            if any(cell.lstrip().startswith('"') > cell.startswith('"') for cell in row):
+                raise ConfigurationError(
+                    f"{path}, line {len(lines) + 1}: a cell begins with a space and a quote, which would be "
+                    "learned: remove the space, or use JSONL if both are meant"
+                )
             if path.suffix.lower() == ".tsv" and any("\t" in cell or "\n" in cell for cell in row):
                 raise ConfigurationError(
                     f"{path}, line {len(lines) + 1}: a cell has a tab or a line's end, so a quote may have "
@@ -84,6 +93,8 @@ def parquet_records(path: Path, known: Sequence[str]) -> str:
         _check_header(path, table.schema_arrow.names, known)
         _check_size(path, table.metadata)
         return "\n".join(_lines(path, table))
+    except MemoryError:  # also pyarrow's
+        raise ConfigurationError(f"cannot read {path}: it takes more memory than there is") from None
     except (OSError, ValueError, pyarrow.ArrowException, TypeError) as error:
         raise ConfigurationError(f"cannot read {path}: {peer_text(str(error))}") from error
 
@@ -91,14 +102,32 @@ def parquet_records(path: Path, known: Sequence[str]) -> str:
 def _check_size(path: Path, metadata: Any) -> None:
     """Refuse a file whose rows, which may be packed into next to nothing, would take all memory."""
     groups = [metadata.row_group(at) for at in range(metadata.num_row_groups)]
-    values = sum(group.column(at).num_values for group in groups for at in range(group.num_columns))
-    if max(values, metadata.num_rows) > _MOST_VALUES:
+    columns = [group.column(at) for group in groups for at in range(group.num_columns)]
+    values = max(metadata.num_rows, sum(column.num_values for column in columns))
+    if values > _MOST_VALUES:
         raise ConfigurationError(f"{path} has {values:,} values, and {_MOST_VALUES:,} are the most: split it")
+    _check_text(path, sum(column.total_uncompressed_size for column in columns))
+    if metadata.num_rows > max(_FEW_ROWS, size := path.stat().st_size):
+        raise ConfigurationError(
+            f"{path} has {metadata.num_rows:,} rows in {size:,} bytes, so most are the same: remove them"
+        )
+
+
+def _check_text(path: Path, size: int) -> None:
+    """Refuse a file with so many bytes of text, if these are too many."""
+    if size > _MOST_BYTES:
+        raise ConfigurationError(f"{path} has more than {_MOST_BYTES / 2**30:g} GiB of text: split it")
 
 
 def _lines(path: Path, table: Any) -> Iterator[str]:
     number = size = 0
-    for batch in table.iter_batches(batch_size=1024):
+    most = max(_FEW_BYTES, _PACKED * path.stat().st_size)
+    for batch in table.iter_batches(batch_size=_ROWS, use_threads=False):
+        if batch.nbytes > _ROWS_BYTES:
+            raise ConfigurationError(
+                f"{path}, row {number + 1}: it and the next {_ROWS - 1} have more than "
+                f"{_ROWS_BYTES >> 20} MiB: split them"
+            )
         for row in batch.to_pylist():
             number += 1
             try:
@@ -106,8 +135,12 @@ def _lines(path: Path, table: Any) -> Iterator[str]:
             except (UnicodeDecodeError, TypeError) as error:
                 raise ConfigurationError(f"{path}, row {number}: a value is no text: {error}") from error
             size += len(line)
-            if size > _MOST_BYTES:
-                raise ConfigurationError(f"{path} has more than {_MOST_BYTES >> 30} GiB of text: split it")
+            _check_text(path, size)
+            if size > most:
+                raise ConfigurationError(
+                    f"{path} has more than {_PACKED:,} bytes of text for each of its own, so most rows are "
+                    "the same: remove them"
+                )
             yield line
 
 

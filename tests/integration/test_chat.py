@@ -23,7 +23,7 @@ from shared.errors import ConfigurationError, Message
 from tenant_sdk.command_line.answers import _leaves
 from tenant_sdk.sequences.contexts import LongContext
 from tenant_sdk.session.session import Session
-from tenant_sdk.tuning.chat import Chat, answer_of
+from tenant_sdk.tuning.chat import Chat, answer_of, thought_of
 from tenant_sdk.tuning.data import chat_prompt
 from tenant_sdk.tuning.generation import Written, stream
 from tenant_sdk.tuning.sampling import Sampling
@@ -173,10 +173,13 @@ def test_a_piped_conversation(served: Executor, talkative: Path, tmp_path: Path)
         token=served.token,
         stdin=subprocess.PIPE,
     )
-    out, err = process.communicate(f'Whence?\n"""Two\nlines"""\n/save {tmp_path / "x.jsonl"}\n')
+    out, err = process.communicate(
+        f'Whence?\n"""Two\nlines"""\n/save {tmp_path / "x.jsonl"}\n"""Without an end\n'
+    )
     assert process.returncode == 0, err
     assert len(out.rstrip("\n").split("\n")) >= 3
     assert re.search(r"session: [\d,]+ requests", err)
+    assert 'the last message has no """ at its end, and is left out' in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -232,11 +235,58 @@ def test_commands(
             "Nine.",
         ),
         ("user: a", "<|channel|>analysis<|message|>why", None),
+        ("user: what is <think>?\nassistant: ", "It opens a thought.</s>", "It opens a thought."),
+        ("user: a", "Write <think> first.</s>", "Write <think> first."),
+        ("user: a", "The tag </think> closes it.</s>", "The tag </think> closes it."),
+        ("user: a", "<think>why</think>Write </think> last.</s>", "Write </think> last."),
     ],
 )
 def test_reasoning_is_no_part_of_the_answer(prompt: str, raw: str, said: str | None) -> None:
     written = Written(raw.removesuffix("</s>"), raw, 3, 1.0, Message("x"), True)
-    assert answer_of(prompt, written, ["</s>"]) == said
+    assert answer_of(prompt, written, ["</s>"], None) == said
+
+
+@pytest.mark.parametrize(
+    ("template", "raw", "said"),
+    [
+        ("<|on>thought\n{}<off|>", "<|on>thought\nwhy<off|>Nine.</s>", "Nine."),
+        ("<|on>thought\n{}<off|>", "<|on>thought\nwhy", None),
+        ("<|on>thought\n{}<off|>", "Nine <off|> ten.</s>", ConfigurationError),
+        ("<seed:think>{}</seed:think>", "<seed:think>why</seed:think>Nine.</s>", "Nine."),
+        ("", "<|on>why<off|>Nine.</s>", ConfigurationError),
+        ("", "<|on>why", ConfigurationError),
+        ("", "<|on>Nine.</s>", "Nine."),
+        ("", "[THINK]why[/THINK]Nine.</s>", "Nine."),
+    ],
+)
+def test_the_template_says_how_reasoning_ends(template: str, raw: str, said: Any, talkative: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(talkative)
+    written_as = template.replace("{}", "{{ m.thinking }}")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {% if m.thinking %}" + written_as + "{% endif %}{{ m.content }}"
+        "\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    text = raw
+    for token in ("<|on>", "<off|>", "</s>"):
+        text = text.replace(token, "")
+    written = Written(text, raw, 3, 1.0, Message("x"), raw.endswith("</s>"))
+    known = thought_of(tokenizer)
+    assert (known is None) == (not template)
+    if said is ConfigurationError:
+        with pytest.raises(ConfigurationError, match=r"may be those of reasoning, .* is not kept"):
+            answer_of("assistant: ", written, ["</s>"], known)
+    else:
+        assert answer_of("assistant: ", written, ["</s>"], known) == said
+
+
+def test_an_answer_that_says_nothing_is_no_part_of_a_conversation(
+    model: Any, tokenizer: Any, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = talk(model, tokenizer, session, "host")
+    nothing = Written("", "", 0, 1.0, Message("interrupted"), False)
+    monkeypatch.setattr("tenant_sdk.tuning.chat.stream", lambda *_, **__: nothing)
+    assert chat.ask("Whence?") == nothing
+    assert chat.messages == []
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(served: Executor, talkative: Path) -> None:

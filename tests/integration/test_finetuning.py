@@ -18,7 +18,7 @@ import peft
 import pytest
 import torch
 from conftest import RING, Executor
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_characters import own_tokenizer
 from transformers import LlamaConfig, TrainerCallback
 from transformers.integrations import integration_utils
@@ -34,7 +34,7 @@ from shared.errors import (
 from tenant_sdk.sequences.planning import Plan
 from tenant_sdk.storage import TrainingCheckpoints
 from tenant_sdk.tuning import finetuning, trainer
-from tenant_sdk.tuning.adapters import METHODS, default_rate
+from tenant_sdk.tuning.adapters import METHODS, default_rate, options_of
 from tenant_sdk.tuning.conversations import whole
 from tenant_sdk.tuning.data import Reader, pack, read_tokens
 from tenant_sdk.tuning.finetuning import Told, TrainingReport, check_reports, finetune, perplexity
@@ -482,6 +482,109 @@ def test_what_an_adapter_decides_is_not_given(session: tenant_sdk.Session, text:
     further = options(text, "further", adapter=text.parent / "first", rank=TrainingOptions.rank)
     with pytest.raises(ConfigurationError, match="ADALORA is not trained further; these are: LORA"):
         train(session, further)
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (peft.LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6]), "alora_invocation_tokens"),
+        (peft.LoraConfig(lora_alpha=0), "lora_alpha"),
+        (peft.LoraConfig(alpha_pattern={"q_proj": 0}), "alpha_pattern"),
+        (peft.LoraConfig(lora_dropout=1), "lora_dropout"),
+        (peft.LoHaConfig(alpha=0), "alpha"),
+        (peft.LoHaConfig(rank_dropout=1.0), "rank_dropout"),
+        (peft.LoKrConfig(module_dropout=1.0), "module_dropout"),
+        (peft.VeraConfig(vera_dropout=1.0), "vera_dropout"),
+    ],
+)
+def test_adapters_that_would_not_learn(config: Any, key: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"an adapter with {key} = .* is not trained further"):
+        options_of(config)
+
+
+def test_an_adapter_of_zeros_is_not_trained_further(session: tenant_sdk.Session, text: Path) -> None:
+    """Either half of its product has a gradient that the other half is a factor of."""
+    train(session, options(text, "first"))
+    file = text.parent / "first" / "adapter_model.safetensors"
+    save_file(
+        {name: torch.zeros_like(each) for name, each in load_file(file).items()}, file, {"format": "pt"}
+    )
+    further = options(text, "further", adapter=text.parent / "first", rank=TrainingOptions.rank)
+    with pytest.raises(ConfigurationError, match="would learn nothing: all its gradients are 0"):
+        train(session, further)
+
+
+def test_the_record_of_an_adapter_has_its_own_layers(session: tenant_sdk.Session, text: Path) -> None:
+    first = options(text, "first", method="loha", target_modules="v_proj, q_proj", steps=1)
+    train(session, first)
+    further = options(text, "further", adapter=first.output, steps=1, rank=TrainingOptions.rank)
+    train(session, further)
+    record = json.loads((further.output / "symbiosis.json").read_text())["training"]
+    assert record.items() >= {"targets": ["q_proj", "v_proj"], "alpha": 2, "rank": 2}.items()
+
+
+def test_the_best_step_is_that_of_the_same_held_out_text(session: tenant_sdk.Session, text: Path) -> None:
+    path, other = records(text.parent), text.parent / "other.txt"
+    other.write_text("Quite another text. ")
+    more: dict[str, Any] = {"held_out": (path,), "eval_steps": 2, "samples": 0, **LONGER}
+
+    def stop(now: TrainingStep) -> None:
+        if now.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(session, options(text, "adapter", early_stopping=2, **more), stop)
+    for changed, message in (
+        ({"held_out": (other,), "early_stopping": 2}, "held_out was [0-9a-f]{16}, now "),
+        ({}, "early_stopping was 2, now None"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            train(session, options(text, "adapter", resume=True, **more | changed))
+    report, _ = train(session, options(text, "adapter", early_stopping=2, resume=True, **more))
+    assert report.best_step is not None
+    assert "held_out" not in json.loads((text.parent / "adapter" / "symbiosis.json").read_text())["training"]
+
+
+def test_an_interruption_of_held_out_answers(
+    session: tenant_sdk.Session, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(finetuning, "compare", stop)
+    path = learned_record(text.parent)
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        train(session, options(path, "adapter", held_out=(path,), **LONGER))
+    assert [*map(str, stopped.value.__notes__)] == [
+        f"the training is complete, and the adapter is saved in {text.parent / 'adapter'}"
+    ]
+    assert (text.parent / "adapter" / "adapter_model.safetensors").is_file()
+    assert not (text.parent / "adapter.checkpoints").exists()
+
+
+def test_answers_of_a_base_whose_biases_an_adapter_has(
+    serve: Callable[..., Executor], checkpoint: Callable[[str], Path], text: Path
+) -> None:
+    """PEFT leaves them in place when the adapter is switched off."""
+    path = learned_record(text.parent)
+    with serve(checkpoint("qwen2")).connect() as session:
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", bias="all")
+        model = peft.get_peft_model(session.load_model(progress=False), config)
+        model.peft_config["default"].base_model_name_or_path = ""
+        tenant_sdk.save_adapter(model, text.parent / "first", session)
+        training = options(
+            path,
+            "further",
+            adapter=text.parent / "first",
+            held_out=(path,),
+            rank=TrainingOptions.rank,
+            **LONGER,
+        )
+        samples: list[Sample] = []
+        told = Told(lambda _: None, lambda _: None, samples=samples.extend)
+        report = finetune(training, session.load_model(progress=False), Letters(), session, told)
+    assert report.right_base is None
+    assert [each.base for each in samples] == [None] * 4
 
 
 def test_early_stopping_is_resumed_to_the_same_adapter(

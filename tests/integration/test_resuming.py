@@ -173,7 +173,7 @@ def test_at_the_end_of_an_epoch_and_of_all(
 def test_the_last_loss_is_a_mean_over_steps_before_and_after(
     session: tenant_sdk.Session, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tenant_sdk.tuning.finetuning._LOSSES", 2)  # of six steps: the mean of three
+    monkeypatch.setattr("tenant_sdk.tuning.trainer.LOSSES", 2)  # of six steps: the mean of three
     training = options(text, "resumed", steps=6, save_steps=50)
     interrupt_and_resume(session, training, Interruption("within", 5))
 

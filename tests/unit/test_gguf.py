@@ -8,14 +8,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import shared.gguf
 from provider.executor.base import BaseExecutor
@@ -39,10 +41,14 @@ def written(path: Path, wrong: str = "") -> Path:
     writer = gguf.GGUFWriter(path, "llama")
     if wrong == "scaled":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    if wrong == "window":
+        writer.add_sliding_window(16)
+    if wrong == "scale":
+        writer.add_logit_scale(0.5)
     writer.add_context_length(128)
     writer.add_embedding_length(WIDTH)
     writer.add_block_count(2000 if wrong == "blocks" else LAYERS)
-    writer.add_feed_forward_length(INNER)
+    writer.add_feed_forward_length(6_000_000 if wrong == "inner" else INNER)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -178,6 +184,9 @@ def test_a_configuration_that_was_left_over_does_not_count(
         ("frequencies", r"has rope_freqs\.weight, which transformers leaves out"),
         ("missing", "would be made of random numbers"),
         ("bias", "has 1 tensors bias, and transformers' model has 0"),
+        ("window", r"has llama\.attention\.sliding_window = 16, and transformers makes 0 of it"),
+        ("scale", r"has llama\.logit_scale, which transformers leaves out"),
+        ("inner", r"says a model of 2,304,\d+,\d+ weights, and has 74,\d+: it is damaged"),
     ],
 )
 def test_a_file_of_another_model_than_transformers_makes(
@@ -186,6 +195,91 @@ def test_a_file_of_another_model_than_transformers_makes(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(CheckpointError, match=message):
         Checkpoint(written(tmp_path / "wrong.gguf", wrong))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "said", "options", "message"),
+    [
+        ("starcoder2", {"rope.freq_base": 1e4}, {}, ""),
+        ("starcoder2", {"rope.freq_base": 1e6}, {}, r"rope\.freq_base = 1000000\.0, .* makes 10000\.0"),
+        ("phi3", {"attention.sliding_window": 2047}, {}, "transformers makes 0"),
+        ("phi3", {"rope.dimension_count": 96}, {}, ""),
+        ("phi3", {"rope.dimension_count": 72}, {}, "transformers makes 96"),
+        ("stablelm", {"rope.dimension_count": 20}, {}, ""),
+        ("stablelm", {}, {}, r"rope\.dimension_count = 80, .* makes 20"),
+        ("mistral", {}, {}, r"sliding_window = 0, .* makes 4096"),
+        ("qwen3", {"rope.freq_base": 1e6}, {"rope_theta": 1e6}, ""),
+        ("llama", {"attention.head_count": 32, "attention.causal": True, "expert_count": 0}, {}, ""),
+        ("llama", {"attention.head_count": [32, 16]}, {}, "makes 32"),
+        ("llama", {"attention.causal": False}, {}, "causal = False"),
+        ("lfm2", {"attention.layer_norm_rms_epsilon": 1e-6}, {"rms_norm_eps": 1e-6}, "makes 1e-05"),
+        ("llama", {"rope.scaling.type": "none"}, {}, ""),
+        ("llama", {"rope.scaling.factor": 2.0}, {}, r"llama\.rope\.scaling\.factor, which"),
+        ("gemma2", {}, {}, ""),
+        ("gemma3_text", {"attention.sliding_window": 4096, "rope.freq_base": 1e6}, {}, ""),
+        ("gemma3_text", {"attention.sliding_window": 4096, "rope.freq_base_swa": 5e5}, {}, "= 500000.0"),
+        ("gemma2", {}, {"num_hidden_layers": 46, "hidden_size": 4608, "num_attention_heads": 32}, "= 144"),
+        ("mamba", {"attention.head_count": 0, "attention.layer_norm_rms_epsilon": 1e-5}, {}, ""),
+    ],
+)
+def test_what_a_configuration_says_otherwise_than_the_file(
+    architecture: str, said: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    config = CONFIG_MAPPING[architecture](**options)
+    given = {f"{architecture}.{key}": value for key, value in said.items()}
+    if architecture == "lfm2":
+        given["lfm2.rope.freq_base"] = 1e6
+    fields = {
+        name: SimpleNamespace(contents=lambda value=value: value)
+        for name, value in {"general.architecture": architecture, **given}.items()
+    }
+    reader = SimpleNamespace(fields=fields, tensors=[])
+    if not message:
+        shared.gguf._check_same(reader, config, "x.gguf")
+        return
+    with pytest.raises(CheckpointError, match=message):
+        shared.gguf._check_same(reader, config, "x.gguf")
+
+
+def test_tensors_that_share_bytes(file: Path) -> None:
+    """A small file of them would become as large a folder as anybody likes."""
+    content = bytearray(file.read_bytes())
+    for name in (b"ffn_gate", b"ffn_up", b"ffn_down"):
+        # Behind the name: the number of dimensions, the dimensions, and a type.
+        offset = content.index(b"blk.1." + name) + len(b"blk.1." + name + b".weight") + 4 + 2 * 8 + 4
+        content[offset : offset + 8] = bytes(8)
+    file.write_bytes(content[: -3 * WIDTH * INNER * 18 // 32])
+    with pytest.raises(CheckpointError, match="tensors that share bytes"):
+        Checkpoint(file)
+
+
+def test_a_file_that_is_exchanged_while_it_is_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = file.read_bytes()
+    expected = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name).state_dict()
+    (other := bytearray(honest))[-32:] = bytes(32)
+
+    def exchanged(path: Path, *rest: Any, then: Callable[..., Any]) -> Any:
+        done = then(path, *rest)
+        file.write_bytes(other)
+        return done
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shared.gguf._digest", partial(exchanged, then=shared.gguf._digest))
+        with pytest.raises(CheckpointError, match=r"small\.gguf was changed while it was read"):
+            Checkpoint(file)
+    file.write_bytes(honest)
+    monkeypatch.setattr("shared.gguf._header", partial(exchanged, then=shared.gguf._header))
+    checkpoint = Checkpoint(file)
+    for name in checkpoint.names():
+        assert torch.equal(checkpoint.read(name), expected[name]), name
+
+
+def test_what_ended_conversions_left_is_removed(file: Path) -> None:
+    made = Checkpoint(file).folder
+    (left := made.parent / ".left").mkdir()
+    (left / "model.safetensors").write_bytes(b"x")
+    assert Checkpoint(file).folder == made
+    assert sorted(each.name for each in made.parent.iterdir()) == [".lock", "small"]
 
 
 def test_a_name_of_dots_alone(file: Path, tmp_path: Path) -> None:

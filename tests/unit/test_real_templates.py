@@ -13,11 +13,15 @@ import pytest
 from chat_templates import real_families
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2 import TemplateError
 from real_tokenizers import real_tokenizer
 from test_conversations import CHAT, TEXTS, TOOL, answer, call, learned
 
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, Message
+from tenant_sdk.tuning.chat import answer_of, thought_of
 from tenant_sdk.tuning.conversations import IGNORED, Conversations, Day, Example
+from tenant_sdk.tuning.generation import Written
+from tenant_sdk.tuning.parts import REASONING
 
 # Their prompts open a thought that the conversation does not have, or they want content as a list.
 REFUSED_REAL = {
@@ -93,6 +97,27 @@ def test_plain_chats_are_taken_by_real_templates_but_for_some(family: str) -> No
         for upto in (2, 4):
             examples = Conversations(tokenizer, ends).examples(PLAIN[:upto], None, "here")
             check_exact(tokenizer, ends, PLAIN[:upto], None, examples[-1])
+
+
+def test_reasoning_is_no_part_of_what_stays_of_an_answer() -> None:
+    asked = {"role": "user", "content": "Q"}
+    answered = {"role": "assistant", "content": "Zinc.", **dict.fromkeys(REASONING, "Secret")}
+    kept = {}
+    for name in real_families():
+        tokenizer, _ = of_real_family(name)
+        text = functools.partial(tokenizer.apply_chat_template, tokenize=False)
+        try:
+            prompt, whole = text([asked], add_generation_prompt=True).rstrip(), text([asked, answered])
+        except TemplateError:  # it wants other messages
+            continue
+        if "Secret" in whole and whole.startswith(prompt):
+            ids = tokenizer(whole.removeprefix(prompt), add_special_tokens=False)["input_ids"]
+            plain, raw = (tokenizer.decode(ids, skip_special_tokens=skip) for skip in (True, False))
+            written = Written(plain, raw, len(ids), 1.0, Message("x"), True)
+            special = tokenizer.all_special_tokens
+            kept[name] = answer_of(prompt, written, special, thought_of(tokenizer))
+    assert len(kept) > 20
+    assert {*kept.values()} == {"Zinc."}, kept
 
 
 ASKED: st.SearchStrategy[dict[str, Any]] = st.builds(

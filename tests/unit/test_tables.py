@@ -70,6 +70,7 @@ def test_alpaca_in_a_table(tmp_path: Path) -> None:
         ("prompt,completion\na,\n", "line 2: a record has .* this one has prompt"),
         ("prompt,completion\n", "holds no record"),
         ('text\n"a' + "b" * 200_000, "line 2: unexpected end of data"),
+        ('prompt, completion\n"Free?", "Yes"\n', "line 2: a cell begins with a space and a quote"),
     ],
 )
 def test_what_is_no_table_of_records(tmp_path: Path, text: str, message: str) -> None:
@@ -116,8 +117,38 @@ def test_parquet_whose_rows_take_all_memory(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ConfigurationError, match="has 1,000 values, and 999 are the most"):
         check_data([path])
     monkeypatch.setattr(tables, "_MOST_VALUES", 1000)
-    monkeypatch.setattr(tables, "_MOST_BYTES", 5000)
-    with pytest.raises(ConfigurationError, match="GiB of text"):
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "_MOST_BYTES", 5000)
+        with pytest.raises(ConfigurationError, match="GiB of text"):
+            check_data([path])
+    monkeypatch.setattr(tables, "_FEW_ROWS", 10)
+    with pytest.raises(ConfigurationError, match=r"1,000 rows in \d+ bytes, so most are the same"):
+        check_data([path])
+
+
+def test_parquet_whose_text_takes_all_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row names a text that the file has once; it is not read before its size is known."""
+    path = tmp_path / "x.parquet"
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").table({"text": ["a" * (1 << 20)] * 40})
+    parquet.write_table(table, path, compression="zstd", write_statistics=False)
+    monkeypatch.setattr(tables, "_FEW_BYTES", 1 << 20)
+    with pytest.raises(ConfigurationError, match="1,000 bytes of text for each of its own"):
+        check_data([path])
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "_MOST_BYTES", 1 << 20)
+        with pytest.raises(ConfigurationError, match="GiB of text"):
+            check_data([path])
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "_ROWS_BYTES", 7 << 20)
+        with pytest.raises(ConfigurationError, match="row 1: it and the next 7 have more than 7 MiB"):
+            check_data([path])
+
+    def none_left(_: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(tables, "_plain", none_left)
+    with pytest.raises(ConfigurationError, match=r"cannot read .*: it takes more memory than there is"):
         check_data([path])
 
 
