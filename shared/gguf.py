@@ -230,7 +230,7 @@ def _check_same(reader: Any, config: Any, called: str) -> None:
         by_width = _BY_WIDTH.get(architecture) == config.num_hidden_layers
         given["attention.scale"] = config.hidden_size // heads if by_width else width
         said["attention.scale"] = scaled
-    for key in said.keys() & given.keys():
+    for key in sorted(said.keys() & given.keys()):
         if any(not math.isclose(each, said[key], rel_tol=1e-6) for each in _numbers(given[key])):
             raise CheckpointError(
                 f"{called} has {begins}{key} = {str(given[key])[:80]}, and transformers makes {said[key]} of "
