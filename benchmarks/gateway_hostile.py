@@ -37,6 +37,19 @@ QUIET_SECONDS = (
 )
 Times = dict[str, tuple[list[float], list[float]]]
 PLAIN = {"model": "base", "prompt": "And in the beginning", "temperature": 0, "ignore_eos": True}
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}, called as <tool_call>...</tool_call>\n{% endif %}"
+    "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+)
+LONG_TEXT = {"type": "object", "properties": {"a": {"type": "string", "minLength": 500}}, "required": ["a"]}
+CHAT = {
+    "model": "base",
+    "messages": [{"role": "user", "content": "x"}],
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": LONG_TEXT}}],
+    "temperature": 0,
+    "max_tokens": 300,
+    "stream": True,
+}
 
 
 async def plain(client: openai.AsyncOpenAI, times: list[float]) -> None:
@@ -99,6 +112,15 @@ class Hostile:
         grammar = 'root ::= root root root | root root | "a" | "b"'
         body = PLAIN | {"structured_outputs": {"grammar": grammar}, "max_tokens": 400}
         await self._post("/v1/completions", body)
+
+    async def calls(self) -> None:
+        """That must be made, of the client's own text, and of a form that is refused."""
+        for more in (
+            {"tool_choice": "required"},
+            {"structured_outputs": {"choice": ["<tool_call>" + "[" * 1000]}},
+            {"structured_outputs": {"regex": r"(\{\}; ){900}"}},
+        ):
+            await self._post("/v1/chat/completions", CHAT | more)
 
     async def tokenizing(self) -> None:
         """Bodies of 8 MB, and as large as are taken."""
@@ -288,6 +310,7 @@ async def measure(hostile: Hostile, url: str, rounds: int, requests: int, words:
         "long answers": (hostile.long_answers, 2),
         "constraints that passed": (hostile.passed, 4),
         "prompts that are repeated": (hostile.repeated, 1),
+        "calls that are read": (hostile.calls, 8),
     }
     async with openai.AsyncOpenAI(
         base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0, timeout=120
@@ -337,7 +360,9 @@ def main() -> None:
         write_absurd(work / "adapters", adapter)
         provider = stack.enter_context(executor(model, work / "provider", "--numerics", "ring"))
         masks = stack.enter_context(executor(model, work / "masks", "--numerics", "ring"))
-        url = stack.enter_context(gateway(provider, masks, work / "adapters", work, "--api-key-env", "KEYS"))
+        (work / "template").write_text(TEMPLATE)
+        options_ = ("--api-key-env", "KEYS", "--chat-template", work / "template")
+        url = stack.enter_context(gateway(provider, masks, work / "adapters", work, *options_))
         found = asyncio.run(
             measure(Hostile(url, adapter), url, options.rounds, options.requests, options.kinds)
         )
