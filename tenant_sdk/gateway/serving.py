@@ -207,7 +207,7 @@ def _tool_parser(options: GatewayOptions, tokenizer: Any, say: Callable[[str], N
         if found and found not in QUICK:
             say(
                 f"this model's chat template writes calls for vLLM's parser {found}, which takes long for "
-                f"some answers, while all clients wait; give --tool-parser {found} if you trust your clients"
+                "some answers, while all clients wait; name it as parser of tools if you trust your clients"
             )
         return found if found in QUICK else ""
     from vllm.tool_parsers import ToolParserManager
