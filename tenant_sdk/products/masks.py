@@ -356,7 +356,8 @@ class OneTimeMasks:
         return order.rows * self._row_bytes(order.key)
 
     def _max_rows(self, key: ProductKey) -> int:
-        return min(source.max_rows(*key) for source in self._sources)
+        # As many as may be asked for again with all bits.
+        return min(source.max_rows(*key.exact) for source in self._sources)
 
     def _row_bytes(self, key: ProductKey) -> int:
         plan = self._shapes[key.group].plan(key.direction, key.members)

@@ -230,7 +230,7 @@ class RingProducts:
         scales = self._group(key.group).scales_of(key.members) if key.direction == Direction.FORWARD else None
         count = pieces[-1].rows.stop
         results = [torch.empty((count, width)) for width in self._widths(key)]
-        waiting = 0.0
+        waiting, again = 0.0, list[tuple[_Piece, torch.Tensor]]()
         while pieces:
             if self._failed is not None:  # another product of this session
                 raise copy_error(self._failed)
@@ -263,6 +263,10 @@ class RingProducts:
                 if wrong:
                     self._wrong(key)
                 masking += time.perf_counter() - waited
+            if piece.sent is not None:
+                again.append((piece, answer))
+        # When all of it is there: a repeated piece would tell what the others must be.
+        for piece, answer in again:
             if piece.sent is not None and check.exact is not None:
                 self._compare(key, piece, answer, piece.sent, check.exact)
         self._remote.stats.add(
@@ -340,8 +344,9 @@ class RingProducts:
                 bound=backward if key.direction == Direction.FORWARD else forward,
                 sources=self._masks.sources,
             )
-            exact = self._verifier.sample_of_rounded(key, self.integer_product) if rounded else None
-            return _Check(exact, rounded)
+            # Drawn in any case: the first draw makes a fingerprint, which executors see.
+            exact = self._verifier.sample_of_rounded(key, self.integer_product)
+            return _Check(exact if rounded else None, rounded)
         except VerificationError as error:
             raise self._fail(error) from None
 

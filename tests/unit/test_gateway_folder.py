@@ -137,4 +137,4 @@ def test_a_parser_that_takes_long_is_chosen_by_operators_alone(
     said = list[str]()
     options = GatewayOptions(chat_template=tmp_path / "t.jinja")
     assert serving._tool_parser(options, AutoTokenizer.from_pretrained(BASE_MODEL), said.append) == parser
-    assert any("give --tool-parser llama3_json" in each for each in said) is (not parser)
+    assert any("parser llama3_json" in each for each in said) is (not parser)
