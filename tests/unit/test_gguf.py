@@ -26,6 +26,7 @@ from shared.errors import CheckpointError
 from tenant_sdk.tuning.own import own_tokenizer
 
 WIDTH, LAYERS, HEADS, INNER = 64, 2, 4, 96
+_GEMMA = {"attention.sliding_window": 4096, "rope.freq_base": 1e6}
 
 
 @pytest.fixture
@@ -217,7 +218,7 @@ def test_a_file_of_another_model_than_transformers_makes(
         ("llama", {"rope.scaling.factor": 2.0}, {}, r"llama\.rope\.scaling\.factor, which"),
         ("gemma2", {}, {}, ""),
         ("gemma3_text", {"attention.sliding_window": 4096, "rope.freq_base": 1e6}, {}, ""),
-        ("gemma3_text", {"rope.freq_base": 1e6, "rope.freq_base_swa": 5e5}, {}, "sliding_window = 0"),
+        ("gemma3_text", {**_GEMMA, "rope.freq_base_swa": 5e5}, {}, "= 500000.0"),
         ("gemma3_text", {"attention.sliding_window": 4096, "rope.freq_base": 1e5}, {}, "= 100000.0"),
         ("gemma2", {}, {"num_hidden_layers": 46, "hidden_size": 4608, "num_attention_heads": 32}, "= 144"),
         ("mamba", {"attention.head_count": 0, "attention.layer_norm_rms_epsilon": 1e-5}, {}, ""),
