@@ -80,7 +80,7 @@ def floats(session: Session, key: ProductKey, seed: int = 0) -> list[torch.Tenso
 
 
 def product(session: Session, key: ProductKey, seed: int = 0) -> list[torch.Tensor]:
-    return session.products.submit(*key, floats(session, key, seed)).result()
+    return session.products.submit(*key.product, floats(session, key, seed)).result()
 
 
 def same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
@@ -124,8 +124,8 @@ def test_pieces_over_every_transport(
                 before = session.stats.requests
                 assert same(product(session, key), expected)
                 assert session.stats.requests - before == (PIECES if on else 1)
-                bare = session.executor.submit(Operation.PRODUCT, *key, [integers])
-                assert same(bare.result(), base.compute(*key, [integers]))
+                bare = session.executor.submit(Operation.PRODUCT, *key.product, [integers])
+                assert same(bare.result(), base.compute(*key.product, [integers]))
 
 
 def test_pieces_are_sent_before_anybody_waits(
@@ -144,7 +144,7 @@ def test_pieces_are_sent_before_anybody_waits(
         expected = product(session, QKV)
         eventually(lambda: answered() == ROWS)
         cut(True)
-        pending = session.products.submit(*QKV, floats(session, QKV))
+        pending = session.products.submit(*QKV.product, floats(session, QKV))
         eventually(lambda: answered() == 2 * ROWS)
         assert session.stats.rows == ROWS  # no answer has been read
         assert same(pending.result(), expected)
@@ -174,7 +174,7 @@ def test_a_wrong_answer_in_any_piece(
             return put((-1, -1), lambda value: value ^ 1)(message, body)
 
         middle.changes.append(lie)
-        pending = session.products.submit(*key, floats(session, key))
+        pending = session.products.submit(*key.product, floats(session, key))
         for _ in range(2):
             with pytest.raises(VerificationError):
                 pending.result()
@@ -197,7 +197,7 @@ def test_a_connection_that_dies_between_two_pieces(
     push, pushes = Channel.push, count(1)
     with taken_down() as sent, one_time(middle.executor, source, mask_budget_mib=0) as session:
         rows = [torch.ones((ROWS, 64))]  # all the same, so that they differ by their masks alone
-        expected = session.products.submit(*QKV, rows).result()
+        expected = session.products.submit(*QKV.product, rows).result()
         first = session.executor.channel
 
         def cut_off(self: Channel) -> None:
@@ -210,8 +210,8 @@ def test_a_connection_that_dies_between_two_pieces(
         cut(True)
         monkeypatch.setattr(Channel, "push", cut_off)
         with pytest.raises(ConnectionLost):
-            session.products.submit(*QKV, rows).result()
-        assert same(session.products.submit(*QKV, rows).result(), expected)
+            session.products.submit(*QKV.product, rows).result()
+        assert same(session.products.submit(*QKV.product, rows).result(), expected)
         assert session.executor.channel is not first
     hidden = [body[at : at + 256] for body in products(sent) for at in range(0, len(body), 256)]
     assert len(hidden) > 2 * ROWS
@@ -234,7 +234,7 @@ def test_effects_in_other_parts_than_pieces(
         monkeypatch.setattr(ExecutorSource, "max_rows", lambda *_: limit)
         before = session.stats.effect_requests
         assert same(product(session, key), expected)
-        sizes = [piece.stop - piece.start for piece in session.executor.pieces(*key, ROWS)]
+        sizes = [piece.stop - piece.start for piece in session.executor.pieces(*key.product, ROWS)]
         assert session.stats.effect_requests - before == 2 * sum(-(-size // limit) for size in sizes)
 
 
@@ -245,7 +245,7 @@ def test_effects_from_a_store_that_was_used_in_part(trio: Callable[[str], Trio],
         with masks._changed:
             for rows in (23, 1, 40, 39):
                 masks._order(QKV, rows, RequestClass.FINETUNING)
-        session.products.submit(*QKV, [torch.ones((3, 64))]).result()
+        session.products.submit(*QKV.product, [torch.ones((3, 64))]).result()
         cut(True)
         before = session.stats.requests
         assert same(product(session, QKV), expected)
@@ -288,7 +288,7 @@ def test_pieces_over_the_quota_are_sent_again_as_they_were(
     with here.connect("tls", privacy="one-time", mask_sources=[f"local:{folder}"]) as session:
         cut(True)
         with taken_down() as sent:
-            pending = session.products.submit(*QKV, floats(session, QKV))
+            pending = session.products.submit(*QKV.product, floats(session, QKV))
             eventually(lambda: here.metric("symbiosis_refused_total", code="overloaded") == PIECES - 1)
             lane.go.set()
             got = pending.result()
@@ -308,7 +308,7 @@ def test_nothing_is_sent_of_rows_that_the_ring_cannot_hold(trio: Callable[[str],
         rows = floats(session, QKV)
         rows[0][-1, 0] = torch.inf
         with taken_down() as sent, pytest.raises(NonFiniteError):
-            session.products.submit(*QKV, rows)
+            session.products.submit(*QKV.product, rows)
         assert not sent
 
 
@@ -317,9 +317,9 @@ def test_rows_of_unusual_size_are_cut_like_others(trio: Callable[[str], Trio], c
     with one_time(*trio("llama")[:2], mask_budget_mib=0) as session:
         rows = floats(session, QKV)
         rows[0][-1, 0] = 1e31
-        expected = session.products.submit(*QKV, rows).result()
+        expected = session.products.submit(*QKV.product, rows).result()
         cut(True)
         before = session.stats
-        assert same(session.products.submit(*QKV, rows).result(), expected)
+        assert same(session.products.submit(*QKV.product, rows).result(), expected)
         assert session.stats.requests - before.requests == PIECES
         assert session.stats.verified_rows - before.verified_rows == ROWS

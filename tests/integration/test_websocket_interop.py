@@ -139,7 +139,7 @@ def test_their_client_gets_integers(
             sent = payload if isinstance(payload, bytes) else payload.numpy().tobytes()
             websocket.send(header(operation, **fields) + sent)
             head, body = receive(websocket)
-            assert head[1:] == (REPLY, FORWARD, 6, 0, 7, 5, RINGS[RING] * (64 + 32), 0, 0, 0b11)
+            assert head[1:] == (REPLY, FORWARD, 6, 0, 7, 5, RINGS[RING] * (64 + 32), 0, 32, 0b11)
             answers.append(torch.frombuffer(bytearray(body), dtype=torch.int32))
         seeded, effect, masked, plain = answers
         assert torch.equal(seeded, effect)
