@@ -14,10 +14,13 @@ class AnswerBits:
     Args:
         answers: ``exact``, ``half`` or ``auto``, as ``tenant_sdk.connect`` describes them.
         numerics: of the executor.
+
+    Attributes:
+        measures: answers are to be noted; else nothing depends on them.
     """
 
     def __init__(self, answers: str, numerics: str) -> None:
-        self._answers = answers
+        self._answers, self.measures = answers, answers == "auto"
         self._half = half_bits(numerics)
         self._fastest = 0.0  # bytes a second
 
