@@ -24,9 +24,7 @@ from tenant_sdk.products.verification import IntegerProduct, transposed
 
 CHALLENGES = 32  # J
 FACTOR = 7.0
-_DEVIATION = (
-    256  # of the challenges, which are integers; so coarse that a product with a weight does not overflow
-)
+_DEVIATION = 256  # of the challenges, which are integers
 _REFUSES = 41 * math.log(2)  # honest rows: half of 2^-40, the other half is left for float32's rounding
 
 
@@ -111,4 +109,4 @@ def expected_sums(fingerprint: RoundedFingerprint, integers: torch.Tensor) -> to
 def wrong_rows(fingerprint: RoundedFingerprint, products: torch.Tensor, expected: torch.Tensor) -> int:
     """How many rows of products [T, P N], in units, are further from right than rounding is."""
     sums = torch.addmm(expected, products.to(expected.dtype), fingerprint.challenges, beta=-1)
-    return int((sums.square_().sum(1) > fingerprint.limit).sum())
+    return int((~(sums.square_().sum(1) <= fingerprint.limit)).sum())  # NaN is wrong, too

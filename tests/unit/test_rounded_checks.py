@@ -82,6 +82,12 @@ def test_errors_of_the_factor_are_found_in_any_shape(how: str) -> None:
     assert wrong_rows(fingerprint, products + error, expected) == len(products)
 
 
+def test_what_is_no_number_is_wrong() -> None:
+    fingerprint, products, expected = rounded()
+    products[:3, 0] = torch.tensor([math.nan, math.inf, 1e38])
+    assert wrong_rows(fingerprint, products, expected) == 3
+
+
 def chi_squared_below(value: float, freedom: int) -> float:
     """P(chi squared <= value), by its series."""
     half, x = freedom / 2, value / 2
