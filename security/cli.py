@@ -8,10 +8,11 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -19,8 +20,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from shared import imports
-from shared.command_line import escape_output, prints_version
-from shared.errors import ConfigurationError, SymbiosisError
+from shared.command_line import CommandLine, escape_output, prints_version
+from shared.errors import Argument, ConfigurationError, SymbiosisError
+from shared.options import Option, check_fields
+
+if TYPE_CHECKING:
+    from security.verdicts.claim import Verdict
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,15 +33,51 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 console = Console(highlight=False)
+_command_line = CommandLine(typer.Option, typer.Argument)
 _COLORS = {"holds": "green", "weak": "yellow", "skipped": "yellow", "REFUTED": "bold red"}
 _EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
-class Answers(enum.Enum):
-    """See ``tenant_sdk.connect``."""
+@dataclass(frozen=True)
+class AuditOptions:
+    """Options of ``symbiosis-audit run``.
 
-    exact = "exact"
-    half = "half"
+    Raises:
+        ConfigurationError: an option is not one of its choices, or a file is missing.
+    """
+
+    report: Annotated[Path, Option("", "Folder for report.json and report.html.")]
+    model: Annotated[Path | None, Option("", "Checkpoint folder. Default: that of the examples.")] = None
+    text: Annotated[
+        Path | None,
+        Option("", "Real text of tenants, an example a line. Default: that of the examples."),
+    ] = None
+    quick: Annotated[bool, Option("", "Run fewer trials, with wider confidence intervals.")] = False
+    seed: Annotated[int, Option("", "Seed of everything random except masks.")] = 0
+    workers: Annotated[
+        int, Option("", "Processes that share the layers of each executor (serve --workers).", least=0)
+    ] = 0
+    answers: Annotated[
+        str,
+        Option(
+            "", "Answers that tenants with one-time masks ask for: exact or half.", choices=("exact", "half")
+        ),
+    ] = "exact"
+    gateway: Annotated[
+        Path | None,
+        Option(
+            "",
+            "Path of python or symbiosis-tenant in an environment with vLLM. With it, the audit also attacks "
+            "the traffic of gateways. Default: .venv-gateway, or this environment if it has vLLM, or none.",
+        ),
+    ] = None
+    no_gateway: Annotated[bool, Option("", "Skip the traffic of gateways.")] = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for path, what in ((self.model, "model"), (self.text, "text")):
+            if path is not None and not path.exists():
+                raise ConfigurationError("{}: there is no such file", Argument(what, path))
 
 
 @contextmanager
@@ -69,36 +110,8 @@ def _check_writable(folder: Path) -> None:
 
 
 @app.command()
-def run(
-    report: Annotated[Path, typer.Option(help="Folder for report.json and report.html.")],
-    model: Annotated[
-        Path, typer.Option(help="Checkpoint folder.", show_default="that of the examples")
-    ] = _EXAMPLES / "base_model",
-    text: Annotated[
-        Path,
-        typer.Option(help="Real text of tenants, an example a line.", show_default="that of the examples"),
-    ] = _EXAMPLES / "data" / "clinic_notes_train.txt",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Run fewer trials, with wider confidence intervals.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of everything random except masks.")] = 0,
-    workers: Annotated[
-        int,
-        typer.Option(help="Processes that share the layers of each executor (serve --workers).", min=0),
-    ] = 0,
-    answers: Annotated[
-        Answers, typer.Option(help="Answers that tenants with one-time masks ask for.")
-    ] = Answers.exact,
-    gateway: Annotated[
-        Path | None,
-        typer.Option(
-            help="Path of python or symbiosis-tenant in an environment with vLLM. With it, the audit also "
-            "attacks the traffic of gateways.",
-            show_default=".venv-gateway, else this environment if it has vLLM, else none",
-        ),
-    ] = None,
-    no_gateway: Annotated[bool, typer.Option("--no-gateway", help="Skip the traffic of gateways.")] = False,
-) -> None:
+@_command_line.takes
+def run(options: AuditOptions) -> None:
     """Let tenants work in every mode, attack what each party saw, and judge every claim of CLAIMS.md.
 
     This takes seven to ten minutes on two idle cores, or three to five with --quick, and up to 6 GiB of
@@ -110,10 +123,7 @@ def run(
     succeeded or was weak. 1: a claim does not hold, or a control failed. If a control failed, it proves
     nothing that the attacks failed. 2: an error; nothing is known.
     """
-    for path, what in ((model, "model"), (text, "text")):
-        if not path.exists():
-            raise ConfigurationError(f"there is no {path}; name one with --{what}")
-    _check_writable(report)
+    _check_writable(options.report)
     with stage("loading"), imports.at_once():
         import transformers
 
@@ -122,24 +132,43 @@ def run(
         from security.recordings.gateway_process import gateway_command
         from security.report.environment import text_file
         from security.report.page import write_html, write_json
-        from security.verdicts.claims import CLAIMS, judge
+        from security.verdicts.claims import judge
         from security.verdicts.plan import FULL_PLAN, QUICK_PLAN
 
+    text = options.text or _EXAMPLES / "data" / "clinic_notes_train.txt"
     lines = [line.strip() for line in text.read_text().splitlines() if len(line.split()) > 8]
-    command = None if no_gateway else gateway_command(gateway)
-    plan = QUICK_PLAN if quick else FULL_PLAN
-    audit = Audit(model, lines, plan, stage, seed, workers, command, answers.value)
+    audit = Audit(
+        options.model or _EXAMPLES / "base_model",
+        lines,
+        QUICK_PLAN if options.quick else FULL_PLAN,
+        stage,
+        options.seed,
+        options.workers,
+        None if options.no_gateway else gateway_command(options.gateway),
+        options.answers,
+    )
     with tempfile.TemporaryDirectory(prefix="symbiosis-audit-") as folder:
         result = audit.run(Path(folder))
     result.about |= {
         "command": shlex.join(["symbiosis-audit", *sys.argv[1:]]),
-        "quick": quick,
+        "quick": options.quick,
         "text": text_file(text),
     }
     verdicts = judge(result)
-    write_json(result, verdicts, report / "report.json")
+    write_json(result, verdicts, options.report / "report.json")
+    page = options.report / "report.html"
     with stage("drawing"):
-        write_html(result, verdicts, report / "report.html")
+        write_html(result, verdicts, page)
+    _print_verdicts(verdicts)
+    console.print(f"{page}: {result.about['seconds']:.0f} s", soft_wrap=True)
+    if any(verdict.refuted for verdict in verdicts):
+        raise typer.Exit(1)
+
+
+def _print_verdicts(verdicts: Sequence[Verdict]) -> None:
+    """One line for each claim."""
+    from security.verdicts.claims import CLAIMS
+
     table = Table(title="Claims", show_lines=False)
     for column in ("claim", "measured", ""):
         table.add_column(column, overflow="fold")
@@ -150,9 +179,6 @@ def run(
             f"[{_COLORS[verdict.word]}]{verdict.word}[/]",
         )
     console.print(table)
-    console.print(f"{report / 'report.html'}: {result.about['seconds']:.0f} s", soft_wrap=True)
-    if any(verdict.refuted for verdict in verdicts):
-        raise typer.Exit(1)
 
 
 class Party(enum.StrEnum):

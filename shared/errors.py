@@ -1,4 +1,4 @@
-"""Every error that this project raises on purpose.
+"""The errors that users of this project see.
 
 ::
 

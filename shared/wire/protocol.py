@@ -19,14 +19,12 @@ from shared.wire.header import (
     BYTES,
     DTYPE_CODES,
     DTYPE_NAMES,
-    EXACT,
     MAX_MEMBERS,
     PRODUCTS,
     RINGS,
     Direction,
     Header,
     Operation,
-    RequestClass,
     member_indices,
 )
 from shared.wire.messages import TENANT_FILES, GroupInfo, Manifest, digest_of
@@ -240,25 +238,20 @@ class TenantProtocol:
         self._expected[request_id] = answer._replace(request_id=request_id)
         return Header(operation, request_id=request_id, rows=1, columns=size)
 
-    def product(
-        self,
-        operation: Operation,
-        group: int,
-        shape: GroupShape,
-        direction: Direction,
-        members: int,
-        rows: int,
-        dtype: torch.dtype,
-        request_class: RequestClass = RequestClass.UNDECLARED,
-        answer_bits: int = EXACT,
-    ) -> Header:
-        """Header of a product or effect request; ``answer_bits`` is for the ring."""
+    def product(self, request: Header, shape: GroupShape) -> Header:
+        """Header of a product or effect request.
+
+        Args:
+            request: of its id, its columns, and the answer bits of floats, the header is filled in here.
+            shape: of the group.
+        """
         request_id = self._new_id()
-        plan = shape.plan(direction, members)
-        asked = Header(
-            operation, direction, DTYPE_CODES[dtype], group, request_id, rows, plan.request_columns, members,
-            request_class, answer_bits if shape.planes else 0,
-        )  # fmt: skip
+        plan = shape.plan(request.direction, request.members)
+        asked = request._replace(
+            request_id=request_id,
+            columns=plan.request_columns,
+            answer_bits=request.answer_bits if shape.planes else 0,
+        )
         self._expected[request_id] = asked._replace(
             operation=Operation.REPLY, columns=plan.answer_columns, request_class=0
         )

@@ -24,7 +24,7 @@ from shared.wire.header import (
     RequestClass,
 )
 from shared.wire.messages import Fetch, FileInfo, ParameterInfo, encode
-from shared.wire.protocol import GroupShape, Plan, TenantProtocol
+from shared.wire.protocol import GroupShape, Plan
 from shared.wire.websocket import Incoming, tensor_bytes
 from tenant_sdk.connection.channel import Channel, Pending, copy_error
 from tenant_sdk.connection.clock import CLOCK, Clock
@@ -230,14 +230,16 @@ class RemoteExecutor:
         plan = shape.plan(direction, members)
         wire = [block.to(self.wire_dtype).contiguous() for block in blocks]
 
-        def header(protocol: TenantProtocol) -> Header:
-            return protocol.product(
-                *(operation, group, shape, direction, members, rows, self.wire_dtype, request_class),
-                answer_bits,
-            )
+        request = Header(
+            operation, direction, DTYPE_CODES[self.wire_dtype], group, rows=rows, members=members,
+            request_class=request_class, answer_bits=answer_bits,
+        )  # fmt: skip
+
+        def ask(channel: Channel) -> Pending:
+            return channel.submit(lambda protocol: protocol.product(request, shape), wire)
 
         # A list, from which it is taken: the rows are let go as soon as the answer is there.
-        answers = [self._parts.of(group).ask(channel, lambda channel: channel.submit(header, wire))]
+        answers = [self._parts.of(group).ask(channel, ask)]
         channel.push()
         spent = time.perf_counter() - started
 
@@ -313,16 +315,16 @@ class RemoteExecutor:
 
         ``rows`` is at most ``max_rows``. The result is as ``shared.ring.upper_bits.cut`` makes it.
         """
-        shape = self.shapes[group]
+        request = Header(
+            Operation.SEED_EFFECT, direction, DTYPE_CODES[self.wire_dtype], group, rows=rows, members=members,
+            request_class=request_class, answer_bits=answer_bits,
+        )  # fmt: skip
 
-        def header(protocol: TenantProtocol) -> Header:
-            return protocol.product(
-                *(Operation.SEED_EFFECT, group, shape, direction, members, rows),
-                *(self.wire_dtype, request_class, answer_bits),
-            )
+        def ask(channel: Channel) -> Pending:
+            return channel.submit(lambda protocol: protocol.product(request, self.shapes[group]), seed)
 
         connection = self._parts.of(group)
-        answer = _payload(connection.answer(connection.channel, lambda channel: channel.submit(header, seed)))
+        answer = _payload(connection.answer(connection.channel, ask))
         self.stats.add(
             effect_requests=1,
             effect_rows=rows,

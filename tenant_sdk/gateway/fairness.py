@@ -11,6 +11,8 @@ These rules say what one client can take:
 - ``admission``: sequences under way (``Queue``).
 - ``requests``, ``constraints``: the size of each field of a request, and of an answer.
 - ``grammars``: time and memory for compiling a constraint; ``trials``: one at a time.
+- ``structured``: compiled constraints that are kept, 64 in all; a further one replaces one of the client that
+  has the most.
 - ``calls``: the part of an answer in which calls of tools are looked for, and how often.
 - ``turns``: one at a time of the server's threads for tokenizing.
 - ``endpoints``: names of adapters; one change of them at a time.
@@ -23,9 +25,9 @@ These rules say what one client can take:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shared.latency import LEARNING, OUTLIER, LinearLatency
 
@@ -35,6 +37,17 @@ LEAST_ROWS = 8  # of prompts, however long they take
 SORTED = 1 << 17  # numbers that are sorted in a step for one client, while others have sequences
 FEW_TOKENS = 2048  # attended to in a step; beyond that, attention takes the blame for its time
 LATELY = 1.0  # seconds for which a client counts after its last sequence: its next one finds a short step
+
+
+def replaced(kept: Collection[tuple[str, Any]]) -> tuple[str, Any]:
+    """Which of kept things makes room for another, by client: the oldest of the client that has the most.
+
+    Args:
+        kept: clients, each with a thing of its own; the oldest first, and not empty.
+    """
+    counts = Counter(client for client, _ in kept)
+    most = max(counts.values())
+    return next(each for each in kept if counts[each[0]] == most)
 
 
 @dataclass

@@ -18,6 +18,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend, Guidance
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
 from tenant_sdk.gateway.constraints import Constraint
+from tenant_sdk.gateway.fairness import replaced
 from tenant_sdk.gateway.grammars import compiled
 
 REMEMBERED = 64  # compiled constraints; more than ``trials`` lets pass without a trial
@@ -121,7 +122,7 @@ class LimitedGuidance(GuidanceBackend):  # type: ignore[misc]
         with self._lock:
             self._kept[client, given] = kept, uses + 1
             if len(self._kept) > REMEMBERED:
-                self._kept.popitem(last=False)
+                del self._kept[replaced(self._kept)]
         return kept.deep_copy()
 
 

@@ -60,7 +60,7 @@ class SeedSource(Protocol):
 
 
 class ExecutorSource:
-    """An executor, over its bias-free endpoint. It sees every mask.
+    """An executor that multiplies masks without a bias. It sees every mask, or the seed of it.
 
     Args:
         remote: the provider itself (the paper's scheme), or another executor of the same weights.

@@ -33,7 +33,7 @@ ORDERS_AT_ONCE = 16  # of what is needed now, such as that of many experts
 class Mask(Protocol):
     """The mask of one request and the effect that undoes it, for the process that took them.
 
-    Both methods raise ConnectionLost in a forked child.
+    All methods raise ConnectionLost in a forked child.
     """
 
     def request(self) -> torch.Tensor:
@@ -144,6 +144,7 @@ class _NoMask:
         yield slice(0, len(self.zeros)), []
 
     def exact_effects(self) -> list[torch.Tensor]:
+        self.fork_guard.check()
         return []
 
 
@@ -183,10 +184,15 @@ class _Batch:
 
 
 class OneTimeMask:
-    """A mask and its effect that serve one request and no other.
+    """A mask and its effect that serve one set of rows and no other.
 
-    The mask is handed over once and the rows are added to it in place, so that afterwards it exists
-    nowhere; the key streams that made it have gone on.
+    The mask is handed over once, and the rows are added to it in place: the sum is all that remains. The key
+    streams that made it have gone on. For answers of which only the upper bits travel, the batch keeps its
+    seeds, so that sources can be asked again. Masks are not made from them a second time.
+
+    A request may be sent more than once: after a lost connection or a refusal
+    (``tenant_sdk.connection.remote``), or to check rounded answers (``RingProducts``). It is always the same
+    bytes.
     """
 
     def __init__(self, mask: torch.Tensor, parts: list[tuple[int, int, _Batch]]) -> None:
@@ -329,6 +335,7 @@ class OneTimeMasks:
                 missing -= batch.remaining
                 if missing <= 0:
                     return
+            self._satisfied = False  # until it is known whether there is something to order
             self._changed.notify_all()
 
     @property
@@ -383,6 +390,7 @@ class OneTimeMasks:
         batch = _Batch(rows, [MaskStream(seed) for seed in seeds], effects, again)
         self._store.setdefault(key, deque()).append(batch)
         self._under_way += len(effects)
+        self._satisfied = False
         for effect in effects:
             effect.add_done_callback(self._arrived)
 

@@ -159,16 +159,18 @@ class RingProducts:
             spent += time.perf_counter() - started
             return [request]
 
-        cut = self._remote.pieces(*key.product, count, key.answer_bits)
+        pieces = self._remote.pieces(*key.product, count, key.answer_bits)
         started = time.perf_counter()
         ready: list[list[torch.Tensor]] = []
-        if len(cut) > 1 and not all(all_finite_below(block, self._group(group).ordinary) for block in rows):
+        if len(pieces) > 1 and not all(
+            all_finite_below(block, self._group(group).ordinary) for block in rows
+        ):
             ready = [
-                hide_piece(piece) for piece in cut
+                hide_piece(piece) for piece in pieces
             ]  # all, or one that cannot be sent might follow others
         next_piece = (lambda _: ready.pop(0)) if ready else hide_piece
         sent = self._remote.submit_pieces(
-            Operation.PRODUCT, *key.product, cut, next_piece, request_class, key.answer_bits
+            Operation.PRODUCT, *key.product, pieces, next_piece, request_class, key.answer_bits
         )
         if group not in self._unforeseen:
             self._masks.note_request(key, count)

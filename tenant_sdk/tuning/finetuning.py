@@ -234,10 +234,8 @@ def finetune(
     _check_space(output, state_bytes(model))
     _fit(training, model, max(len(example["input_ids"]) for example in [*examples, *held_out]), say)
 
-    settings = _settings(training, examples, held_out, day)
+    settings = _settings(training, examples, held_out, day, given)
     settings |= {"steps": steps, "learning_rate": learning_rate}
-    if given is not None:
-        settings["adapter"] = digest_of((given / ADAPTER_WEIGHTS).read_bytes())
     settings |= {"sequence_length": length, "base_model": session.manifest.digest[:16]}
     checkpoints = TrainingCheckpoints(output, settings)
     resume_from = checkpoints.begin(resume=training.resume)
@@ -263,11 +261,7 @@ def finetune(
         _save(output, model, session, figures, tokenizer if keep_tokenizer else None)
     checkpoints.remove()
     if held_out and training.samples:  # when nothing can be lost any more
-        try:
-            report = _answered(report, model, tokenizer, held_out, training.samples, told)
-        except BaseException as error:
-            error.add_note(Message("the training is complete, and the adapter is saved in {}", str(output)))
-            raise
+        report = _answered(report, model, tokenizer, held_out, training, told)
     if not base_of(model).name:
         say(_NO_BASE)
     return report
@@ -343,14 +337,23 @@ def _learn_groups(model: Any, examples: Sequence[Example]) -> None:
 
 
 def _answered(
-    report: TrainingReport, model: Any, tokenizer: Any, examples: Sequence[Example], most: int, told: Told
+    report: TrainingReport,
+    model: Any,
+    tokenizer: Any,
+    examples: Sequence[Example],
+    training: TrainingOptions,
+    told: Told,
 ) -> TrainingReport:
     """With how many held-out prompts base and adapter answer to the letter."""
     try:
-        samples = compare(model, tokenizer, examples, most)
+        samples = compare(model, tokenizer, examples, training.samples)
     except Exception as error:  # the adapter is saved, and good
         told.say(f"held-out prompts could not be answered: {peer_text(repr(error))}")
         return report
+    except BaseException as error:
+        saved = str(training.output)
+        error.add_note(Message("the training is complete, and the adapter is saved in {}", saved))
+        raise
     if samples:
         told.samples(samples)
     return replace(
@@ -446,7 +449,11 @@ def _with_fresh_adapter(training: TrainingOptions, model: Any, steps: int) -> An
 
 
 def _settings(
-    training: TrainingOptions, examples: Sequence[Example], held_out: Sequence[Example], day: Day
+    training: TrainingOptions,
+    examples: Sequence[Example],
+    held_out: Sequence[Example],
+    day: Day,
+    given: Path | None,
 ) -> dict[str, Any]:
     """What must be the same if the training is resumed."""
     settings = asdict(training)
@@ -461,6 +468,8 @@ def _settings(
     if day.written:
         settings["day"] = str(day.day)
     settings["data"] = digest_of(repr(examples).encode())
+    if given is not None:  # the adapter that is trained further
+        settings["adapter"] = digest_of((given / ADAPTER_WEIGHTS).read_bytes())
     return settings
 
 

@@ -30,7 +30,7 @@ from shared.errors import (
     ConnectionRefused,
     RequestRefused,
 )
-from shared.wire.header import Direction, Header, Operation, RequestClass
+from shared.wire.header import DTYPE_CODES, Direction, Header, Operation, RequestClass
 from shared.wire.messages import Limits
 from shared.wire.protocol import GroupShape, TenantProtocol
 from tenant_sdk.connection.channel import Channel
@@ -153,9 +153,10 @@ def test_requests_over_the_limits(
 
         def header(rows: int) -> Callable[[TenantProtocol], Header]:
             shape = GroupShape(64, (64, 32, 32))
-            return lambda protocol: protocol.product(
-                Operation.PRODUCT, 0, shape, Direction.FORWARD, 1, rows, torch.float32
+            request = Header(
+                Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.float32], 0, rows=rows, members=1
             )
+            return lambda protocol: protocol.product(request, shape)
 
         for rows in (101, 256) if transport == "tls" else (101, 300, 100_000):
             with pytest.raises(RequestRefused) as caught:
@@ -178,10 +179,10 @@ def test_errors_have_their_type_and_leave_the_session_open(
             channel = session.executor.channel
 
             def header(protocol: TenantProtocol, wrong: dict[str, int] = wrong) -> Header:
-                good = protocol.product(
-                    Operation.PRODUCT, 0, GroupShape(64, (64, 32, 32)), Direction.FORWARD, 1, 1, torch.float32
+                request = Header(
+                    Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.float32], 0, rows=1, members=1
                 )
-                return good._replace(**wrong)
+                return protocol.product(request, GroupShape(64, (64, 32, 32)))._replace(**wrong)
 
             rows = torch.zeros((wrong.get("rows", 1), 64))
             with pytest.raises(RequestRefused) as caught:

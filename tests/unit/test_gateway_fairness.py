@@ -21,6 +21,7 @@ from tenant_sdk.gateway.fairness import (
     next_admissions,
     next_preemptions,
     paused_sampling,
+    replaced,
     rows_per_client,
     second_prompts,
     too_long,
@@ -262,3 +263,18 @@ def test_steps_with_prompts_do_not_change_the_forecast_of_those_without() -> Non
     assert abs(line.per_row - 0.002) < 1e-5  # so fewer rows fit into the same time
     line.observe(1, 0.05, fixed=True)
     assert line.fixed > 0.02
+
+
+def test_a_kept_thing_of_the_client_that_has_the_most_makes_room() -> None:
+    assert replaced([("b", 0), ("a", 1), ("a", 2), ("b", 3), ("a", 4)]) == ("a", 1)
+    assert replaced([("b", 0), ("a", 1)]) == ("b", 0)
+
+
+@given(st.integers(1, 200), st.integers(1, 20))
+def test_a_client_that_asks_for_much_leaves_others_what_they_keep(asked: int, most: int) -> None:
+    kept = {("other", 0): None}
+    for thing in range(asked):
+        kept[("busy", thing)] = None
+        if len(kept) > 1 + most:
+            del kept[replaced(kept)]
+    assert ("other", 0) in kept

@@ -391,8 +391,9 @@ def refused_answers() -> list[dict[str, Any]]:
     def waiting(operation: Operation, numerics: str) -> tuple[TenantProtocol, Header]:
         protocol = TenantProtocol()
         shape = GroupShape.of(MANIFESTS[numerics].groups[0], numerics)
-        dtype = DTYPE_NAMES[MANIFESTS[numerics].wire_dtypes[0]]
-        return protocol, protocol.product(operation, 0, shape, Direction.FORWARD, 0b11, 2, dtype)
+        dtype = DTYPE_CODES[DTYPE_NAMES[MANIFESTS[numerics].wire_dtypes[0]]]
+        request = Header(operation, Direction.FORWARD, dtype, 0, rows=2, members=0b11, answer_bits=EXACT)
+        return protocol, protocol.product(request, shape)
 
     asked = waiting(Operation.PRODUCT, "float32")[1]
     good = asked._replace(operation=Operation.REPLY, columns=5)

@@ -57,7 +57,8 @@ class ReconnectingConnection:
     """One open channel after the other to the same executor, or to replicas of it.
 
     A request that is lost because the executor went away is sent again when it is back, or to another one:
-    the same bytes. So is a request that an overloaded executor refused. Nothing else is repeated.
+    the same bytes. So is a request that an executor refused because it is overloaded, has lost a worker or
+    restarts. Nothing else is repeated.
 
     Args:
         find: the replicas, asked for before each try.

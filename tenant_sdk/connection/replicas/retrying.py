@@ -104,7 +104,7 @@ class RequestPolicy:
 
     Args:
         patience: seconds to wait for an executor that went away; 0: not at all.
-        now: when the request was sent, in seconds of any clock that does not go back.
+        now: when its answer is first waited for, in seconds of any clock that does not go back.
         uniform: draws from [0, 1), uniformly.
         reminder: of all requests that may be put off by the same executor.
     """
@@ -139,8 +139,8 @@ class RequestPolicy:
         if self._lost > MOST_REPEATS:
             return GiveUp(
                 ConnectionLost(
-                    f"{url} broke {self._lost} connections with the same request on them, the last one so: "
-                    f"{what_happened(error)}. It may be this request that it cannot answer; tell its operator"
+                    f"{self._lost} connections broke with the same request on them, the last one to {url}: "
+                    f"{what_happened(error)}. Executors may be unable to answer it; tell their operator"
                 )
             )
         return Reconnect(self._lost_since)
