@@ -73,23 +73,35 @@ def served(folder: Path, numerics: str | None, local: Callable[[], Any]) -> Iter
         yield session.load_model(progress=False)
 
 
-def train(model: Any, blocks: Blocks) -> tuple[Any, list[float]]:
-    """With LoRA on the private notes, always in the same order; and the losses in nats a token."""
+def gradients(tuned: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the adapters of the first and of the last layer, each in one vector; none is learned yet."""
+    of_layers: dict[int, list[torch.Tensor]] = {}
+    for name, parameter in tuned.named_parameters():
+        if "lora_B" in name and parameter.grad is not None:  # with B = 0, the others have none
+            layer = int(name.partition(".layers.")[2].partition(".")[0])
+            of_layers.setdefault(layer, []).append(parameter.grad.flatten().double())
+    return torch.cat(of_layers[0]), torch.cat(of_layers[max(of_layers)])
+
+
+def train(model: Any, blocks: Blocks) -> tuple[Any, list[float], tuple[torch.Tensor, torch.Tensor]]:
+    """With LoRA on the private notes, always in the same order; losses in nats a token, first gradients."""
     torch.manual_seed(0)
     config = LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM")
     tuned = get_peft_model(model, config).train()
     optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=1e-3)
     order = torch.Generator().manual_seed(0)
-    losses = []
+    losses, first = [], None
     for _ in range(STEPS):
         chosen = torch.randint(len(blocks), (BATCH,), generator=order).tolist()
         ids = torch.tensor([blocks[i] for i in chosen])
         loss = tuned(input_ids=ids, labels=ids).loss
         loss.backward()
+        first = first or gradients(tuned)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss))
-    return tuned.eval(), losses
+    assert first is not None
+    return tuned.eval(), losses, first
 
 
 def language(numerics: str | None, tokenizer: Any) -> dict[str, Any]:
@@ -121,7 +133,7 @@ def language(numerics: str | None, tokenizer: Any) -> dict[str, Any]:
             "text": text[:, PROMPT:],
         }
         with torch.enable_grad():
-            tuned, result["losses"] = train(model, blocks)
+            tuned, result["losses"], result["gradients"] = train(model, blocks)
         result["after"] = perplexity(tuned, examples, BATCH)
     return result
 
@@ -160,14 +172,15 @@ def chat(numerics: str | None, folder: Path) -> dict[str, Any]:
         config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
         tuned = get_peft_model(model, config).train()
         optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=2e-3)
-        losses = []
+        losses, first = [], None
         for step in range(CHAT_STEPS):
             loss = tuned(**collate_packed(learned[4 * step : 4 * step + 4])).loss
             loss.backward()
+            first = first or gradients(tuned)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss))
-    return {"likelihoods": found, "losses": losses}
+    return {"likelihoods": found, "losses": losses, "gradients": first}
 
 
 def largest_rows(folder: Path) -> tuple[str, float]:
@@ -199,7 +212,10 @@ def show_chat(folder: Path) -> dict[str, dict[str, float]]:
         title=f"{folder.name}: {len(CHAT_TEXTS)} texts of {CHAT_LENGTH} tokens; {CHAT_STEPS} LoRA steps",
         highlight=False,
     )
-    for column in ("", "mean KL", "same likeliest token", "largest gap of losses", "last loss"):
+    for column in (
+        *("", "mean KL", "same likeliest token", "largest gap of losses", "last loss"),
+        *("gradients of the first layer", "of the last"),
+    ):
         table.add_column(column)
     true, figures = chat(None, folder), dict[str, dict[str, float]]()
     for numerics in NUMERICS:
@@ -213,9 +229,11 @@ def show_chat(folder: Path) -> dict[str, dict[str, float]]:
             "same": sum(same) / len(pairs),
             "gap": max(gaps),
             "last": found["losses"][-1],
+            **distances_of_gradients(found, true),
         }
-        kl, equal, gap, last = figures[numerics].values()
-        table.add_row(numerics, f"{kl:.1e}", f"{equal:.2%}", f"{gap:.1e}", f"{last:.4f}")
+        kl, equal, gap, last, *of_gradients = figures[numerics].values()
+        row = [f"{kl:.1e}", f"{equal:.2%}", f"{gap:.1e}", f"{last:.4f}", *(f"{x:.1e}" for x in of_gradients)]
+        table.add_row(numerics, *row)
     console.print(table)
     return figures
 
@@ -273,6 +291,12 @@ def distance(mine: torch.Tensor, true: torch.Tensor) -> float:
     return float((mine - true).norm() / true.norm())
 
 
+def distances_of_gradients(found: dict[str, Any], true: dict[str, Any]) -> dict[str, float]:
+    """Relative errors of gradients in the first step, of the first layer's adapters and of the last one's."""
+    pairs = zip(found["gradients"], true["gradients"], strict=True)
+    return dict(zip(("first layer", "last layer"), (distance(*pair) for pair in pairs), strict=True))
+
+
 def first_differences(mine: torch.Tensor, true: torch.Tensor) -> tuple[int, int]:
     """Tokens until a text differs, in all texts together, and how many texts do."""
     differ = mine != true
@@ -291,6 +315,7 @@ def compare(found: dict[str, Any], true: dict[str, Any]) -> dict[str, Any]:
         "perplexity after": found["after"],
         "logits": distance(found["logits"], true["logits"]),
         "largest gap of losses": max(gaps),
+        **{f"gradients, {name}": each for name, each in distances_of_gradients(found, true).items()},
         "tokens equal": equal,
         "texts that differ": texts,
         "hidden states of MiniLM": distance(found["states"], true["states"]),

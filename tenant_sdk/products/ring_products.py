@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from shared.errors import ModelMismatch, NonFiniteError, VerificationError
+from shared.errors import ModelMismatch, NonFiniteError, SymbiosisError, VerificationError
 from shared.forks import ForkGuard
 from shared.ring.fixed_point import LIMIT, Bounds, capacity
 from shared.ring.rows import CHUNK_ELEMENTS, all_finite_below, hide, reveal, write_products
@@ -83,10 +83,15 @@ class RingGroup:
 
 
 class _Check(NamedTuple):
-    """What a request is checked with; None: not at all. With both, a rounded answer is asked for again."""
+    """What a request is checked with; None: not at all.
+
+    A rounded answer is checked with the rounded fingerprint. If it seems wrong, or if ``repeats``, it is
+    asked for again and checked with the exact one.
+    """
 
     exact: Fingerprint | None
-    rounded: RoundedFingerprint | None
+    rounded: RoundedFingerprint | None = None
+    repeats: bool = False
 
 
 class _Piece(NamedTuple):
@@ -97,7 +102,7 @@ class _Piece(NamedTuple):
     exponents: torch.Tensor
     expected: torch.Tensor | None  # by the exact check
     sums: torch.Tensor | None  # expected by the check of rounded answers
-    sent: torch.Tensor | None  # rows that are asked for once more, exactly
+    sent: torch.Tensor | None  # the request, for answers that may be asked for once more
 
 
 class RingProducts:
@@ -218,8 +223,7 @@ class RingProducts:
                 "learning rate or the loss scale"
             )
         sums = expected_sums(rounded, integers) if rounded and integers is not None else None
-        again = request if check.exact and key.answer_bits < EXACT else None
-        return _Piece(piece, mask, *hidden, sums, again)
+        return _Piece(piece, mask, *hidden, sums, request if rounded else None)
 
     def _finish(
         self,
@@ -230,54 +234,74 @@ class RingProducts:
         masking: float,
     ) -> list[torch.Tensor]:
         """Take the effects off the answers and check them."""
-        scales = self._group(key.group).scales_of(key.members) if key.direction == Direction.FORWARD else None
         count = pieces[-1].rows.stop
         results = [torch.empty((count, width)) for width in self._widths(key)]
-        waiting, again = 0.0, list[tuple[_Piece, torch.Tensor]]()
-        while pieces:
-            if self._failed is not None:  # another product of this session
-                raise copy_error(self._failed)
-            piece = pieces.pop(0)
-            (answer,) = sent.pop(0).result()
-            effects, first = piece.mask.effects(), piece.rows.start
-            while True:
+        waiting, again, doubted = 0.0, list[tuple[_Piece, torch.Tensor]](), set[int]()
+        try:
+            while pieces:
+                if self._failed is not None:  # another product of this session
+                    raise copy_error(self._failed)
+                piece = pieces.pop(0)
+                (answer,) = sent.pop(0).result()
                 started = time.perf_counter()
-                part, there = next(effects, (None, []))
-                waited = time.perf_counter()
-                waiting += waited - started
-                if part is None:
-                    break
-                into = slice(first + part.start, first + part.stop)
-                parts = [result[into] for result in results]
-                if key.answer_bits < EXACT:
-                    wrong = self._reveal_rounded(
-                        key, answer[part], there, piece, part, scales, parts, check.rounded
-                    )
-                else:
-                    wrong = reveal(
-                        answer[part],
-                        there,
-                        piece.exponents[part],
-                        scales,
-                        parts,
-                        check.exact.challenge if check.exact else None,
-                        piece.expected[part] if piece.expected is not None else None,
-                    )
-                if wrong:
-                    self._wrong(key)
-                masking += time.perf_counter() - waited
-            if piece.sent is not None:
-                again.append((piece, answer))
-        # When all of it is there: a repeated piece would tell what the others must be.
-        for piece, answer in again:
-            if piece.sent is not None and check.exact is not None:
-                self._compare(key, piece, answer, piece.sent, check.exact)
+                waited = self._reveal(key, piece, answer, results, check, doubted)
+                waiting, masking = waiting + waited, masking + time.perf_counter() - started - waited
+                if piece.rows.start in doubted or check.repeats:
+                    again.append((piece, answer))
+            # When all of it is there: a repeated piece would tell what the others must be.
+            for piece, answer in again:
+                self._compare(key, piece, answer, check)
+        except SymbiosisError as error:
+            if doubted and not isinstance(error, VerificationError):  # nobody shows that it was rounding
+                self._wrong(key)
+            raise
         self._remote.stats.add(
             seconds_masking=masking,
             seconds_waiting_for_effects=waiting,
             verified_rows=count if check.exact or check.rounded else 0,
         )
         return results
+
+    def _reveal(
+        self,
+        key: ProductKey,
+        piece: _Piece,
+        answer: torch.Tensor,
+        results: list[torch.Tensor],
+        check: _Check,
+        doubted: set[int],
+    ) -> float:
+        """Write a piece's results; the seconds that its effects were waited for.
+
+        Args:
+            doubted: gets the first row of the piece if a rounded answer seems wrong.
+
+        Raises:
+            VerificationError: an exact answer is wrong.
+        """
+        scales = self._group(key.group).scales_of(key.members) if key.direction == Direction.FORWARD else None
+        effects, first, waiting = piece.mask.effects(), piece.rows.start, 0.0
+        while True:
+            started = time.perf_counter()
+            part, there = next(effects, (None, []))
+            waiting += time.perf_counter() - started
+            if part is None:
+                return waiting
+            into = slice(first + part.start, first + part.stop)
+            parts = [result[into] for result in results]
+            if key.answer_bits < EXACT:
+                if self._reveal_rounded(key, answer[part], there, piece, part, scales, parts, check.rounded):
+                    doubted.add(first)
+            elif reveal(
+                answer[part],
+                there,
+                piece.exponents[part],
+                scales,
+                parts,
+                check.exact.challenge if check.exact else None,
+                piece.expected[part] if piece.expected is not None else None,
+            ):
+                self._wrong(key)
 
     @staticmethod
     def _reveal_rounded(
@@ -303,15 +327,15 @@ class RingProducts:
             write_products(products, exponents[at], scales, [block[at] for block in blocks])
         return wrong
 
-    def _compare(
-        self, key: ProductKey, piece: _Piece, answer: torch.Tensor, sent: torch.Tensor, exact: Fingerprint
-    ) -> None:
+    def _compare(self, key: ProductKey, piece: _Piece, answer: torch.Tensor, check: _Check) -> None:
         """Ask for a rounded answer and its effects once more, with all bits, and compare all that came.
 
         Raises:
             VerificationError: it is not what it was, or wrong.
         """
-        (whole,) = self._remote.submit(Operation.PRODUCT, *key.product, [sent]).result()
+        if piece.sent is None or piece.expected is None or check.exact is None:
+            return  # answers are not checked
+        (whole,) = self._remote.submit(Operation.PRODUCT, *key.product, [piece.sent]).result()
         effects = piece.mask.exact_effects()
         same = torch.equal(cut(whole, key.answer_bits), answer)
         for part, there in piece.mask.effects():
@@ -319,9 +343,7 @@ class RingProducts:
                 same = same and torch.equal(cut(again[part], key.answer_bits), effect)
         for effect in effects:
             whole.sub_(effect)
-        right = piece.expected is not None and torch.equal(
-            (whole.long() * exact.challenge).sum(1), piece.expected
-        )
+        right = torch.equal((whole.long() * check.exact.challenge).sum(1), piece.expected)
         if not (same and right):
             self._wrong(key)
 
@@ -333,10 +355,10 @@ class RingProducts:
     def _check(self, key: ProductKey) -> _Check:
         """What to check the next request of a kind with."""
         if self._verifier is None:
-            return _Check(None, None)
+            return _Check(None)
         try:
             if key.answer_bits == EXACT:
-                return _Check(self._verifier.fingerprint(key, self.integer_product), None)
+                return _Check(self._verifier.fingerprint(key, self.integer_product))
             shape, plan = self._remote.shapes[key.group], self._plan(key)
             forward, backward = self._remote.manifest.groups[key.group].bounds or (0, 0)
             rounded = self._verifier.rounded_fingerprint(
@@ -347,9 +369,9 @@ class RingProducts:
                 bound=backward if key.direction == Direction.FORWARD else forward,
                 sources=self._masks.sources,
             )
-            # Drawn in any case: the first draw makes a fingerprint, which executors see.
-            exact = self._verifier.sample_of_rounded(key, self.integer_product)
-            return _Check(exact if rounded else None, rounded)
+            # In any case: executors see when a fingerprint is made.
+            exact, repeats = self._verifier.exact_of_rounded(key, self.integer_product)
+            return _Check(exact, rounded, repeats) if rounded else _Check(None)
         except VerificationError as error:
             raise self._fail(error) from None
 

@@ -3,9 +3,9 @@
 J secret vectors z_j of normal numbers, with f_j = W z_j, give J sums of every row, ``u . z_j - x . f_j /
 2^k``. There u is the revealed product in units of 2^k. Each sum is ``e . z_j``, where e are the row's
 errors. This is a normal number with the standard deviation |e|, whatever the errors look like. So the sum
-of the J squares measures |e|. Honest rounding exceeds a limit with a probability below 2^-40. Errors of
-FACTOR times the bound of honest ones stay below the limit with one below 2^-32:
-``docs/explanation/numerics.md``.
+of the J squares measures |e|. Errors of FACTOR times the bound of honest ones stay below a limit with a
+probability below 2^-32: ``docs/explanation/numerics.md``. Honest rounding exceeds it with one of about 2^-20.
+Such rows are asked for again with all bits, which shows that they are right.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tenant_sdk.products.forecast import ProductKey
 from tenant_sdk.products.verification import IntegerProduct, transposed
 
 CHALLENGES = 32  # J
-FACTOR = 7.0
+FACTOR = 6.0
 _DEVIATION = 256  # of the challenges, which are integers
-_REFUSES = 41 * math.log(2)  # honest rows: half of 2^-40, the other half is left for float32's rounding
+_DOUBTS = 20 * math.log(2)  # honest rows are asked for again so rarely that it costs nothing
 
 
 class RoundedFingerprint(NamedTuple):
@@ -51,10 +51,11 @@ def draw_normal(entropy: Entropy, rows: int, columns: int, deviation: float) -> 
 
 
 def limit_of(challenges: torch.Tensor, sources: int) -> float:
-    """What the sum of an honest row's J squares exceeds with a probability of at most 2^-41.
+    """What the sum of an honest row's J squares exceeds with a probability of at most 2^-20.
 
-    The rounding errors e of a row are sub-Gaussian, so the tail bound for quadratic forms of Hsu, Kakade and
-    Zhang (2012, Theorem 1) holds for ``|Z e|^2``.
+    If the rounding errors e of a row are independent, they are sub-Gaussian, and the tail bound for quadratic
+    forms of Hsu, Kakade and Zhang (2012, Theorem 1) holds for ``|Z e|^2``. In a row that is longer than the
+    request's they are not quite independent, and with a weight of low rank not at all.
 
     Args:
         challenges: Z, transposed: [N, J].
@@ -62,7 +63,7 @@ def limit_of(challenges: torch.Tensor, sources: int) -> float:
     """
     columns = challenges.double()
     squares = torch.linalg.eigvalsh(columns.T @ columns)
-    spread = 2 * math.sqrt(float(squares.square().sum()) * _REFUSES) + 2 * float(squares.max()) * _REFUSES
+    spread = 2 * math.sqrt(float(squares.square().sum()) * _DOUBTS) + 2 * float(squares.max()) * _DOUBTS
     return cut_share(sources) * (float(squares.sum()) + spread)
 
 

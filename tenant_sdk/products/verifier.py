@@ -83,14 +83,13 @@ class Verifier:
             made = self._rounded.setdefault(key, made)
         return made if self._drawn(self._rate) else None
 
-    def sample_of_rounded(self, key: ProductKey, product: IntegerProduct) -> Fingerprint | None:
-        """What to check a rounded answer with that is asked for again, with all bits; None: it is not drawn.
+    def exact_of_rounded(self, key: ProductKey, product: IntegerProduct) -> tuple[Fingerprint, bool]:
+        """What to check a rounded answer with if it is asked for again, and whether it is in any case.
 
         Raises:
             VerificationError: see ``fingerprint``.
         """
-        made = self._made(key.exact, product)
-        return made if self._drawn(self._repeat_rate) else None
+        return self._made(key.exact, product), self._drawn(self._repeat_rate)
 
     def _checked(self, key: ProductKey, rows: torch.Tensor, product: IntegerProduct) -> torch.Tensor:
         fingerprint, answers = self._made(key, product), product(key, rows)

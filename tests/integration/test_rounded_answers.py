@@ -17,6 +17,7 @@ from ring_sessions import WAYS, Trio, one_time, products, session_in, taken_down
 import tenant_sdk
 from shared.errors import ConfigurationError, VerificationError
 from shared.wire.header import RINGS, Direction
+from tenant_sdk.products import rounded
 
 pytest_plugins = ("ring_fixtures",)
 
@@ -168,6 +169,40 @@ def test_an_answer_that_is_right_only_when_asked_again_is_noticed(who: str, step
         aim(on_upper(lambda n: n - (n & 1)), middle, Direction.BACKWARD)  # always down
         with pytest.raises(VerificationError, match="o_proj"):
             gradients(model, token_ids())
+
+
+@pytest.mark.parametrize("who", ["provider", "source"])
+def test_a_wrong_answer_is_not_forgotten_if_nobody_answers_when_it_is_asked_for_again(
+    who: str, step: Any
+) -> None:
+    session, model, middle = step(who, patience=0)
+
+    def go_away(message: Message, body: bytes) -> bytes:
+        if message.fields.group == TARGET and message.fields.answer_bits == 32:
+            middle.cut()
+        return body
+
+    with session:
+        aim(WRONG["one number, by a hundred units"], middle, Direction.FORWARD)
+        middle.changes.append(go_away)
+        with pytest.raises(VerificationError, match="o_proj"):
+            fixed_result(model, token_ids())
+
+
+@pytest.mark.parametrize("sources", [1, 2])
+def test_honest_rows_beyond_the_limit_are_asked_for_again(
+    sources: int, trio: Callable[[str], Trio], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here every row is; in earnest one in a million, and more of weights of low rank."""
+    monkeypatch.setattr(rounded, "limit_of", lambda *_: -1.0)
+    parties = trio("llama")[: 1 + sources]
+    with one_time(*parties, answers="half", repeat_rate=0.0) as session:
+        model = session.load_model(progress=False)
+        fixed_result(model, token_ids())
+        with taken_down() as sent:
+            fixed_result(model, token_ids())
+    bodies = products(sent)
+    assert len(bodies) == 2 * len(set(bodies))
 
 
 def test_the_same_bytes_are_sent_again(trio: Callable[[str], Trio]) -> None:
