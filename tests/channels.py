@@ -19,7 +19,7 @@ from raw_peers import (
     scripted_executor,
 )
 
-from shared.wire.header import Direction, Operation
+from shared.wire.header import DTYPE_CODES, Direction, Header, Operation
 from shared.wire.protocol import GroupShape
 from shared.wire.websocket import Incoming
 from tenant_sdk.connection.channel import Channel, Pending
@@ -34,7 +34,8 @@ def submit(channel: Channel, rows: int = 1, value: float = 1.0) -> Pending:
     """A product of rows of 4 equal values."""
     return channel.submit(
         lambda protocol: protocol.product(
-            Operation.PRODUCT, 0, SHAPE, Direction.FORWARD, 1, rows, torch.float32
+            Header(Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.float32], rows=rows, members=1),
+            SHAPE,
         ),
         [torch.full((rows, 4), value)],
     )

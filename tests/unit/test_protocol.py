@@ -333,7 +333,8 @@ def test_both_sides_agree_about_every_product(
 ) -> None:
     members = members if group == 0 else 1
     tenant, executor = TenantProtocol(), greeted()
-    header = tenant.product(operation, group, SHAPES[group], direction, members, rows, dtype)
+    request = Header(operation, direction, DTYPE_CODES[dtype], group, rows=rows, members=members)
+    header = tenant.product(request, SHAPES[group])
     executor.accept(header)
     answer = executor.answer(header)
     tenant.accept(answer)
@@ -343,7 +344,8 @@ def test_both_sides_agree_about_every_product(
 
 def asked(tenant: TenantProtocol) -> tuple[Header, Header]:
     """A product under way, and the header of its answer."""
-    header = tenant.product(Operation.PRODUCT, 0, SHAPES[0], Direction.FORWARD, 0b111, 3, torch.float32)
+    request = Header(Operation.PRODUCT, Direction.FORWARD, FLOAT32, rows=3, members=0b111)
+    header = tenant.product(request, SHAPES[0])
     return header, header._replace(operation=Operation.REPLY, columns=16)
 
 
@@ -469,8 +471,8 @@ def test_products_of_groups_that_are_elsewhere_are_refused() -> None:
     executor = ExecutorProtocol(manifest)
     executor.greeted = True
     for group, info in enumerate(GROUPS):
-        shape, ask = GroupShape.of(info, manifest.numerics), TenantProtocol().product
-        header = ask(Operation.PRODUCT, group, shape, Direction.FORWARD, 1, 1, torch.float32)
+        request = Header(Operation.PRODUCT, Direction.FORWARD, FLOAT32, group, rows=1, members=1)
+        header = TenantProtocol().product(request, GroupShape.of(info, manifest.numerics))
         if group == 0:
             executor.accept(header)
             continue

@@ -25,7 +25,7 @@ from test_protocol import (
 )
 
 from shared.errors import WireError
-from shared.wire.header import DTYPE_CODES, RINGS, SEED_BYTES, Direction, Header, Operation
+from shared.wire.header import DTYPE_CODES, EXACT, RINGS, SEED_BYTES, Direction, Header, Operation
 from shared.wire.messages import Limits, Manifest, digest_of
 from shared.wire.protocol import ExecutorProtocol, GroupShape, TenantProtocol, validate_manifest
 from shared.wire.websocket import MessageReader, Opcode, frame_header
@@ -148,7 +148,9 @@ def test_both_sides_agree_about_every_product_of_a_ring(
 ) -> None:
     tenant, executor = TenantProtocol(), greeted(numerics)
     shape, planes = GroupShape.of(RING_MANIFEST.groups[0], numerics), RINGS[numerics]
-    header = tenant.product(operation, 0, shape, direction, members, rows, torch.int32)
+    dtype = DTYPE_CODES[torch.int32]
+    request = Header(operation, direction, dtype, rows=rows, members=members, answer_bits=EXACT)
+    header = tenant.product(request, shape)
     executor.accept(header)
     answer = executor.answer(header)
     tenant.accept(answer)
