@@ -10,7 +10,8 @@ from typing import NamedTuple
 from torch import nn
 
 from shared.errors import ConfigurationError
-from shared.hub import HUB, HubId, asked_of_hub, hub_id, id_of_snapshot, pinned
+from shared.gguf import is_gguf
+from shared.hub import HUB, HubId, asked_of_hub, checkpoint_folder, hub_id, id_of_snapshot, pinned
 from shared.wire.messages import Manifest
 from tenant_sdk.trust.attestation import base_model, open_checkpoint
 
@@ -33,18 +34,21 @@ def find_base(given: str | Path, manifest: Manifest) -> Base:
     """What a tenant calls the base model that an executor serves.
 
     Args:
-        given: a folder, whose weights are compared with those that are served; a folder of another machine,
-            by its absolute path; ``hub:NAME[@REVISION]``, and the hub is asked for the commit if it can be;
-            or nothing.
+        given: a folder or a GGUF file, whose weights are compared with those that are served; a folder of
+            another machine, by its absolute path; ``hub:NAME[@REVISION]``, and the hub is asked for the
+            commit if it can be; or nothing.
 
     Raises:
         ConfigurationError: it is none of these.
         ModelMismatch: the folder holds another model.
-        CheckpointError: the folder cannot be read; or the hub has no such model.
+        CheckpointError: the folder or file cannot be read; or the hub has no such model.
     """
     text = str(given)
     if not text:
         return Base()
+    if is_gguf(Path(text)):  # which PEFT does not load
+        text = str(checkpoint_folder(text))
+        log.warning("adapters will say that their base is %s, the folder made of %s", text, given)
     if Path(text).is_dir():
         open_checkpoint(text, manifest)
         snapshot = id_of_snapshot(text)

@@ -238,16 +238,13 @@ def finetune(
     settings |= {"steps": steps, "learning_rate": learning_rate}
     settings |= {"sequence_length": length, "base_model": session.manifest.digest[:16]}
     checkpoints = TrainingCheckpoints(output, settings)
-    resume_from = checkpoints.begin(resume=training.resume)
-    if training.resume and resume_from is None:
-        say(f"there is no whole checkpoint in {checkpoints.folder}: the training begins with its first step")
+    resume_from, done = _begin(checkpoints, steps, training.resume, say)
 
     with checkpoints.resumable():
         check_steps = (training.eval_steps or math.ceil(steps / _CHECKS)) if held_out else 0
         progress = Progress(told.show, say, shown_losses(steps), check_steps, lambda: session.stats)
         held = _HeldOut(training, model, held_out, progress, told, session)
         before = _perplexity_before(held, checkpoints, of_base=given is None)
-        done = int(resume_from.name.rpartition("-")[2]) if resume_from else 0
         if done < steps:
             _learn_groups(model, examples[:_TRIED])
         started = time.perf_counter()
@@ -265,6 +262,17 @@ def finetune(
     if not base_of(model).name:
         say(_NO_BASE)
     return report
+
+
+def _begin(checkpoints: TrainingCheckpoints, steps: int, resume: bool, say: Say) -> tuple[Path | None, int]:
+    """The checkpoint from which a training goes on, and the steps that are done."""
+    found = checkpoints.begin(resume=resume)
+    done = int(found.name.rpartition("-")[2]) if found else 0
+    if found is not None:
+        say(f"the training goes on after step {done} of {steps}, from {found}")
+    elif resume:
+        say(f"there is no whole checkpoint in {checkpoints.folder}: the training begins with its first step")
+    return found, done
 
 
 @dataclass

@@ -199,7 +199,8 @@ def test_resumed_training_gives_the_adapter_of_an_uninterrupted_one(
     with pytest.raises(ConfigurationError, match="rank was 2, now 3"):
         train(session, options(text, "resumed", rank=3, resume=True))
     first: list[TrainingStep] = []
-    report, _ = train(session, options(text, "resumed", resume=True), first.append)
+    report, said = train(session, options(text, "resumed", resume=True), first.append)
+    assert any(line.startswith("the training goes on after step 3 of 4, from ") for line in said)
     assert min(now.step for now in first) == 4
     assert report.resumed_at == 3
     figures = json.loads((text.parent / "resumed" / "symbiosis.json").read_text())["training"]

@@ -20,9 +20,12 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import shared.gguf
+import tenant_sdk
+from provider import serve_in_process
 from provider.executor.base import BaseExecutor
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError
+from tenant_sdk.model.naming import find_base
 from tenant_sdk.tuning.own import own_tokenizer
 
 WIDTH, LAYERS, HEADS, INNER = 64, 2, 4, 96
@@ -312,3 +315,11 @@ def test_two_processes_make_one_folder(file: Path) -> None:
     told = [each.communicate() for each in both]
     assert told[0][0] == told[1][0] != ""
     assert sum("making a checkpoint folder" in err for _, err in told) == 1
+
+
+def test_an_adapters_base_is_the_folder_of_the_file(file: Path) -> None:
+    """PEFT loads no such file."""
+    with serve_in_process(file) as executor, tenant_sdk.connect(executor, privacy="plain") as session:
+        named = Path(find_base(file, session.manifest).name)
+        assert named == shared.gguf.folder_of(file)
+        assert (named / "config.json").is_file()
