@@ -316,18 +316,18 @@ class _Waiting(Generic[T]):
         Raises:
             SymbiosisError: the last attempt's.
         """
-        began, told = time.perf_counter(), False
+        told = False
         while True:
             started = time.perf_counter()
             try:
                 self.done = self._attempt()
             except ConnectionRefused:
-                if started - began >= self._target.wait:
+                if started >= self._target.until:
                     raise
                 if not told:
                     told = True
-                    url, wait = self._target.url, self._target.wait
-                    what = f"nobody listens at {url} yet; trying for {wait:g} s (--wait)"
+                    url, wait = self._target.url, self._target.until - started
+                    what = f"nobody listens at {url} yet; trying for {wait:.2g} s (--wait)"
                     yield CheckResult("waiting", None, what)
                 time.sleep(RETRY_SECONDS)
             else:

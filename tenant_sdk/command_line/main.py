@@ -138,7 +138,7 @@ def fingerprint(
 def doctor(
     executors: options.SessionOptions,
     wait: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait until an executor listens.")
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait in all until executors listen.")
     ] = 30.0,
 ) -> None:
     """Check executors step by step; at the first failure, say what is wrong and what to do."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import shlex
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,8 @@ class Target:
 
     ``replicas``: URLs of its party, if there are several, of which ``url`` is one; ``address``: of the
     host's the one to examine, if it is not all the same.
-    ``wait``: seconds for which somebody may still begin to listen. ``source``: it is a mask source.
+    ``until``: time on the performance counter until which somebody may still begin to listen. ``source``: it
+    is a mask source.
     """
 
     url: str
@@ -42,7 +44,7 @@ class Target:
     wire_dtype: str = SessionConfig.wire_dtype
     digest: str | None = None
     timeout: float = 10.0
-    wait: float = 0.0
+    until: float = 0.0
     source: bool = False
     replicas: tuple[str, ...] = ()
     address: str = ""
@@ -202,6 +204,9 @@ class SessionOptions:
     def targets(self, wait: float) -> tuple[list[Target], SessionRules]:
         """The provider and its mask sources, as `doctor` wants them, and the rules of a session with them.
 
+        Args:
+            wait: seconds from now for which any of them may still begin to listen.
+
         Raises:
             ConfigurationError: see ``arguments``.
         """
@@ -211,7 +216,7 @@ class SessionOptions:
         masks = arguments.get("privacy", SessionConfig.privacy) == "one-time"
         names = ("client_certificate", "wire_dtype", "digest", "timeout")
         common = {name: arguments[name] for name in names if name in arguments}
-        common["wait"] = wait
+        common["until"] = time.perf_counter() + wait
         token, ca = arguments.get("token"), arguments.get("ca")
         tokens = arguments.get("mask_source_token") or (token if "token" in allowed else None)
         authorities = arguments.get("mask_source_ca") or (ca if "authority" in allowed else None)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import math
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -19,8 +21,8 @@ from provider.serve.listening import bound, listen
 from provider.serve.provider import Provider
 from shared.wire.messages import Limits
 from tenant_sdk.command_line.checks import CheckResult
-from tenant_sdk.command_line.doctor import examine
-from tenant_sdk.command_line.options import NAMES, Target
+from tenant_sdk.command_line.doctor import diagnose, examine
+from tenant_sdk.command_line.options import NAMES, SessionRules, Target
 from tenant_sdk.session.profiles import Secret
 
 TLS = ["url", "authority", "dns", "tcp", "tls", "certificate", "key exchange"]
@@ -255,13 +257,13 @@ def test_a_port_that_keeps_silent(llama: Executor) -> None:
 def test_it_waits_until_somebody_listens(llama: Executor) -> None:
     with closing(bound("127.0.0.1", 0)) as sock:
         url = f"wss://127.0.0.1:{sock.getsockname()[1]}"
-        found = list(examine(Target(url, llama.ca, wait=0.3)))
+        found = list(examine(Target(url, llama.ca, until=time.perf_counter() + 0.3)))
         assert [result.step for result in found[-2:]] == ["waiting", "tcp"]
         assert "nobody listens at wss://127.0.0.1:" in found[-2].detail
-        assert "0.3 s (--wait)" in found[-2].detail
+        assert " s (--wait)" in found[-2].detail
         assert "compare --provider" in found[-1].remedy.shown(NAMES)
         steps = []
-        with closing(examine(Target(url, llama.ca, wait=60))) as results:  # type: ignore[type-var]
+        with closing(examine(Target(url, llama.ca, until=math.inf))) as results:  # type: ignore[type-var]
             for result in results:
                 steps.append(result.step)
                 if result.step == "waiting":
@@ -270,6 +272,18 @@ def test_it_waits_until_somebody_listens(llama: Executor) -> None:
                     break
         assert result.ok
         assert steps[-2:] == ["waiting", "tcp"]
+
+
+def test_it_waits_for_all_executors_together() -> None:
+    with closing(bound("127.0.0.1", 0)) as one, closing(bound("127.0.0.1", 0)) as other:
+        until = time.perf_counter() + 0.3
+        targets = [
+            Target(f"wss://127.0.0.1:{sock.getsockname()[1]}", until=until, source=sock is other)
+            for sock in (one, other)
+        ]
+        found = diagnose(targets, SessionRules())
+        steps = [result.step for _, results in found for result in results]
+    assert (steps.count("waiting"), steps.count("tcp")) == (1, 2)
 
 
 def test_a_mask_source_is_called_one(llama: Executor) -> None:
