@@ -25,7 +25,7 @@ from tenant_sdk.products.verification import IntegerProduct, transposed
 CHALLENGES = 32  # J
 FACTOR = 6.0
 _DEVIATION = 256  # of the challenges, which are integers
-_DOUBTS = 20 * math.log(2)  # honest rows are asked for again so rarely that it costs nothing
+_DOUBTS = 10 * math.log(2)  # honest rows are asked for again so rarely that it costs nothing
 
 
 class RoundedFingerprint(NamedTuple):
