@@ -86,11 +86,12 @@ def certs(
     host: Annotated[
         Optional[list[str]],  # noqa: UP045 - typer reads it at run time
         typer.Option(
-            help="Name or address of the executor. Repeat for several. Default: localhost, 127.0.0.1 and ::1."
+            metavar="HOST",
+            help="Name or address of the executor. Repeat for several. Default: localhost, 127.0.0.1, ::1.",
         ),
     ] = None,
     days: Annotated[
-        int, typer.Option(min=1, max=825, help="Days that the certificates are valid.")
+        int, typer.Option(metavar="DAYS", min=1, max=825, help="Days that the certificates are valid.")
     ] = DEFAULT_DAYS,
     force: Annotated[bool, typer.Option("--force", help="Replace existing certificates.")] = False,
 ) -> None:
@@ -110,7 +111,7 @@ def certs(
 
 _Days = Annotated[
     Optional[int],  # noqa: UP045 - typer reads it at run time
-    typer.Option(min=1, max=3650, help="Days that the token is valid. Default: no limit."),
+    typer.Option(metavar="DAYS", min=1, max=3650, help="Days that the token is valid. Default: no limit."),
 ]
 
 
@@ -133,7 +134,9 @@ def _print_token(token: str, days: int | None) -> None:
 @token_app.command("add")
 def token_add(
     tenant: Annotated[str, typer.Argument(help="Name of the tenant.", callback=_tenant)],
-    token_file: Annotated[Path, typer.Option(help="File for the token's hash. It is created if needed.")],
+    token_file: Annotated[
+        Path, typer.Option(metavar="FILE", help="File for the token's hash. It is created if needed.")
+    ],
     days: _Days = None,
 ) -> None:
     """Make a token for a tenant, and print it once. The tenant's older tokens become invalid."""
@@ -152,10 +155,10 @@ def token_add(
 @token_app.command("rotate")
 def token_rotate(
     tenant: Annotated[str, typer.Argument(help="Name of the tenant.")],
-    token_file: Annotated[Path, typer.Option(help="File that `token add` made.")],
+    token_file: Annotated[Path, typer.Option(metavar="FILE", help="File that `token add` made.")],
     days: _Days = None,
     overlap_days: Annotated[
-        int, typer.Option(min=0, max=365, help="Days that the present token stays valid.")
+        int, typer.Option(metavar="DAYS", min=0, max=365, help="Days that the present token stays valid.")
     ] = OVERLAP_DAYS,
 ) -> None:
     """Make a further token for a tenant, and print it once. The present one stays valid for some days."""
@@ -163,7 +166,9 @@ def token_rotate(
 
 
 @token_app.command("list")
-def token_list(token_file: Annotated[Path, typer.Option(help="File that `token add` made.")]) -> None:
+def token_list(
+    token_file: Annotated[Path, typer.Option(metavar="FILE", help="File that `token add` made.")],
+) -> None:
     """List the tokens: tenant, creation and expiry (UTC)."""
     now, listed = datetime.datetime.now(datetime.UTC), TokenFile(token_file).listed()
     print(f"{'TENANT':<24} {'MADE':<17} EXPIRES")
@@ -175,7 +180,7 @@ def token_list(token_file: Annotated[Path, typer.Option(help="File that `token a
 @token_app.command("remove")
 def token_remove(
     tenant: Annotated[str, typer.Argument(help="Name of the tenant.")],
-    token_file: Annotated[Path, typer.Option(help="File that `token add` made.")],
+    token_file: Annotated[Path, typer.Option(metavar="FILE", help="File that `token add` made.")],
 ) -> None:
     """Remove a tenant. Its sessions end within seconds."""
     TokenFile(token_file).remove(tenant)

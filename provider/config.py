@@ -129,11 +129,13 @@ class ServeConfig:
     json: Annotated[bool, Option(_SERVED, "Print the output of {plan} as JSON, for programs.")] = False
     tls_dir: Annotated[
         Path | None,
-        Option(_ADMITTED, "Folder with server.pem and server.key. Required without {dev} or {plan}."),
+        Option(
+            _ADMITTED, "Folder with server.pem and server.key. Required, unless {dev} or {plan} is given."
+        ),
     ] = None
     token_file: Annotated[
         Path | None,
-        Option(_ADMITTED, "Token file that `token add` makes. Required without {dev} or {plan}."),
+        Option(_ADMITTED, "Token file that `token add` makes. Required, unless {dev} or {plan} is given."),
     ] = None
     host: Annotated[str, Option(_ADMITTED, "Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Option(_ADMITTED, "Port to listen on. 0: any free port.", least=0, most=65535)] = (

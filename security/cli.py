@@ -120,8 +120,8 @@ def run(options: AuditOptions) -> None:
 
     A control is the same attack without the defence. A control is "weak" if it had so few trials that it may
     have succeeded by chance. Exit status 0: every claim that was not skipped holds, and every control
-    succeeded or was weak. 1: a claim does not hold, or a control failed. If a control failed, it proves
-    nothing that the attacks failed. 2: an error; nothing is known.
+    succeeded or was weak. 1: a claim does not hold, or a control failed. If a control failed, the failure of
+    the other attacks proves nothing. 2: an error; nothing is known.
     """
     _check_writable(options.report)
     with stage("loading"), imports.at_once():
@@ -198,7 +198,9 @@ def attack(
             exists=True,
         ),
     ],
-    model: Annotated[Path, typer.Option(help="Checkpoint folder of the model that was served.")],
+    model: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Checkpoint folder of the model that was served.")
+    ],
     view: Annotated[
         Party,
         typer.Option(
@@ -210,6 +212,7 @@ def attack(
         Path | None,
         typer.Option(
             "--with",
+            metavar="PATH",
             help="The mask source's transcript of the same sessions. Assume that provider and mask source "
             "collude, and subtract the masks. This is a control: if a one-time session has only one mask "
             "source, the attack must be able to read the text.",
@@ -222,8 +225,10 @@ def attack(
             "--cut", help="Accept a transcript whose end is missing, and use its complete messages."
         ),
     ] = False,
-    show: Annotated[int, typer.Option(help="Number of guessed tokens to show for each attack.", min=1)] = 24,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    show: Annotated[
+        int, typer.Option(metavar="COUNT", help="Number of guessed tokens to show for each attack.", min=1)
+    ] = 24,
+    seed: Annotated[int, typer.Option(metavar="NUMBER", help="Seed of everything random.")] = 0,
 ) -> None:
     """Run the passive attacks on a transcript of a real deployment, whose true text is unknown.
 

@@ -18,6 +18,7 @@ from shared.encoded import check_texts
 from shared.errors import CheckpointError, ConfigurationError, SymbiosisError
 from shared.options import Field, arguments_of, fields_of, flags_of, read_options, shown_default
 
+_UNITS = {Path: "PATH", str: "TEXT", int: "INT", float: "FLOAT"}  # of options that name none
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -87,40 +88,48 @@ class CommandLine:
     option: Callable[..., Any]
     argument: Callable[..., Any]
 
-    def parameters(self, configuration: Any, *, defaults: bool = True) -> list[inspect.Parameter]:
+    def parameters(
+        self, configuration: Any, *, defaults: bool = True, own: Mapping[str, float] = {}
+    ) -> list[inspect.Parameter]:
         """Of a dataclass with ``Option`` on its fields, those of a command.
 
         Args:
             defaults: an option that is not given has the default of its field; else it is None, and bounds
                 are left to the dataclass.
+            own: defaults of this command to show in place of those of the fields.
         """
         names = {name: field.flags[0] for name, field in fields_of(configuration).items()}
         return [
             parameter
             for field in fields_of(configuration).values()
             if not field.option.python
-            for parameter in self._of_field(field, names, defaults)
+            for parameter in self._of_field(
+                dataclasses.replace(field, default=own.get(field.name, field.default)), names, defaults
+            )
         ]
 
     def _of_field(self, field: Field, names: Mapping[str, str], defaults: bool) -> list[inspect.Parameter]:
         option = field.option
         kind: Any = str if option.confidential else field.plain
         text = option.text.format_map(names).replace("[", r"\[")  # or it would be markup
-        more: dict[str, Any] = {"rich_help_panel": option.group or None, "metavar": option.unit or None}
+        unit = option.unit or _UNITS.get(field.plain)
+        more: dict[str, Any] = {"rich_help_panel": option.group or None, "metavar": unit}
         if option.confidential:
             text, more["metavar"] = f"Environment variable that holds {option.confidential}.", "VAR"
         if option.single:
             kind, text = list[kind], f"{text} Repeat for several."
         default = field.default or None if option.confidential else field.default
         if not defaults:
-            more["show_default"] = shown_default(field) or False
+            # Typer would put parentheses around it.
+            more["show_default"], shown = False, shown_default(field)
+            text += rf" [dim]\[default: {shown}][/dim]" if shown else ""
             default = None
         elif default is MISSING:
             default = inspect.Parameter.empty
         if defaults and option.least is not None and not option.above:
             # Typer's own "<float range>" would leave names too little room.
             most = None if option.most == math.inf else option.most
-            more |= {"min": option.least, "max": most, "metavar": option.unit or field.plain.__name__.upper()}
+            more |= {"min": option.least, "max": most}
         if default is None:
             kind = Union[kind, None]  # noqa: UP007 - of types that are known at run time only
         made = []

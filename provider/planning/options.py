@@ -75,8 +75,8 @@ class PlanOptions:
         int,
         Option(
             _GROUP,
-            "Mask sources whose effects tenants download beside the answers, with ring numerics. They count "
-            "for the bytes of a token, not for the simulated network, which is the provider's.",
+            "Mask sources whose effects tenants download beside the answers, with ring numerics. They affect "
+            "the bytes of a token, but not the simulated network: this is the provider's network.",
             least=0,
             unit="COUNT",
         ),

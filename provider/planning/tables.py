@@ -93,9 +93,9 @@ def plan_table(plan: Plan, tenants: int, rows: int, kind: str) -> Table:
     lines: list[tuple[str, list[str]]] = [
         ("tokens a second", [f"{f.passes_per_second * n:,.1f}" for f, n in zip(both, factors, strict=True)]),
         ("a tenant waits for a token, a step", [duration(each.pass_seconds) for each in both]),
-        ("bytes up a token", [f"{sizes.up:,.0f}" for sizes in (plan.token_bytes, plan.step_bytes)]),
+        ("bytes sent for each token", [f"{sizes.up:,.0f}" for sizes in (plan.token_bytes, plan.step_bytes)]),
         (
-            "bytes down a token, with effects",
+            "bytes received for each token, with effects",
             [f"{sizes.down:,.0f}" for sizes in (plan.token_bytes, plan.step_bytes)],
         ),
         *(

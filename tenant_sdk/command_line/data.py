@@ -33,7 +33,11 @@ def data(
     files: Annotated[list[Path], typer.Argument(help="Files of training data, as for finetune --data.")],
     head: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=0, help="Number of records to show of each file. Default: 5, or all with --json."),
+        typer.Option(
+            metavar="COUNT",
+            min=0,
+            help="Number of records to show of each file. Default: 5, or all with --json.",
+        ),
     ] = None,
     as_json: Annotated[
         bool,

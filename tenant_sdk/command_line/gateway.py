@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
 import typer
 
 from shared import imports
+from shared.command_line import CommandLine
 from tenant_sdk.command_line import options
-from tenant_sdk.gateway.options import GatewayOptions
+from tenant_sdk.gateway.options import PATIENCE, GatewayOptions
+from tenant_sdk.session.options import SessionConfig
+
+
+class _Session(options.SessionOptions):
+    """Its patience is shorter, unless it is given."""
+
+    @staticmethod
+    def parameters(command_line: CommandLine) -> list[inspect.Parameter]:
+        """See SessionOptions."""
+        return command_line.parameters(SessionConfig, defaults=False, own={"patience": PATIENCE})
 
 
 @options.command_line.takes
-def serve(gateway: GatewayOptions, connection: options.SessionOptions) -> None:
+def serve(gateway: GatewayOptions, connection: _Session) -> None:
     """Serve the model and adapters with OpenAI's interface. Text, adapters, keys and values stay here."""
-    from tenant_sdk.gateway.serving import PATIENCE, check_installed
+    from tenant_sdk.gateway.serving import check_installed
     from tenant_sdk.gateway.serving import serve as run
 
     check_installed()

@@ -102,7 +102,9 @@ def fingerprint(
     checkpoint: Annotated[
         Path, typer.Argument(help="Checkpoint that you trust: folder, GGUF file, or hub:NAME\\[@REVISION].")
     ],
-    output: Annotated[Path, typer.Option(help="File to write. An existing file is replaced.")],
+    output: Annotated[
+        Path, typer.Option(metavar="FILE", help="File to write. An existing file is replaced.")
+    ],
     key_env: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
@@ -111,7 +113,9 @@ def fingerprint(
             "variable is not set, the command makes a new key.",
         ),
     ] = None,
-    numerics: Annotated[str, typer.Option(help="Numerics of the executors: ring or ring-fine.")] = "ring",
+    numerics: Annotated[
+        str, typer.Option(metavar="NAME", help="Numerics of the executors: ring or ring-fine.")
+    ] = "ring",
 ) -> None:
     """Make a file of fingerprints, to check answers against your own checkpoint's weights.
 

@@ -235,7 +235,7 @@ command_line = CommandLine(typer.Option, typer.Argument)
 
 Tokenizer = Annotated[
     Optional[Path],  # noqa: UP045
-    typer.Option(help="Folder of a tokenizer that you trust. Default: the executor's."),
+    typer.Option(metavar="FOLDER", help="Folder of a tokenizer that you trust. Default: the executor's."),
 ]
 
 

@@ -23,6 +23,9 @@ _INTRODUCTION = """# Options
 these options, and a profile ([profiles.md](../how-to/profiles.md)) has these keys. A profile has a table
 `[[mask_sources]]` for each mask source.
 
+In Python, `provider` may also be the result of `provider.serve_in_process`. The default of
+`patience` is 10 in `symbiosis-tenant serve`.
+
 Python takes a secret as it is, or a `Secret` that says where it is. A command line names an environment
 variable that holds it. A profile names a variable, a file or a program.
 """

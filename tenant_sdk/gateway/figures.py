@@ -62,8 +62,8 @@ class Collector:
         for name, help_, value in (
             ("adapters", "Adapters served.", len(self._gateway.served)),
             ("sequences_under_way", "Sequences computed or waiting.", self._gateway.queue.under_way),
-            ("masks_ahead", "Rows of masks whose effects are there or ordered.", status.rows_ahead),
-            ("provider_up", "0 after a step failed, until one is done.", not status.failing),
+            ("masks_ahead", "Rows of masks whose effects have arrived or are requested.", status.rows_ahead),
+            ("provider_up", "0 after a failed step, until a step or a test succeeds.", not status.failing),
         ):
             gauge = GaugeMetricFamily(f"symbiosis_gateway_{name}", help_)
             gauge.add_metric([], float(value))

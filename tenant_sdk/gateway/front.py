@@ -31,7 +31,7 @@ TOKENIZES = frozenset({"/tokenize", "/detokenize"})
 # Each is answered at once from what is in memory; all paths that are not named here are closed.
 FREE = frozenset({"/v1/models", "/v1/adapters", "/status.json", "/health", "/version", "/metrics"})
 _NO_CALLS = (
-    "tools: this model's chat template writes no calls of tools in a form that is read here, so the model "
+    "tools: this model's chat template writes no tool calls in a form that is read here, so the model "
     "cannot choose to call one. Give tool_choice: required, none, or a function. The gateway's operator can "
     "also name a parser of calls"
 )

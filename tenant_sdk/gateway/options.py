@@ -16,6 +16,7 @@ _SERVER, _MODEL = "Server", "Model and adapters"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory laid out for
 LOOKUP = "prompt-lookup"
 DRAFT_TOKENS = 4
+PATIENCE = 10.0  # seconds; clients wait as long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +31,8 @@ class GatewayOptions:
         Path | None,
         Option(
             _MODEL,
-            "Folder that contains folders of LoRA adapters. Clients select an adapter by its folder's name, "
-            "as the model. Later changes of the folder take effect.",
+            "Folder that contains folders of LoRA adapters. A client selects an adapter by giving its "
+            "folder's name as the model. Later changes of the folder take effect.",
             unit="FOLDER",
         ),
     ] = None
@@ -55,7 +56,8 @@ class GatewayOptions:
         str,
         Option(
             _MODEL,
-            "Name by which clients request the model without an adapter. Default: the provider's name.",
+            "Name by which clients request the model without an adapter. Default: the provider's "
+            "name of the model.",
             unit="NAME",
         ),
     ] = ""
@@ -74,8 +76,8 @@ class GatewayOptions:
         str,
         Option(
             _MODEL,
-            "How calls of tools are written, as vLLM names it: hermes, llama3_json, mistral and others; or "
-            "none. Default: hermes, if the chat template writes them so; others take long for some answers.",
+            "vLLM's parser for tool calls: hermes, llama3_json, mistral and others; or none. Default: "
+            "hermes, if the chat template writes calls in this form. Others are slow for some answers.",
             unit="NAME",
         ),
     ] = ""

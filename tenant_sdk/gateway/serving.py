@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from shared.wire.messages import Manifest
     from tenant_sdk.session.options import SessionConfig
 
-PATIENCE = 10.0  # seconds; clients wait as long
 SOCKET_FOLDER = 64  # characters; the name of a socket in it has 37, and 107 is the most of both
 STEP_ROWS = 512  # of all sequences, in one step
 LOOKUP_TOKENS = 4  # of the text, for which the same is looked for before

@@ -53,7 +53,7 @@ class Forecast:
     def batch_of(self, key: ProductKey, most: int) -> int:
         """Rows to order at once of a kind with small requests: as many as there were, ``most`` at most.
 
-        A session that writes eight tokens fetches effects for about eight more, and not for sixty-four.
+        A session that writes eight tokens fetches effects for about twelve more, and not for over a hundred.
         """
         return min(most, max(self.least_rows, self._asked.get(key, 0)))
 

@@ -187,12 +187,13 @@ def _verifier(
         return None
     local = _local_products(sources)
     if local is None and config.answers != "exact" and config.privacy != "one-time":
+        remedies = [Argument("answers", "exact"), Argument("verify", "off")]
+        if config.privacy != "plain":  # which takes no mask source
+            remedies.insert(0, Argument("mask_sources", ["local:FOLDER"]))
         raise ConfigurationError(
             "checks of {answers} need products of secret numbers, which {privacy} would show to the "
-            "provider: use one-time masks, the mask source {}, {}, or {}",
-            Argument("mask_sources", ["local:FOLDER"]),
-            Argument("answers", "exact"),
-            Argument("verify", "off"),
+            f"provider: use one-time masks, {'{}, ' * (len(remedies) - 1)}or {{}}",
+            *remedies,
             answers=config.answers,
             privacy=config.privacy,
         )

@@ -60,8 +60,7 @@ class SessionConfig:
             "absolute path of its directory (serve --local-dir). Several URLs, in a list or separated by "
             "commas, are replicas: executors of one operator and model. The session uses one replica at a "
             "time. If executors serve parts (serve --part k/n), it uses one of each part. Several "
-            "addresses of a host name are replicas too. In Python, also the result of "
-            "provider.serve_in_process.",
+            "addresses of a host name are replicas too.",
             unit="URL",
         ),
     ] = ""
@@ -110,7 +109,7 @@ class SessionConfig:
         Option(
             EXECUTORS,
             "Party that computes the effects of masks: the URL of an executor (or its replicas, as above) "
-            "that another operator runs with the same weights. With local:FOLDER or "
+            "that another operator runs with the same weights. With local:FOLDER, local:FILE.gguf or "
             "local:hub:NAME[@REVISION], this machine computes them from that checkpoint. With one-time "
             "masks, rows stay hidden if one mask source does not collude with the provider. A noise-bank "
             "takes one, by default the provider, which then sees every mask.",
@@ -143,7 +142,8 @@ class SessionConfig:
         Option(
             TRUST,
             "Refuse executors with another digest of weights, parameters and files. The digest covers all "
-            "downloads. It does not show that products are computed with these weights; {verify} does.",
+            "downloads. It does not show that products are computed with these weights; {fingerprints} or a "
+            "mask source local:... does.",
             unit="DIGEST",
         ),
     ] = None
@@ -192,8 +192,8 @@ class SessionConfig:
         Option(
             MASKS,
             "After half a second without a request, fetch effects until they take {mask_budget_mib}, so that "
-            "a burst of requests need not wait for them. Default: fetch effects for the next requests, 64 "
-            "rows for each.",
+            "a burst of requests need not wait for them. Default: fetch effects for the next requests. While "
+            "decoding, this is for as many rows as were used so far, 4 to 64.",
         ),
     ] = False
     pad_rows: Annotated[
@@ -248,8 +248,8 @@ class SessionConfig:
         float,
         Option(
             VERIFICATION,
-            "Fraction of checked requests with half answers that are repeated with exact ones, which find "
-            "also the errors that are too small for the check. Executors cannot predict which. 0: none.",
+            "Fraction of checked requests with half answers that are repeated with exact ones, which also "
+            "find errors that are too small for the check. Executors cannot predict which. 0: none.",
             least=0,
             most=1,
             unit="RATE",
@@ -279,10 +279,10 @@ class SessionConfig:
         Option(
             CONNECTION,
             "How much of each answer travels with ring numerics. exact: all bits. half: the upper 16 of 32 "
-            "bits (24 with ring-fine), which halves the bytes of answers and effects. The masks round the "
-            "rest, at random and without bias, so two runs differ, and checks bound errors instead of "
-            "excluding them (docs/explanation/numerics.md). auto: half for training and prompts if the "
-            "connection is slower than 4 Gbit/s, and exact for decoding.",
+            "bits, which halves the bytes of answers and effects. With ring-fine, it is the upper 24 bits, "
+            "which saves a quarter. Masks then round at random and without bias, so two runs differ. Checks "
+            "bound errors instead of excluding them (docs/explanation/numerics.md). auto: half for training "
+            "and prompts if the connection is slower than 4 Gbit/s, otherwise exact.",
             choices=ANSWERS,
             unit="WHICH",
         ),
@@ -292,7 +292,7 @@ class SessionConfig:
         Option(
             CONNECTION,
             "Element type of payloads with float numerics: float32, or bfloat16, which halves the bytes but "
-            "keeps only about three significant digits.",
+            "keeps only two to three significant digits.",
             choices=WIRE_DTYPES,
             unit="NAME",
         ),
@@ -312,8 +312,9 @@ class SessionConfig:
         Option(
             CONNECTION,
             "Seconds to wait for an executor that goes away while the session is open, for example to "
-            "restart. The session then repeats lost requests with the same bytes, and results are the same. "
-            "0: do not wait. A session never waits for its first connection or an executor in this process.",
+            "restart. The session then repeats lost requests with the same bytes, so exact answers are the "
+            "same. 0: do not wait. This does not apply to the first connection, nor to an executor in this "
+            "process.",
             least=0,
             unit="SECONDS",
         ),

@@ -55,7 +55,7 @@ class TrainingOptions(ReadingOptions):
             _DATA,
             "Training data: plain text, JSONL, CSV with a header, or Parquet. A record has `text`, or "
             "`prompt` and `completion`, or `messages`, or ShareGPT's or Alpaca's keys. `symbiosis-tenant "
-            "data` shows which tokens are learned.",
+            "data` shows which tokens are learned (count in the loss).",
             unit="FILE",
             single="data",
         ),
@@ -130,7 +130,7 @@ class TrainingOptions(ReadingOptions):
         str,
         Option(
             _TRAINING,
-            "How the learning rate falls after the warm-up: linear, cosine or constant.",
+            "Schedule of the learning rate after the warm-up: linear or cosine (it falls), or constant.",
             choices=("linear", "cosine", "constant"),
             unit="NAME",
         ),
@@ -166,8 +166,8 @@ class TrainingOptions(ReadingOptions):
         int | None,
         Option(
             _TRAINING,
-            "End the training if the held-out loss has not fallen in this many measurements. The adapter is "
-            "that of the best measurement, of those after the first step.",
+            "End the training if the held-out loss has not fallen in this many measurements. The saved "
+            "adapter is the one with the lowest measured loss after the first step.",
             least=1,
             unit="COUNT",
         ),
@@ -176,8 +176,8 @@ class TrainingOptions(ReadingOptions):
         int,
         Option(
             _DATA,
-            "Held-out prompts that base and adapter answer at the end, if their answers are short. Three are "
-            "shown, and the right answers are counted.",
+            "Number of held-out prompts that base and adapter answer at the end. Only prompts whose held-out "
+            "answer has at most 64 tokens are used. Three are shown, and the right answers are counted.",
             least=0,
             unit="COUNT",
         ),
@@ -186,8 +186,8 @@ class TrainingOptions(ReadingOptions):
         float | None,
         Option(
             _TRAINING,
-            "Memory that this process may use. Default: what it uses when the training begins, plus 80 % of "
-            "the free memory.",
+            "Memory that this process may use. Default: the memory in use when the training begins, plus "
+            "80 % of the free memory.",
             unit="GIB",
         ),
     ] = None
@@ -200,7 +200,7 @@ class TrainingOptions(ReadingOptions):
     ] = False
     seed: Annotated[int, Option(_TRAINING, "Seed of everything random except masks.", unit="NUMBER")] = 0
     save_steps: Annotated[int, Option(_TRAINING, "Steps between checkpoints.", least=1)] = 50
-    resume: Annotated[bool, Option(_TRAINING, "Continue an interrupted training.")] = False
+    resume: Annotated[bool, Option(_TRAINING, "Continue an interrupted training run.")] = False
     report_to: Annotated[
         Sequence[str],
         Option(
@@ -265,6 +265,6 @@ class ModelOptions:
         Option(
             _MODEL,
             "Your own copy of the model. All parameters but those of the frozen layers are taken from it.",
-            unit="FOLDER|hub:NAME[@REVISION]",
+            unit="FOLDER|FILE.gguf|hub:NAME[@REVISION]",
         ),
     ] = None
