@@ -20,7 +20,7 @@ from shared.launching import Program, free_port
 
 PYTHON = Path(os.environ.get("SYMBIOSIS_GATEWAY_PYTHON", ROOT / ".venv-gateway" / "bin" / "python"))
 needed = pytest.mark.skipif(not PYTHON.exists(), reason="no environment with vLLM: `make gateway` makes it")
-SECONDS = 240
+SECONDS = 800  # a busy machine takes minutes to load vLLM; a test has 900
 CLIENTS = Path(__file__).parent / "clients"
 # Says what was said before and ends, as templates of chat models do.
 TEMPLATE = (

@@ -4,8 +4,8 @@ J secret vectors z_j of normal numbers, with f_j = W z_j, give J sums of every r
 2^k``. There u is the revealed product in units of 2^k. Each sum is ``e . z_j``, where e are the row's
 errors. This is a normal number with the standard deviation |e|, whatever the errors look like. So the sum
 of the J squares measures |e|. Errors of FACTOR times the bound of honest ones stay below a limit with a
-probability below 2^-32: ``docs/explanation/numerics.md``. Honest rounding exceeds it with one of about 2^-20.
-Such rows are asked for again with all bits, which shows that they are right.
+probability below 2^-32: ``docs/explanation/numerics.md``. Honest rounding hardly ever exceeds it, and such
+rows are asked for again with all bits, which shows that they are right.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tenant_sdk.products.forecast import ProductKey
 from tenant_sdk.products.verification import IntegerProduct, transposed
 
 CHALLENGES = 32  # J
-FACTOR = 6.0
+FACTOR = 5.0
 _DEVIATION = 256  # of the challenges, which are integers
-_DOUBTS = 10 * math.log(2)  # honest rows are asked for again so rarely that it costs nothing
+_DOUBTS = 10 * math.log(2)  # by a bound, which is far from tight: fewer are asked for again
 
 
 class RoundedFingerprint(NamedTuple):
@@ -51,7 +51,7 @@ def draw_normal(entropy: Entropy, rows: int, columns: int, deviation: float) -> 
 
 
 def limit_of(challenges: torch.Tensor, sources: int) -> float:
-    """What the sum of an honest row's J squares exceeds with a probability of at most 2^-20.
+    """What the sum of an honest row's J squares exceeds with a probability of at most 2^-10.
 
     If the rounding errors e of a row are independent, they are sub-Gaussian, and the tail bound for quadratic
     forms of Hsu, Kakade and Zhang (2012, Theorem 1) holds for ``|Z e|^2``. In a row that is longer than the

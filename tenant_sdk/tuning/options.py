@@ -216,7 +216,7 @@ class TrainingOptions(ReadingOptions):
         Option(
             _ADAPTER,
             "Base model to name in the adapter's configuration, for loading the adapter without an executor.",
-            unit="FOLDER|hub:NAME[@REVISION]",
+            unit="FOLDER|FILE.gguf|hub:NAME[@REVISION]",
         ),
     ] = None
 
