@@ -137,3 +137,22 @@ def test_challenges_of_heavy_columns_are_smaller() -> None:
         entropy=Entropy(0),
     )
     assert abs(made.challenges.std() - 8) < 0.5
+
+
+def test_what_privacy_says_of_guesses_of_whole_rows() -> None:
+    """Whoever knows a row knows its rounding errors, and can add more of them; wrong guesses are not aligned."""
+    rows, width, share = 2_000, 2_048, 0.15
+    challenges = draw_normal(Entropy(0), width, CHALLENGES, 256).float()
+    generator = torch.Generator().manual_seed(0)
+    below = torch.rand(rows, width, generator=generator)
+    errors = (torch.rand(rows, width, generator=generator) < below).float() - below
+    largest = errors.abs().topk(round(share * width), 1).indices
+    added = torch.zeros_like(errors).scatter(1, largest, errors.gather(1, largest).sign())
+
+    def doubted(lie: torch.Tensor) -> float:
+        sums = (errors + lie) @ challenges
+        return float((sums.square().sum(1) > limit_of(challenges, 1)).float().mean())
+
+    assert 0.2 < doubted(added) < 0.3
+    assert doubted(added.roll(1, 0)) < 0.003
+    assert doubted(torch.zeros_like(added)) == 0
