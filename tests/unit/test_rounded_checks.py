@@ -140,7 +140,7 @@ def test_challenges_of_heavy_columns_are_smaller() -> None:
 
 
 def test_what_privacy_says_of_guesses_of_whole_rows() -> None:
-    """Whoever knows a row knows its rounding errors, and can add more of them; wrong guesses are not aligned."""
+    """An executor that knows a row knows its rounding errors, and can add to them. Wrong guesses do not."""
     rows, width, share = 2_000, 2_048, 0.15
     challenges = draw_normal(Entropy(0), width, CHALLENGES, 256).float()
     generator = torch.Generator().manual_seed(0)
