@@ -3,6 +3,7 @@
     make gateway                                     # vLLM, in an environment of its own
     python benchmarks/gateway.py                     # 6 layers, d = 256
     python benchmarks/gateway.py --layers 12 --width 768 --feed-forward 2048 --heads 12
+    python benchmarks/gateway.py --model out/models/SmolLM2-135M-Instruct   # made by `make demo`
 
 Everything shares this machine's processors: the gateway with its three processes, provider and mask source.
 Masks are one-time, answers are verified. Sides of a comparison take turns; medians of rounds, and range.
@@ -31,6 +32,7 @@ import itertools
 
 import openai
 import peft
+import psutil
 import torch
 from common import Executor, executor, spread, write_model
 from distance import away
@@ -221,6 +223,21 @@ def processes(provider: Executor, masks: Executor, count: int, seconds: float) -
     return sum(len(each["times"]) for each in told) / seconds
 
 
+def memory() -> dict[str, float]:
+    """GiB of the programs that this one has started, with their processes; shared pages count by share."""
+    found: dict[str, float] = {}
+    programs = {
+        "tenant_sdk.command_line.main": "the gateway",
+        "vllm.entrypoints.openai.api_server": "vLLM alone",
+    }
+    for program in psutil.Process().children():
+        words = program.cmdline()
+        kind = next((kind for word, kind in programs.items() if word in words), "provider and mask source")
+        for process in (program, *program.children(recursive=True)):
+            found[kind] = found.get(kind, 0) + process.memory_full_info().pss / 2**30
+    return found
+
+
 def quantile(values: Sequence[float], share: float) -> float:
     """Of a sample."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
@@ -231,6 +248,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--model", type=Path, help="folder of a checkpoint; the next four do not count then")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--feed-forward", type=int, default=704)
@@ -243,11 +261,12 @@ def main() -> None:
     found: dict[str, list[Any]] = {}
     with tempfile.TemporaryDirectory(prefix="symbiosis-bench-") as name, ExitStack() as stack:
         work = Path(name)
-        model = work / "model"
-        shape = {"layers": options.layers, "width": options.width, "heads": options.heads}
-        write_model(model, feed_forward=options.feed_forward, vocabulary=2048, context=512, **shape)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(TOKENIZER / file, model)
+        model = options.model or work / "model"
+        if options.model is None:
+            shape = {"layers": options.layers, "width": options.width, "heads": options.heads}
+            write_model(model, feed_forward=options.feed_forward, vocabulary=2048, context=512, **shape)
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(TOKENIZER / file, model)
         adapters = write_adapters(model, work / "adapters")
         provider = stack.enter_context(executor(model, work / "provider", "--numerics", "ring"))
         masks = stack.enter_context(executor(model, work / "masks", "--numerics", "ring"))
@@ -269,6 +288,8 @@ def main() -> None:
                 wait_for_masks(url)
                 found.setdefault(kind, []).append(load(url, names, options.tokens))
             found.setdefault("8, vLLM alone", []).append(load(whole, ["base"] * 8, options.tokens))
+        for kind, gibibytes in memory().items():
+            console.print(f"memory of {kind}: {gibibytes:.2f} GiB")
         if options.processes:
             console.print(f"{options.processes} processes that generate")
             found["processes"] = [processes(provider, masks, options.processes, options.seconds)]
@@ -278,7 +299,8 @@ def main() -> None:
 def show(found: dict[str, list[Any]], options: argparse.Namespace) -> None:
     """Tables, and figures as JSON."""
     rates = {kind: [each.rate for each in told] for kind, told in found.items() if kind != "processes"}
-    table = Table(title=f"{options.layers} layers, d = {options.width}, {options.tokens} tokens each")
+    shape = options.model.name if options.model else f"{options.layers} layers, d = {options.width}"
+    table = Table(title=f"{shape}, {options.tokens} tokens each")
     for column in ("", "tokens/s", "first token, p50 and p99, ms", "between tokens, p50 and p99, ms"):
         table.add_column(column)
     for kind, told in found.items():
@@ -306,7 +328,11 @@ def show(found: dict[str, list[Any]], options: argparse.Namespace) -> None:
             f"32 adapters / {options.processes} processes: {ratio:.2f} ({found['processes'][0]:.1f} tokens/s)"
         )
     options.output.mkdir(parents=True, exist_ok=True)
-    told = {"shape": vars(options) | {"output": ""}, "rates": rates, "ratios": ratios}
+    told = {
+        "shape": {name: str(value) for name, value in vars(options).items() if name != "output"},
+        "rates": rates,
+        "ratios": ratios,
+    }
     (options.output / "gateway.json").write_text(json.dumps(told, indent=1))
 
 
