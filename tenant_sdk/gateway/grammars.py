@@ -76,11 +76,16 @@ def trial(tokenizer: llguidance.LLTokenizer, given: Constraint) -> str:
         return " ".join(str(error).split())[:400]
     chance = random.Random(0)  # noqa: S311 - no secret
     for step in range(STEPS):
-        allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+        allowed = bytearray(matcher.compute_bitmask())
         if matcher.is_error():
             return "no text matches it" if not step else _sentence(matcher)
-        tokens = [at for at in range(tokenizer.vocab_size) if allowed >> at & 1 and at != tokenizer.eos_token]
-        if not tokens or not matcher.consume_token(chance.choice(tokens)):
+        allowed[tokenizer.eos_token // 8] &= ~(1 << tokenizer.eos_token % 8)
+        some = [at for at, bits in enumerate(allowed) if bits]
+        if not some:
+            break
+        at = chance.choice(some)
+        bit = chance.choice([bit for bit in range(8) if allowed[at] >> bit & 1])
+        if not matcher.consume_token(8 * at + bit):
             break
     return ""
 

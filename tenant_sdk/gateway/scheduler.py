@@ -66,7 +66,7 @@ class Scheduler(Base):  # type: ignore[misc]
             manager.backend = LimitedGuidance(
                 self.vllm_config, tokenizer=manager.tokenizer, vocab_size=vocabulary
             )
-            manager._create_grammar = by_client(manager._create_grammar, client_of)
+            by_client(manager, client_of)
 
     def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
         """See vLLM; clients take turns. Blocks that a step writes are remembered, since clients hang up."""

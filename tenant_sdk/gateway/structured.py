@@ -20,8 +20,9 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.fairness import replaced
 from tenant_sdk.gateway.grammars import compiled
+from tenant_sdk.gateway.turns import Threads, current_client
 
-REMEMBERED = 64  # compiled constraints; more than ``trials`` lets pass without a trial
+REMEMBERED = 64  # compiled constraints, of all clients
 ANSWER_SECONDS = 2.0  # of a processor, for all of an answer
 SHARED = 16  # sequences that have one compiled; they share the states of its lexer, which have a limit
 _asking: ContextVar[str] = ContextVar("asking", default="")  # the client whose constraint is compiled
@@ -133,11 +134,22 @@ def _used_up(matcher: Any) -> bool:
     return bool(probe.is_error())
 
 
-def by_client(create: Callable[[Any], Any], client_of: Callable[[str], str]) -> Callable[[Any], Any]:
-    """vLLM's function that has a request's constraint compiled, which then knows whose it is."""
+def by_client(manager: Any, client_of: Callable[[str], str]) -> None:
+    """Have vLLM's manager compile constraints of one client after another, and none whose request has ended.
+
+    Its own thread would compile in the order of arrival, also for clients that have hung up.
+    """
+    create, begin = manager._create_grammar, manager.grammar_init
+    manager.executor = Threads(1)
 
     def created(request: Any) -> Any:
+        if request.is_finished():
+            return None  # nobody reads it
         _asking.set(client_of(request.request_id))
         return create(request)
 
-    return created
+    def begun(request: Any) -> None:
+        current_client.set(client_of(request.request_id))  # whose turn ``Threads`` takes
+        begin(request)
+
+    manager._create_grammar, manager.grammar_init = created, begun

@@ -10,7 +10,7 @@ from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.helper_process import HelperProcess
 from tenant_sdk.gateway.turns import Turns
 
-REMEMBERED = 8  # constraints; fewer than the engine has compiled, which takes them without turns otherwise
+REMEMBERED = 8  # constraints of a client
 
 
 class ConstraintChecker(HelperProcess):
@@ -25,11 +25,13 @@ class ConstraintChecker(HelperProcess):
     def __init__(self, tokenizer: Path, tokens: int, end: int) -> None:
         super().__init__("tenant_sdk.gateway.grammars", str(tokenizer), str(tokens), str(end))
         self._turns = Turns()
-        self._passed: dict[Constraint, None] = {}  # the last used last; another may pass another time
+        # Of each client, the last used last; what has passed once need not pass another time.
+        self._passed: dict[str, dict[Constraint, None]] = {}
 
     async def refusal(self, client: str, given: Constraint) -> str:
         """Why a constraint is refused, or an empty text. A client that leaves has this cancelled."""
-        if given not in self._passed:
+        passed = self._passed.setdefault(client, {})
+        if given not in passed:
             async with self._turns.taken(client):
                 told = await self.ask(msgspec.json.encode(given))
         else:
@@ -37,8 +39,8 @@ class ConstraintChecker(HelperProcess):
         if told is None:
             return "it could not be tried; try again"
         if not told:
-            self._passed.pop(given, None)
-            self._passed[given] = None
-            if len(self._passed) > REMEMBERED:
-                del self._passed[next(iter(self._passed))]
+            passed.pop(given, None)
+            passed[given] = None
+            if len(passed) > REMEMBERED:
+                del passed[next(iter(passed))]
         return told.decode()

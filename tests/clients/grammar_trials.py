@@ -22,7 +22,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from tenant_sdk.gateway import structured
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.fairness import Allowance
-from tenant_sdk.gateway.grammars import ENGINE_STACK, compiled
+from tenant_sdk.gateway.grammars import ENGINE_STACK, _apart, compiled
 from tenant_sdk.gateway.scheduler import TEXT_BYTES, TEXTS_BYTES, Base, Scheduler
 from tenant_sdk.gateway.status import Ended
 from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance, by_client
@@ -32,6 +32,20 @@ file = Path(sys.argv[1]) / "tokenizer.json"
 tokens = Tokenizer.from_file(str(file)).get_vocab_size()
 # Too large for the front; here it stands for what nobody thought of.
 ENDLESS = Constraint("json", '{"type": "array", "items": {"type": "integer"}, "maxItems": 1000000}')
+PERSON = Constraint(
+    "json",
+    json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "age": {"type": "integer"},
+                "city": {"type": "string"},
+            },
+            "required": ["name", "age", "city"],
+        }
+    ),
+)
 CHOICE, PATTERN = Constraint("choice", '["yes", "no"]'), Constraint("regex", "a")
 
 
@@ -102,10 +116,35 @@ def compilations(sequences: int) -> list[int]:
     mine = len(made)
     backend.compile_grammar(StructuredOutputOptions.CHOICE, CHOICE.text)
     same = len(made)
-    by_client(
-        lambda _: backend.compile_grammar(StructuredOutputOptions.CHOICE, CHOICE.text), lambda name: name
-    )(SimpleNamespace(request_id="another"))
+    manager = SimpleNamespace(
+        _create_grammar=lambda _: backend.compile_grammar(StructuredOutputOptions.CHOICE, CHOICE.text),
+        grammar_init=None,
+    )
+    by_client(manager, lambda name: name)
+    manager._create_grammar(SimpleNamespace(request_id="another", is_finished=lambda: False))
     return [mine, same, len(made)]
+
+
+def order_of_compilations() -> list[str]:
+    """In which the engine compiles constraints of two clients; one request ends before its turn."""
+    told, held = list[str](), threading.Event()
+
+    def create(request: Any) -> None:
+        told.append(request.request_id)
+        held.wait()
+
+    manager = SimpleNamespace(_create_grammar=create)
+    manager.grammar_init = lambda request: pending.append(
+        manager.executor.submit(manager._create_grammar, request)
+    )
+    pending = list[Any]()
+    by_client(manager, lambda name: name[0])
+    for name in ("a1", "a2", "a3", "a4", "b1"):
+        manager.grammar_init(SimpleNamespace(request_id=name, is_finished=lambda name=name: name == "a3"))
+    held.set()
+    for each in pending:
+        each.result()
+    return told
 
 
 def lengths() -> list[int]:
@@ -174,6 +213,10 @@ async def main() -> dict[str, Any]:
     compiled_in_a_thread(chain(passed))
     await checker.close()
     said["compilations"] = compilations(30)
+    said["order"] = order_of_compilations()
+    # As large as vocabularies are: a trial is of the constraint, not of the vocabulary.
+    large = llguidance.LLTokenizer(file.read_text(), n_vocab=262_144, eos_token=0)
+    said["large"] = _apart(large, PERSON)
     said["lengths"] = lengths()
     said["ended"] = [
         ended({"a": TEXT_BYTES, "b": 1}),

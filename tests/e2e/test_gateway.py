@@ -546,7 +546,7 @@ def test_the_log_has_no_texts(client: openai.OpenAI, running: RunningGateway) ->
 def test_the_provider_dies_and_comes_back(
     client: openai.OpenAI, running: RunningGateway, provider: Executor, start: Start, model: Path, port: int
 ) -> None:
-    """The last test with this provider: clients see 503, in streams an error, and then answers."""
+    """Clients see 503, in streams an error, and then answers."""
     said = complete(client, "one", "And in the beginning")
     found, waits, stop = list[int](), list[int](), threading.Event()
     streamed, responded = list[str](), list[str]()
@@ -606,6 +606,8 @@ def test_the_provider_dies_and_comes_back(
     for _ in range(20):  # steps of vLLM's that compute nothing say nothing of the provider
         assert refused(f"{running.url}/healthz") == 503
         time.sleep(0.1)
+    start(model, "--numerics", NUMERICS, "--port", str(port))  # for the tests to come
+    until(lambda: get(running, "/healthz") == {"status": "ok"}, "healthy for the tests to come")
 
 
 def test_guesses_change_neither_tokens_nor_rows(

@@ -275,6 +275,8 @@ def test_a_trial_ends_at_its_time_and_clients_take_turns() -> None:
     assert "takes more than" in said["endless"]
     assert "try again" in said["died"]
     assert said["compilations"] == [2, 2, 3]
+    assert said["order"] == ["a1", "a2", "b1", "a4"]
+    assert said["large"] == ""
     assert said["lengths"] == [2, 6, 2]
     assert said["ended"] == [[], ["a"], ["7"]]
     assert said["parts"] == [True] * 5, "members that a part of a schema describes"

@@ -365,7 +365,7 @@ async def test_large_bodies_are_read_beside_the_server() -> None:
 
 @awaited
 async def test_few_constraints_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine has forgotten the others, and compiles them without turns."""
+    """Of each client, whatever others ask for."""
     tried = list[str]()
 
     async def ask(_: HelperProcess, message: bytes) -> bytes:
@@ -378,6 +378,12 @@ async def test_few_constraints_are_not_tried_again(monkeypatch: pytest.MonkeyPat
     for each in [*many[:-1], many[0], many[0], many[-1], many[1], many[0]]:
         assert not await checker.refusal("a", each)
     assert tried == [*(each.text for each in many), many[1].text]
+    tried.clear()
+    for each in [*many, *many]:
+        assert not await checker.refusal("b", each)
+    assert len(tried) == 2 * len(many)
+    assert not await checker.refusal("a", many[0])
+    assert len(tried) == 2 * len(many)
 
 
 @awaited

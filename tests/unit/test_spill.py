@@ -119,7 +119,8 @@ def test_the_file_has_no_name_and_shows_nothing(tmp_path: Path) -> None:
 def test_a_changed_file_is_noticed(size: int) -> None:
     spill = Spill()
     spilled = spill.write(torch.zeros(size))
-    os.pwrite(spill._file, b"x", spill.nbytes - 17)
+    (stored,) = os.pread(spill._file, 1, spill.nbytes - 17)
+    os.pwrite(spill._file, bytes([stored ^ 1]), spill.nbytes - 17)
     with pytest.raises(InvalidTag):
         spill.read(spilled)
     os.ftruncate(spill._file, 10)
