@@ -178,7 +178,6 @@ class Endpoints:
         self._gateway.engine = engine_client
         _refuse_unknown_tokens(engine_client)
         _count_no_combinations(engine_client)
-        _begin_responses_as_chats()
         _bound_parsers(state)
         engine_client.renderer._executor._inner = Threads(TOKENIZING_THREADS)
         await self._try_constraints(engine_client)
@@ -479,14 +478,20 @@ def _refuse_unknown_tokens(engine: EngineClient) -> None:
     renderer.validate_token_ids = checked
 
 
-def _begin_responses_as_chats() -> None:
-    """vLLM puts a token before a response's prompt that begins a text, which chat templates write."""
+def read_responses_as_chats() -> None:
+    """Before vLLM's application is built.
+
+    vLLM puts a token before a response's prompt that begins a text, which chat templates write. It compares
+    each item with some 25 types, in the thread of all clients; ``requests`` has read the items already.
+    """
     build = ResponsesRequest.build_tok_params
 
     def built(request: Any, config: Any) -> Any:
         return dataclasses.replace(build(request, config), add_special_tokens=False)
 
     ResponsesRequest.build_tok_params = built
+    ResponsesRequest.model_fields["input"].annotation = str | list[Any]
+    ResponsesRequest.model_rebuild(force=True)
 
 
 def _bound_parsers(state: State) -> None:

@@ -321,6 +321,7 @@ def _run(arguments: list[str], options: GatewayOptions) -> None:
     if METHOD not in [each.name for each in load_endpoint_plugins(("generate",))]:
         # vLLM would go on without, and so without a door.
         raise ConfigurationError("vLLM does not find this package's plugins; install it in this environment")
+    endpoints.read_responses_as_chats()
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     validate_parsed_serve_args(parsed)
     serving = endpoints.serving

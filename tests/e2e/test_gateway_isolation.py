@@ -282,6 +282,10 @@ def test_a_trial_ends_at_its_time_and_clients_take_turns() -> None:
     assert said["parts"] == [True] * 5, "members that a part of a schema describes"
 
 
+def test_items_of_responses_are_not_compared_with_all_types() -> None:
+    assert ran("response_items.py") == [True, "ResponseFunctionToolCall", True]
+
+
 def test_calls_are_found_as_without_bounds() -> None:
     said = ran("tool_calls.py")
     assert all(said["streams"].values()), said
