@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -607,6 +608,13 @@ def test_the_provider_dies_and_comes_back(
         assert refused(f"{running.url}/healthz") == 503
         time.sleep(0.1)
     start(model, "--numerics", NUMERICS, "--port", str(port))  # for the tests to come
+
+    def answered() -> bool:
+        with contextlib.suppress(openai.APIStatusError):
+            return complete(client, "one", "And in the beginning") == said
+        return False
+
+    until(answered, "answers again for the tests to come")
     until(lambda: get(running, "/healthz") == {"status": "ok"}, "healthy for the tests to come")
 
 
