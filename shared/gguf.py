@@ -20,6 +20,7 @@ from typing import Any
 
 from shared.encoded import path_text
 from shared.errors import CheckpointError
+from shared.gguf_header import check_header
 from shared.ownership import check_tree
 
 log = logging.getLogger(__name__)
@@ -160,6 +161,7 @@ def _header(file: Path, called: str) -> Any:
     from gguf import GGUFReader
 
     try:
+        check_header(file)  # past a file's end, the reader goes on for as long as a length says
         reader = GGUFReader(file)
         fields, tensors = reader.fields, {tensor.name: tensor for tensor in reader.tensors}
         architecture = str(fields["general.architecture"].contents())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -159,6 +160,44 @@ def test_what_is_refused(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         Checkpoint(tmp_path / name)
+
+
+def header(*keys: bytes, tensors: int = 0, version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, len(keys)) + b"".join(keys)
+
+
+def array(kind: int, count: int, values: bytes = b"") -> bytes:
+    return text("general.tags") + struct.pack("<IIQ", 9, kind, count) + values
+
+
+def text(name: str) -> bytes:
+    return struct.pack("<Q", len(name)) + name.encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (header(array(0, 1 << 21, b"\1" * 16)), "ends within its header"),
+        (header(array(8, 1 << 21, bytes(64))), "ends within its header"),
+        (header(array(0, 1 << 40)), "more than 4,194,304 values"),
+        (header(*[array(0, 3 << 20, bytes(3 << 20))] * 2), "more than 4,194,304 values"),
+        (header(array(9, 1, struct.pack("<IQ", 0, 0))), "a value has type 9"),
+        (header(tensors=1 << 60), "more than 4,194,304 values"),
+        (header(text("x") + struct.pack("<I", 8) + struct.pack("<Q", 1 << 60)), "ends within its header"),
+        (header(tensors=1) + text("x") + struct.pack("<I", 1 << 20), "has 1048576 dimensions"),
+        (header(tensors=1) + text("x") + struct.pack("<IQQIQ", 2, 1 << 32, 1 << 32, 0, 0), "beyond its end"),
+        (header(version=1), "its version is 1"),
+        (b"GGUF\3\0", "ends within its header"),
+    ],
+)
+def test_a_header_that_says_more_than_the_file_holds(
+    content: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gguf's reader would read nothing, as often as a length says."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "x.gguf").write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"header that cannot be used: .*{message}"):
+        Checkpoint(tmp_path / "x.gguf")
 
 
 def test_the_package_that_is_missing_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

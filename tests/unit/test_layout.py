@@ -36,6 +36,7 @@ SUBPACKAGES = {
         "interruption",
         "spinning",
         "compat",
+        "gguf_header",
         "gguf",
         "hub",
         "wire",
