@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import logging
 import math
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -28,6 +30,7 @@ log = logging.getLogger(__name__)
 _MAGIC = b"GGUF"
 _LONGEST_TOKEN = 1024  # bytes
 _DONE = "config.json"  # written last
+_CONVERTER = 1  # of this module, raised when it begins to refuse a file, or to make another folder of it
 # Keys of an architecture that change no answer, or that the shapes of tensors are compared with anyway.
 _SHOWN = {
     *("vocab_size", "context_length", "block_count", "embedding_length", "feed_forward_length"),
@@ -101,7 +104,8 @@ def folder_of(file: Path) -> Path:
     base = Path(os.path.expanduser("~/.cache"), os.environ.get("XDG_CACHE_HOME", ""), "symbiosis", "gguf")
     try:
         digest = _digest(file)
-        folder = base / digest[:32] / (file.stem.strip(".") or "model")
+        made_by = f"{_CONVERTER}-{importlib.metadata.version('transformers')}"
+        folder = base / f"{digest[:32]}-{made_by}" / (file.stem.strip(".") or "model")
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Provider and mask source of a trial begin at the same time.
         with (folder.parent / ".lock").open("w") as lock:
@@ -113,12 +117,20 @@ def folder_of(file: Path) -> Path:
             else:
                 log.warning("making a checkpoint folder of %s, once: %s", path_text(file), path_text(folder))
                 write_folder(file, folder, digest)
+                _remove_others(folder.parent, digest[:32])
     except OSError as error:
         raise CheckpointError(
             f"cannot make a checkpoint folder of {path_text(file)} below {path_text(base)}: "
             f"{error.strerror}; XDG_CACHE_HOME names another place"
         ) from error
     return folder
+
+
+def _remove_others(kept: Path, digest: str) -> None:
+    """What other versions made of the same file."""
+    for other in kept.parent.iterdir():
+        if other != kept and re.fullmatch(rf"{digest}(-\d+-[\w.+]+)?", other.name) and not other.is_symlink():
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def _digest(file: Path) -> str:

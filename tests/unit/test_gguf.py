@@ -130,6 +130,26 @@ def test_it_is_made_once_and_of_this_content(file: Path, monkeypatch: pytest.Mon
     assert Checkpoint(file).folder != made
 
 
+def test_what_other_versions_made_is_not_used(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier one may have made another model of a file that is refused today."""
+    made = Checkpoint(file).folder.parent
+    cache, digest = made.parent, made.name[:32]
+    others = [digest, f"{digest}-7-5.0.0.dev0+x", f"{digest}-7", f"{'0' * 32}-7-5.0.0"]
+    for name in others:
+        (cache / name / "small").mkdir(parents=True, exist_ok=True)
+        (cache / name / "small" / "config.json").write_text("{}")
+    assert Checkpoint(file).folder.parent == made
+    with monkeypatch.context() as patch:
+        patch.setattr("shared.gguf.importlib.metadata.version", lambda _: "6.0")
+        assert Checkpoint(file).folder.parent.name.endswith("-6.0")
+    assert {each.name for each in cache.iterdir()} == {
+        f"{digest}-{shared.gguf._CONVERTER}-6.0",
+        *others[2:],
+    }
+    monkeypatch.setattr(shared.gguf, "_CONVERTER", 1000)
+    assert Checkpoint(file).folder.parent.name.startswith(f"{digest}-1000-")
+
+
 def test_what_was_left_by_an_end_in_the_middle_is_made_again(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
