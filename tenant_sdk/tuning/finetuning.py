@@ -32,6 +32,7 @@ from tenant_sdk.model.naming import base_of
 from tenant_sdk.sequences.stack import NotInParts
 from tenant_sdk.session.session import Session
 from tenant_sdk.storage import (
+    ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     TrainingCheckpoints,
     check_new_folder,
@@ -477,7 +478,8 @@ def _settings(
         settings["day"] = str(day.day)
     settings["data"] = digest_of(repr(examples).encode())
     if given is not None:  # the adapter that is trained further
-        settings["adapter"] = digest_of((given / ADAPTER_WEIGHTS).read_bytes())
+        files = [(given / name).read_bytes() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+        settings["adapter"] = digest_of(b"".join(files))
     return settings
 
 

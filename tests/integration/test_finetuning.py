@@ -515,6 +515,23 @@ def test_an_adapter_of_zeros_is_not_trained_further(session: tenant_sdk.Session,
         train(session, further)
 
 
+def test_an_adapter_whose_configuration_has_changed_is_not_resumed(
+    session: tenant_sdk.Session, text: Path
+) -> None:
+    def stop(now: TrainingStep) -> None:
+        if now.step == 3:
+            raise KeyboardInterrupt
+
+    train(session, options(text, "first"))
+    further = options(text, "further", adapter=text.parent / "first", rank=TrainingOptions.rank)
+    with pytest.raises(KeyboardInterrupt):
+        train(session, further, stop)
+    file = text.parent / "first" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"alpha_pattern": {"q_proj": 1}}))
+    with pytest.raises(ConfigurationError, match=r"adapter was [0-9a-f]{16}, now "):
+        train(session, dataclasses.replace(further, resume=True))
+
+
 def test_the_record_of_an_adapter_has_its_own_layers(session: tenant_sdk.Session, text: Path) -> None:
     first = options(text, "first", method="loha", target_modules="v_proj, q_proj", steps=1)
     train(session, first)
