@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _MAGIC = b"GGUF"
 _LONGEST_TOKEN = 1024  # bytes
 _DONE = "config.json"  # written last
-_CONVERTER = 1  # of this module, raised when it begins to refuse a file, or to make another folder of it
+_CONVERTER = 2  # of this module, raised when it begins to refuse a file, or to make another folder of it
 # Keys of an architecture that change no answer, or that the shapes of tensors are compared with anyway.
 _SHOWN = {
     *("vocab_size", "context_length", "block_count", "embedding_length", "feed_forward_length"),
@@ -55,6 +55,17 @@ _ROPE = ("rope.freq_base", "rope.freq_base_swa", "rope.dimension_count")
 _CAUSAL = "attention.causal"
 # Blocks of those Gemmas whose attention is scaled by the width for each head, and not by the head's own.
 _BY_WIDTH = {"gemma2": 46, "gemma3": 62}
+_TOKENIZER = "tokenizer.ggml."
+# Keys of a tokenizer that change no token, that transformers obeys, or that are looked at. So are ids.
+_OF_TOKENIZER = {
+    *("model", "pre", "tokens", "scores", "token_type", "merges"),
+    *("add_bos_token", "add_eos_token", "add_space_prefix"),
+}
+_BYTES = "gpt2"  # what a tokenizer of bytes is called
+# llama.cpp's names for ways to split a text: as GPT-2 does, and so with each digit alone.
+_AS_GPT2 = {"", "default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4"}
+_DIGITS_ALONE = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of an answer
 _MORE = 1.1  # times the weights in a file, which a model may have before one that is missing is named
 
 
@@ -217,7 +228,7 @@ def _check_same(reader: Any, config: Any, called: str) -> None:
         if name.startswith(begins)
     }
     lost = [f"{begins}{key}" for key in given if key not in {*_SHOWN, *_CALLED, *_ROPE, _CAUSAL}]
-    lost = [name for name in lost if _numbers(reader.fields[name].contents()) - {0, "none"}]
+    lost = [name for name in lost if _says(reader.fields[name])]
     lost += [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_")]
     if lost:
         raise CheckpointError(
@@ -250,6 +261,54 @@ def _check_same(reader: Any, config: Any, called: str) -> None:
                 f"{called} has {begins}{key} = {str(given[key])[:80]}, and transformers makes {said[key]} of "
                 "it: another model would be served. Use the model's safetensors"
             )
+
+
+def _check_tokenizer(reader: Any, tokenizer: Any, called: str) -> None:
+    """Refuse a file that says another tokenizer than transformers makes; digits are made to stand alone here.
+
+    Raises:
+        CheckpointError: the key that differs.
+    """
+    from tokenizers import pre_tokenizers
+
+    given = {
+        name.removeprefix(_TOKENIZER): field
+        for name, field in reader.fields.items()
+        if name.startswith(_TOKENIZER)
+    }
+    lost = [key for key in given if key not in _OF_TOKENIZER and not key.endswith("_token_id")]
+    lost = [key for key in lost if _says(given[key])]
+    model, split = (given[key].contents() if key in given else "" for key in ("model", "pre"))
+    backend = tokenizer.backend_tokenizer
+    if model == _BYTES and split in _DIGITS_ALONE:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    elif model == _BYTES:
+        lost += ["pre"] if split not in _AS_GPT2 and "Split(" not in str(backend.pre_tokenizer) else []
+    else:
+        lost += ["pre"] if "ByteLevel(" in str(backend.pre_tokenizer) else []
+        if "add_space_prefix" in given:
+            adds = tokenizer.tokenize("a")[0].startswith("\N{LOWER ONE EIGHTH BLOCK}")
+            lost += ["add_space_prefix"] if adds != given["add_space_prefix"].contents() else []
+    if lost:
+        raise CheckpointError(
+            f"{called} has {_TOKENIZER}{lost[0]} = {str(given[lost[0]].contents())[:80]}, which transformers "
+            "leaves out when it reads GGUF files: the model would get other tokens. Use its safetensors"
+        )
+
+
+def _ends(reader: Any) -> list[int]:
+    """Ids of the tokens that end an answer; llama.cpp takes no notice of one that is no token."""
+    tokens = len(reader.fields[f"{_TOKENIZER}tokens"].data)
+    fields = [reader.fields.get(f"{_TOKENIZER}{name}") for name in _ENDS]
+    found = dict.fromkeys(int(field.contents()) for field in fields if field is not None)
+    return [each for each in found if 0 <= each < tokens]
+
+
+def _says(field: Any) -> set[Any]:
+    """What a key says that is not 0 and not nothing."""
+    return _numbers(field.contents()) - {0, "", "none"}
 
 
 def _numbers(value: Any) -> set[Any]:
@@ -287,6 +346,8 @@ def _convert(file: Path, folder: Path, called: str, reader: Any) -> None:
             file.parent, dtype=torch.float32, output_loading_info=True, **found
         )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **found)
+        _check_tokenizer(reader, tokenizer, called)
+        ends = _ends(reader)
     except CheckpointError:
         raise
     except Exception as error:  # whatever a file says that transformers does not expect
@@ -306,6 +367,8 @@ def _convert(file: Path, folder: Path, called: str, reader: Any) -> None:
                 "another model would be served. Use the model's safetensors"
             )
     vars(model).pop("hf_quantizer", None)  # or transformers would refuse to write it
+    if len(ends) > 1:
+        model.generation_config.eos_token_id = ends
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     said = json.loads((folder / _DONE).read_bytes())

@@ -27,7 +27,7 @@ from provider.executor.base import BaseExecutor
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError
 from tenant_sdk.model.naming import find_base
-from tenant_sdk.tuning.own import own_tokenizer
+from tenant_sdk.tuning.own import own_tokenizer, tokenizer_info_in
 
 WIDTH, LAYERS, HEADS, INNER = 64, 2, 4, 96
 _GEMMA = {"attention.sliding_window": 4096, "rope.freq_base": 1e6}
@@ -40,8 +40,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return written(tmp_path / "small.gguf")
 
 
-def written(path: Path, wrong: str = "") -> Path:
-    """Args: wrong: what makes it one that cannot be served."""
+def written(path: Path, wrong: str = "", tokenizer: str = "gpt2", **keys: Any) -> Path:
+    """Args: wrong: what makes it one that cannot be served. keys: of its tokenizer."""
     random = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
     if wrong == "scaled":
@@ -60,11 +60,19 @@ def written(path: Path, wrong: str = "") -> Path:
     writer.add_rope_freq_base(10000.0)
     more = ["x" * 2000] if wrong == "token" else []
     tokens = [*more, "<s>", "</s>", "<unk>", *map(chr, range(33, 127)), "Ġ", "Ċ", "ab"]
+    if tokenizer == "llama":
+        tokens[-3:] = ["▁", "▁a", "ab"]
+        writer.add_token_scores([0.0] * (len(tokens) - 2) + [-0.1, -0.2])
+    else:
+        tokens += ["12", "ĠĠ"]
+        writer.add_token_merges(["a b", "1 2", "Ġ Ġ"])
     writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_model(tokenizer)
     writer.add_token_list(tokens)
     writer.add_token_types([*[1] * len(more), 3, 3, 2, *[1] * (len(tokens) - len(more) - 3)])
-    writer.add_token_merges(["a b"])
+    for key, value in keys.items():
+        kind = {bool: writer.add_bool, int: writer.add_uint32}.get(type(value), writer.add_string)
+        kind(f"tokenizer.ggml.{key}", value)
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_unk_token_id(2)
@@ -258,6 +266,45 @@ def test_a_file_of_another_model_than_transformers_makes(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(CheckpointError, match=message):
         Checkpoint(written(tmp_path / "wrong.gguf", wrong))
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "text", "tokens"),
+    [
+        ("gpt2", {"pre": "gpt-2"}, "12 ab  3", ["12", "Ġ", "ab", "Ġ", "Ġ", "3"]),
+        ("gpt2", {"pre": "starcoder", "add_space_prefix": True}, "12 ab", ["1", "2", "Ġ", "ab"]),
+        ("gpt2", {"pre": "smollm", "add_space_prefix": False}, "a  3", ["a", "ĠĠ", "3"]),
+        ("gpt2", {"pre": "llama-bpe", "fim_pre_token_id": 2, "add_sep_token": False}, "12", ["12"]),
+        ("gpt2", {"pre": "qwen2", "mask_token_id": 2}, "12", ["1", "2"]),
+        ("gpt2", {"pre": "deepseek-coder"}, "", r"tokenizer\.ggml\.pre = deepseek-coder, which"),
+        ("gpt2", {"pre": "nobody-knows-this"}, "", r"ggml\.pre = nobody"),
+        ("gpt2", {"normalizer.lowercase": True}, "", r"ggml\.normalizer\.lowercase = True"),
+        ("gpt2", {"add_sep_token": True}, "", r"ggml\.add_sep_token = True"),
+        ("llama", {"pre": "default", "add_bos_token": False}, "ab a", ["▁a", "b", "▁a"]),
+        ("llama", {"add_space_prefix": True, "add_bos_token": False}, "a", ["▁a"]),
+        ("llama", {"add_space_prefix": False}, "", r"ggml\.add_space_prefix = False"),
+        ("llama", {"remove_extra_whitespaces": True}, "", r"ggml\.remove_extra_whitespaces = True"),
+        ("llama", {"pre": "qwen2"}, "", r"ggml\.pre = qwen2"),
+    ],
+)
+def test_what_a_file_says_of_its_tokenizer(
+    model: str, keys: dict[str, Any], text: str, tokens: list[str] | str, file: Path
+) -> None:
+    """It is obeyed, or the file refused."""
+    written(file, tokenizer=model, **keys)
+    if isinstance(tokens, str):
+        with pytest.raises(CheckpointError, match=tokens):
+            Checkpoint(file)
+        return
+    made = own_tokenizer(Checkpoint(file).folder)
+    assert made.convert_ids_to_tokens(made(text)["input_ids"]) == tokens
+
+
+def test_all_tokens_that_end_an_answer(file: Path) -> None:
+    written(file, eot_token_id=5, eom_token_id=1)
+    assert tokenizer_info_in(Checkpoint(file).folder).ends == (1, 5)
+    written(file, eot_token_id=2**32 - 1)
+    assert tokenizer_info_in(Checkpoint(file).folder).ends == (1,)
 
 
 @pytest.mark.parametrize(
