@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -68,6 +69,8 @@ _NO_BASE = Message(
 _CHECKS = 5  # of the held-out loss in a training, unless another number is given
 _BEFORE = "perplexity before"  # in the file of settings
 _TRIED = 4  # examples of which one has gradients
+_PART = re.compile(r"\.(lora|hada|lokr|vera|ia3)_.*")  # of a layer's adapter
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def check_reports(names: Sequence[str]) -> None:
@@ -247,7 +250,7 @@ def finetune(
         held = _HeldOut(training, model, held_out, progress, told, session)
         before = _perplexity_before(held, checkpoints, of_base=given is None)
         if done < steps:
-            _learn_groups(model, examples[:_TRIED])
+            _learn_groups(model, examples[:_TRIED], say)
         started = time.perf_counter()
         run = Run(steps, learning_rate, check_steps, held.measure, checkpoints.folder, resume_from)
         ended = train(training, run, model, examples, progress)
@@ -321,27 +324,40 @@ def _perplexity_before(held: _HeldOut, checkpoints: TrainingCheckpoints, *, of_b
     return kept
 
 
-def _learn_groups(model: Any, examples: Sequence[Example]) -> None:
+def _learn_groups(model: Any, examples: Sequence[Example], say: Say) -> None:
     """One pass, in which layers learn which of them share an input; its gradients are dropped.
 
-    So the first step is like those after it, also in a training that is resumed.
+    So the first step is like those after it, also in a training that is resumed. If layers have no gradient
+    other than 0, there are more passes, and those that have none in any are told.
 
     Raises:
         ConfigurationError: no example has a gradient other than 0.
     """
     model.train()
+    learns = dict[str, bool]()
     for example in examples:
         batch = {name: tensor.to(model.device) for name, tensor in collate([example]).items()}
         model(**batch).loss.backward()
-        learns = any(each.grad is not None and each.grad.any() for each in model.parameters())
+        for name, each in model.named_parameters():
+            if each.grad is not None:  # as it is for what the model does not use
+                # No token may reach an expert.
+                layer, part, _ = _PART.sub("\n", _EXPERT.sub(".experts.", name)).partition("\n")
+                layer = layer if part else "other parameters"
+                learns[layer] = learns.get(layer, False) or bool(each.grad.any())
         model.zero_grad()
-        if learns:
+        if learns and all(learns.values()):
             return
-    raise ConfigurationError(
-        Message(
-            "the adapter would learn nothing: all its gradients are 0, as they are if its weights are. Leave "
-            "out {adapter} to train a new one"
+    if not any(learns.values()):
+        raise ConfigurationError(
+            Message(
+                "the adapter would learn nothing: all its gradients are 0, as they are if its weights are. "
+                "Leave out {adapter} to train a new one"
+            )
         )
+    dead = [layer for layer, any_gradient in learns.items() if not any_gradient]
+    say(
+        f"{len(dead)} of {len(learns)} layers of the adapter learn nothing, such as {peer_text(dead[0])}: "
+        "all their gradients are 0, as they are if their weights are"
     )
 
 
