@@ -93,7 +93,7 @@ def check_gguf(file: Path) -> None:
         raise CheckpointError(f"cannot read {path_text(file)}: {error.strerror}") from error
     if begins != _MAGIC:
         raise CheckpointError(f"{path_text(file)} is no GGUF file, whatever its name says: it is damaged")
-    if "-of-0" in file.stem:
+    if re.search(r"-\d{5}-of-\d{5}$", file.stem):
         raise CheckpointError(
             f"{path_text(file)} is one part of several: put them together with `llama-gguf-split --merge`"
         )

@@ -234,6 +234,11 @@ def test_the_package_that_is_missing_is_named(file: Path, monkeypatch: pytest.Mo
         Checkpoint(file)
 
 
+def test_a_name_like_that_of_a_part(file: Path) -> None:
+    whole = file.rename(file.with_name("model-of-0.5B.gguf"))
+    assert Checkpoint(whole).folder.name == "model-of-0.5B"
+
+
 @pytest.mark.parametrize("said", [{"quant_method": "gguf"}, {"quant_method": "bitsandbytes"}, {"bits": 4}])
 def test_a_configuration_that_was_left_over_does_not_count(
     said: dict[str, Any], tmp_path: Path, checkpoint: Callable[[str], Path]
