@@ -69,7 +69,7 @@ _NO_BASE = Message(
 _CHECKS = 5  # of the held-out loss in a training, unless another number is given
 _BEFORE = "perplexity before"  # in the file of settings
 _TRIED = 4  # examples of which one has gradients
-_PART = re.compile(r"\.(lora|hada|lokr|vera|ia3)_.*")  # of a layer's adapter
+_LAYER = re.compile(r"(.*?)\.(lora|hada|lokr|vera|ia3)_")  # of a part of its adapter
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -341,8 +341,8 @@ def _learn_groups(model: Any, examples: Sequence[Example], say: Say) -> None:
         for name, each in model.named_parameters():
             if each.grad is not None:  # as it is for what the model does not use
                 # No token may reach an expert.
-                layer, part, _ = _PART.sub("\n", _EXPERT.sub(".experts.", name)).partition("\n")
-                layer = layer if part else "other parameters"
+                found = _LAYER.match(_EXPERT.sub(".experts.", name))
+                layer = found[1] if found else "other parameters"
                 learns[layer] = learns.get(layer, False) or bool(each.grad.any())
         model.zero_grad()
         if learns and all(learns.values()):
