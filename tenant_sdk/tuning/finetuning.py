@@ -339,8 +339,8 @@ def _learn_groups(model: Any, examples: Sequence[Example], say: Say) -> None:
         batch = {name: tensor.to(model.device) for name, tensor in collate([example]).items()}
         model(**batch).loss.backward()
         for name, each in model.named_parameters():
-            if each.grad is not None:  # as it is for what the model does not use
-                # No token may reach an expert.
+            if each.grad is not None:  # None: the model does not use it
+                # Experts count as one, since no token may reach some.
                 found = _LAYER.match(_EXPERT.sub(".experts.", name))
                 layer = found[1] if found else "other parameters"
                 learns[layer] = learns.get(layer, False) or bool(each.grad.any())
