@@ -37,7 +37,10 @@ _THOUGHTS = (
     Thought("<think>", "</think>"),
     Thought("[THINK]", "[/THINK]"),
     Thought("◁think▷", "◁/think▷"),
+    *(Thought(f"<{name}>", f"</{name}>") for name in ("thinking", "thought", "seed:think", "mm:think")),
+    Thought("Here is my thought process:", "Here is my response:"),
 )
+_CODE = re.compile(r"```.*?(?:```|$)|`[^`\n]*`", re.DOTALL)
 
 
 class Chat:
@@ -173,6 +176,7 @@ def answer_of(prompt: str, written: Written, special: Sequence[str], known: Thou
                     "the answer may be reasoning, since the chat template does not show where that begins: "
                     "the answer is not kept"
                 )
+            _check_within(said, known)
             for token in special:
                 said = said.replace(token, "")
             return said.strip() if found else None
@@ -183,4 +187,19 @@ def answer_of(prompt: str, written: Written, special: Sequence[str], known: Thou
             "the answer has special tokens within, which may be those of reasoning, and the chat template "
             "does not show where that ends: the answer is not kept"
         )
+    _check_within(raw, known)
     return written.text
+
+
+def _check_within(answer: str, known: Thought | None) -> None:
+    """Refuse an answer with reasoning behind its first words; in code, it is spoken of.
+
+    Raises:
+        ConfigurationError: there is some.
+    """
+    plain = _CODE.sub("", answer)
+    for thought in (known, *_THOUGHTS):
+        if thought is not None and thought.begin and thought.end in plain.partition(thought.begin)[2]:
+            raise ConfigurationError(
+                "the answer has reasoning within, which later turns would repeat: the answer is not kept"
+            )

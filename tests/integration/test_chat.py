@@ -239,11 +239,34 @@ def test_commands(
         ("user: a", "Write <think> first.</s>", "Write <think> first."),
         ("user: a", "The tag </think> closes it.</s>", "The tag </think> closes it."),
         ("user: a", "<think>why</think>Write </think> last.</s>", "Write </think> last."),
+        ("user: a", "Between `<think>` and `</think>`.</s>", "Between `<think>` and `</think>`."),
+        ("user: a", "```\n<think>x</think>\n```</s>", "```\n<think>x</think>\n```"),
+        ("user: a", "<thought>why</thought>Nine.</s>", "Nine."),
+        ("user: a", "<seed:think>why</seed:think>Nine.</s>", "Nine."),
+        ("user: a", "<mm:think>why</mm:think>Nine.</s>", "Nine."),
+        ("user: a", "<thinking>why</thinking>Nine.</s>", "Nine."),
+        ("user: a", "Here is my thought process: why Here is my response: Nine.</s>", "Nine."),
     ],
 )
 def test_reasoning_is_no_part_of_the_answer(prompt: str, raw: str, said: str | None) -> None:
     written = Written(raw.removesuffix("</s>"), raw, 3, 1.0, Message("x"), True)
     assert answer_of(prompt, written, ["</s>"], None) == said
+
+
+@pytest.mark.parametrize(
+    ("raw", "known"),
+    [
+        ("Okay! <think>why</think>Nine.</s>", None),
+        ("Okay! <think>why</think>Nine.</s>", Thought("<think>", "</think>")),
+        ("<think>why</think>Nine.<think>why</think>Ten.</s>", None),
+        ("Okay! <hm>why</hm>Nine.</s>", Thought("<hm>", "</hm>")),
+        ("<|on>why<off|>Nine.<|on>why<off|>Ten.</s>", Thought("<|on>", "<off|>")),
+    ],
+)
+def test_reasoning_within_an_answer_is_not_kept(raw: str, known: Thought | None) -> None:
+    written = Written(raw.removesuffix("</s>"), raw, 3, 1.0, Message("x"), True)
+    with pytest.raises(ConfigurationError, match=r"has reasoning within, .* is not kept"):
+        answer_of("assistant: ", written, ["</s>", "<|on>", "<off|>"], known)
 
 
 @pytest.mark.parametrize(
