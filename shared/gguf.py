@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import logging
 import math
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 
 from shared.encoded import path_text
 from shared.errors import CheckpointError
+from shared.gguf_header import check_header
 from shared.ownership import check_tree
 
 log = logging.getLogger(__name__)
@@ -27,6 +30,7 @@ log = logging.getLogger(__name__)
 _MAGIC = b"GGUF"
 _LONGEST_TOKEN = 1024  # bytes
 _DONE = "config.json"  # written last
+_CONVERTER = 2  # of this module, raised when it begins to refuse a file, or to make another folder of it
 # Keys of an architecture that change no answer, or that the shapes of tensors are compared with anyway.
 _SHOWN = {
     *("vocab_size", "context_length", "block_count", "embedding_length", "feed_forward_length"),
@@ -51,6 +55,17 @@ _ROPE = ("rope.freq_base", "rope.freq_base_swa", "rope.dimension_count")
 _CAUSAL = "attention.causal"
 # Blocks of those Gemmas whose attention is scaled by the width for each head, and not by the head's own.
 _BY_WIDTH = {"gemma2": 46, "gemma3": 62}
+_TOKENIZER = "tokenizer.ggml."
+# Keys of a tokenizer that change no token, that transformers obeys, or that are looked at. So are ids.
+_OF_TOKENIZER = {
+    *("model", "pre", "tokens", "scores", "token_type", "merges"),
+    *("add_bos_token", "add_eos_token", "add_space_prefix"),
+}
+_BYTES = "gpt2"  # what a tokenizer of bytes is called
+# llama.cpp's names for ways to split a text: as GPT-2 does, and so with each digit alone.
+_AS_GPT2 = {"", "default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4"}
+_DIGITS_ALONE = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of an answer
 _MORE = 1.1  # times the weights in a file, which a model may have before one that is missing is named
 
 
@@ -78,7 +93,7 @@ def check_gguf(file: Path) -> None:
         raise CheckpointError(f"cannot read {path_text(file)}: {error.strerror}") from error
     if begins != _MAGIC:
         raise CheckpointError(f"{path_text(file)} is no GGUF file, whatever its name says: it is damaged")
-    if "-of-0" in file.stem:
+    if re.search(r"-\d{5}-of-\d{5}$", file.stem):
         raise CheckpointError(
             f"{path_text(file)} is one part of several: put them together with `llama-gguf-split --merge`"
         )
@@ -100,7 +115,8 @@ def folder_of(file: Path) -> Path:
     base = Path(os.path.expanduser("~/.cache"), os.environ.get("XDG_CACHE_HOME", ""), "symbiosis", "gguf")
     try:
         digest = _digest(file)
-        folder = base / digest[:32] / (file.stem.strip(".") or "model")
+        made_by = f"{_CONVERTER}-{importlib.metadata.version('transformers')}"
+        folder = base / f"{digest[:32]}-{made_by}" / (file.stem.strip(".") or "model")
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Provider and mask source of a trial begin at the same time.
         with (folder.parent / ".lock").open("w") as lock:
@@ -112,12 +128,20 @@ def folder_of(file: Path) -> Path:
             else:
                 log.warning("making a checkpoint folder of %s, once: %s", path_text(file), path_text(folder))
                 write_folder(file, folder, digest)
+                _remove_others(folder.parent, digest[:32])
     except OSError as error:
         raise CheckpointError(
             f"cannot make a checkpoint folder of {path_text(file)} below {path_text(base)}: "
             f"{error.strerror}; XDG_CACHE_HOME names another place"
         ) from error
     return folder
+
+
+def _remove_others(kept: Path, digest: str) -> None:
+    """What other versions made of the same file."""
+    for other in kept.parent.iterdir():
+        if other != kept and re.fullmatch(rf"{digest}(-\d+-[\w.+]+)?", other.name) and not other.is_symlink():
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def _digest(file: Path) -> str:
@@ -160,6 +184,7 @@ def _header(file: Path, called: str) -> Any:
     from gguf import GGUFReader
 
     try:
+        check_header(file)  # past a file's end, the reader goes on for as long as a length says
         reader = GGUFReader(file)
         fields, tensors = reader.fields, {tensor.name: tensor for tensor in reader.tensors}
         architecture = str(fields["general.architecture"].contents())
@@ -203,7 +228,7 @@ def _check_same(reader: Any, config: Any, called: str) -> None:
         if name.startswith(begins)
     }
     lost = [f"{begins}{key}" for key in given if key not in {*_SHOWN, *_CALLED, *_ROPE, _CAUSAL}]
-    lost = [name for name in lost if _numbers(reader.fields[name].contents()) - {0, "none"}]
+    lost = [name for name in lost if _says(reader.fields[name])]
     lost += [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_")]
     if lost:
         raise CheckpointError(
@@ -236,6 +261,54 @@ def _check_same(reader: Any, config: Any, called: str) -> None:
                 f"{called} has {begins}{key} = {str(given[key])[:80]}, and transformers makes {said[key]} of "
                 "it: another model would be served. Use the model's safetensors"
             )
+
+
+def _check_tokenizer(reader: Any, tokenizer: Any, called: str) -> None:
+    """Refuse a file that says another tokenizer than transformers makes; digits are made to stand alone here.
+
+    Raises:
+        CheckpointError: the key that differs.
+    """
+    from tokenizers import pre_tokenizers
+
+    given = {
+        name.removeprefix(_TOKENIZER): field
+        for name, field in reader.fields.items()
+        if name.startswith(_TOKENIZER)
+    }
+    lost = [key for key in given if key not in _OF_TOKENIZER and not key.endswith("_token_id")]
+    lost = [key for key in lost if _says(given[key])]
+    model, split = (given[key].contents() if key in given else "" for key in ("model", "pre"))
+    backend = tokenizer.backend_tokenizer
+    if model == _BYTES and split in _DIGITS_ALONE:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    elif model == _BYTES:
+        lost += ["pre"] if split not in _AS_GPT2 and "Split(" not in str(backend.pre_tokenizer) else []
+    else:
+        lost += ["pre"] if "ByteLevel(" in str(backend.pre_tokenizer) else []
+        if "add_space_prefix" in given:
+            adds = tokenizer.tokenize("a")[0].startswith("\N{LOWER ONE EIGHTH BLOCK}")
+            lost += ["add_space_prefix"] if adds != given["add_space_prefix"].contents() else []
+    if lost:
+        raise CheckpointError(
+            f"{called} has {_TOKENIZER}{lost[0]} = {str(given[lost[0]].contents())[:80]}, which transformers "
+            "leaves out when it reads GGUF files: the model would get other tokens. Use its safetensors"
+        )
+
+
+def _ends(reader: Any) -> list[int]:
+    """Ids of the tokens that end an answer; llama.cpp takes no notice of one that is no token."""
+    tokens = len(reader.fields[f"{_TOKENIZER}tokens"].data)
+    fields = [reader.fields.get(f"{_TOKENIZER}{name}") for name in _ENDS]
+    found = dict.fromkeys(int(field.contents()) for field in fields if field is not None)
+    return [each for each in found if 0 <= each < tokens]
+
+
+def _says(field: Any) -> set[Any]:
+    """What a key says that is not 0 and not nothing."""
+    return _numbers(field.contents()) - {0, "", "none"}
 
 
 def _numbers(value: Any) -> set[Any]:
@@ -273,6 +346,8 @@ def _convert(file: Path, folder: Path, called: str, reader: Any) -> None:
             file.parent, dtype=torch.float32, output_loading_info=True, **found
         )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **found)
+        _check_tokenizer(reader, tokenizer, called)
+        ends = _ends(reader)
     except CheckpointError:
         raise
     except Exception as error:  # whatever a file says that transformers does not expect
@@ -292,6 +367,8 @@ def _convert(file: Path, folder: Path, called: str, reader: Any) -> None:
                 "another model would be served. Use the model's safetensors"
             )
     vars(model).pop("hf_quantizer", None)  # or transformers would refuse to write it
+    if len(ends) > 1:
+        model.generation_config.eos_token_id = ends
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     said = json.loads((folder / _DONE).read_bytes())

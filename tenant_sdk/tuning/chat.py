@@ -22,10 +22,14 @@ ANSWER = 1000  # tokens of an answer, unless another number is given
 
 @dataclass(frozen=True)
 class Thought:
-    """What stands before and behind reasoning. ``begin`` is empty if the prompt holds it."""
+    """What stands before and behind reasoning. ``begin`` is empty if the prompt holds it.
+
+    ``unseen``: it is empty since nothing stands there, and reasoning begins as an answer does.
+    """
 
     begin: str
     end: str
+    unseen: bool = False
 
 
 # Of templates that write no reasoning.
@@ -33,7 +37,10 @@ _THOUGHTS = (
     Thought("<think>", "</think>"),
     Thought("[THINK]", "[/THINK]"),
     Thought("◁think▷", "◁/think▷"),
+    *(Thought(f"<{name}>", f"</{name}>") for name in ("thinking", "thought", "seed:think", "mm:think")),
+    Thought("Here is my thought process:", "Here is my response:"),
 )
+_CODE = re.compile(r"```.*?(?:```|$)|`[^`\n]*`", re.DOTALL)
 
 
 class Chat:
@@ -121,10 +128,12 @@ class Chat:
 def thought_of(tokenizer: Any) -> Thought | None:
     """How a chat template writes reasoning; None: it writes none, or not behind what begins an answer."""
     asked, reasoning, said = ({"role": "user", "content": "?"}, "part5r81c0e", "part5r81c1e")
-    answer = {"role": "assistant", "content": said, **dict.fromkeys(REASONING, reasoning)}
+    plain = {"role": "assistant", "content": said}
+    answer = {**plain, **dict.fromkeys(REASONING, reasoning)}
     try:
         prompt = tokenizer.apply_chat_template([asked], tokenize=False, add_generation_prompt=True)
         whole = tokenizer.apply_chat_template([asked, answer], tokenize=False)
+        without = tokenizer.apply_chat_template([asked, plain], tokenize=False)
     except Exception:  # templates raise whatever they like
         return None
     head, found, _ = whole.partition(reasoning)
@@ -132,7 +141,9 @@ def thought_of(tokenizer: Any) -> Thought | None:
     begins = prompt.rstrip()  # a template may write other white space behind what opens a thought
     if not found or not end or not head.startswith(begins):
         return None
-    return Thought(head.removeprefix(begins).strip(), end)
+    begin = head.removeprefix(begins).strip()
+    # A prompt that opens a thought does not stand before an answer without one.
+    return Thought(begin, end, unseen=not begin and without.partition(said)[0].rstrip() == begins)
 
 
 def answer_of(prompt: str, written: Written, special: Sequence[str], known: Thought | None) -> str | None:
@@ -160,6 +171,12 @@ def answer_of(prompt: str, written: Written, special: Sequence[str], known: Thou
         if opened or raw.startswith(thought.begin):
             # A thought has one end; the answer may speak of others.
             _, found, said = raw.partition(thought.end)
+            if thought.unseen and not found:
+                raise ConfigurationError(
+                    "the answer may be reasoning, since the chat template does not show where that begins: "
+                    "the answer is not kept"
+                )
+            _check_within(said, known)
             for token in special:
                 said = said.replace(token, "")
             return said.strip() if found else None
@@ -170,4 +187,19 @@ def answer_of(prompt: str, written: Written, special: Sequence[str], known: Thou
             "the answer has special tokens within, which may be those of reasoning, and the chat template "
             "does not show where that ends: the answer is not kept"
         )
+    _check_within(raw, known)
     return written.text
+
+
+def _check_within(answer: str, known: Thought | None) -> None:
+    """Refuse an answer with reasoning behind its first words; in code, it is spoken of.
+
+    Raises:
+        ConfigurationError: there is some.
+    """
+    plain = _CODE.sub("", answer)
+    for thought in (known, *_THOUGHTS):
+        if thought is not None and thought.begin and thought.end in plain.partition(thought.begin)[2]:
+            raise ConfigurationError(
+                "the answer has reasoning within, which later turns would repeat: the answer is not kept"
+            )

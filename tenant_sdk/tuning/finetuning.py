@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -32,6 +33,7 @@ from tenant_sdk.model.naming import base_of
 from tenant_sdk.sequences.stack import NotInParts
 from tenant_sdk.session.session import Session
 from tenant_sdk.storage import (
+    ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     TrainingCheckpoints,
     check_new_folder,
@@ -67,6 +69,8 @@ _NO_BASE = Message(
 _CHECKS = 5  # of the held-out loss in a training, unless another number is given
 _BEFORE = "perplexity before"  # in the file of settings
 _TRIED = 4  # examples of which one has gradients
+_LAYER = re.compile(r"(.*?)\.(lora|hada|lokr|vera|ia3)_")  # of a part of its adapter
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def check_reports(names: Sequence[str]) -> None:
@@ -246,7 +250,7 @@ def finetune(
         held = _HeldOut(training, model, held_out, progress, told, session)
         before = _perplexity_before(held, checkpoints, of_base=given is None)
         if done < steps:
-            _learn_groups(model, examples[:_TRIED])
+            _learn_groups(model, examples[:_TRIED], say)
         started = time.perf_counter()
         run = Run(steps, learning_rate, check_steps, held.measure, checkpoints.folder, resume_from)
         ended = train(training, run, model, examples, progress)
@@ -320,27 +324,40 @@ def _perplexity_before(held: _HeldOut, checkpoints: TrainingCheckpoints, *, of_b
     return kept
 
 
-def _learn_groups(model: Any, examples: Sequence[Example]) -> None:
+def _learn_groups(model: Any, examples: Sequence[Example], say: Say) -> None:
     """One pass, in which layers learn which of them share an input; its gradients are dropped.
 
-    So the first step is like those after it, also in a training that is resumed.
+    So the first step is like those after it, also in a training that is resumed. If layers have no gradient
+    other than 0, there are more passes, and those that have none in any are told.
 
     Raises:
         ConfigurationError: no example has a gradient other than 0.
     """
     model.train()
+    learns = dict[str, bool]()
     for example in examples:
         batch = {name: tensor.to(model.device) for name, tensor in collate([example]).items()}
         model(**batch).loss.backward()
-        learns = any(each.grad is not None and each.grad.any() for each in model.parameters())
+        for name, each in model.named_parameters():
+            if each.grad is not None:  # None: the model does not use it
+                # Experts count as one, since no token may reach some.
+                found = _LAYER.match(_EXPERT.sub(".experts.", name))
+                layer = found[1] if found else "other parameters"
+                learns[layer] = learns.get(layer, False) or bool(each.grad.any())
         model.zero_grad()
-        if learns:
+        if learns and all(learns.values()):
             return
-    raise ConfigurationError(
-        Message(
-            "the adapter would learn nothing: all its gradients are 0, as they are if its weights are. Leave "
-            "out {adapter} to train a new one"
+    if not any(learns.values()):
+        raise ConfigurationError(
+            Message(
+                "the adapter would learn nothing: all its gradients are 0, as they are if its weights are. "
+                "Leave out {adapter} to train a new one"
+            )
         )
+    dead = [layer for layer, any_gradient in learns.items() if not any_gradient]
+    say(
+        f"{len(dead)} of {len(learns)} layers of the adapter learn nothing, such as {peer_text(dead[0])}: "
+        "all their gradients are 0, as they are if their weights are"
     )
 
 
@@ -477,7 +494,8 @@ def _settings(
         settings["day"] = str(day.day)
     settings["data"] = digest_of(repr(examples).encode())
     if given is not None:  # the adapter that is trained further
-        settings["adapter"] = digest_of((given / ADAPTER_WEIGHTS).read_bytes())
+        files = [(given / name).read_bytes() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+        settings["adapter"] = digest_of(b"".join(files))
     return settings
 
 

@@ -109,6 +109,9 @@ class Record(msgspec.Struct, frozen=True):
         return found
 
 
+_USED = {*Record.__struct_fields__, *_JUDGED, *_GRADES, *_PAIRED} - {"unread", "passed"}
+
+
 def check_data(paths: Sequence[Path]) -> None:
     """Read files and decode their records: what is wrong with them is told before anything takes time.
 
@@ -153,7 +156,7 @@ def read_text(path: Path) -> str:
             "with a record in each line"
         )
     if path.suffix.lower() == ".parquet":
-        return parquet_records(path, _KEYS)
+        return parquet_records(path, _KEYS, _USED)
     text = _plain_text(path)
     return csv_records(path, text, _KEYS) if is_table(path) else text
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+import resource
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ _MOST_VALUES, _MOST_BYTES = 20_000_000, 2 << 30  # of a Parquet file, whose byte
 # each row, and for so many bytes of text.
 _FEW_ROWS, _FEW_BYTES, _PACKED = 1 << 20, 64 << 20, 1000
 _ROWS, _ROWS_BYTES = 8, 256 << 20  # that are in memory at once
+_ROOM = 2 << 30  # bytes that decoding them takes, beside those of the file
 _SAFE = (14, 0, 1)  # of pyarrow
 
 
@@ -74,8 +77,12 @@ def csv_records(path: Path, text: str, known: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def parquet_records(path: Path, known: Sequence[str]) -> str:
+def parquet_records(path: Path, known: Sequence[str], used: Collection[str]) -> str:
     """JSONL of a Parquet file; a record has the number of its row, and None is left out.
+
+    Args:
+        known: as ``csv_records`` has it.
+        used: names of columns that are decoded. The first record names the others.
 
     Raises:
         ConfigurationError: pyarrow is not installed; or it is no such file, or has no column that is known.
@@ -89,20 +96,36 @@ def parquet_records(path: Path, known: Sequence[str]) -> str:
             f"{path}: Parquet files need pyarrow 14.0.1 or newer; earlier ones run code in files"
         )
     try:
-        table = pyarrow.parquet.ParquetFile(path, memory_map=False)
-        _check_header(path, table.schema_arrow.names, known)
-        _check_size(path, table.metadata)
-        return "\n".join(_lines(path, table))
+        with _bounded(path):
+            table = pyarrow.parquet.ParquetFile(path, memory_map=False)
+            _check_header(path, table.schema_arrow.names, known)
+        _check_size(path, table.metadata, used)
+        return "\n".join(_lines(path, table, used))
     except MemoryError:  # also pyarrow's
         raise ConfigurationError(f"cannot read {path}: it takes more memory than there is") from None
     except (OSError, ValueError, pyarrow.ArrowException, TypeError) as error:
         raise ConfigurationError(f"cannot read {path}: {peer_text(str(error))}") from error
 
 
-def _check_size(path: Path, metadata: Any) -> None:
-    """Refuse a file whose rows, which may be packed into next to nothing, would take all memory."""
+@contextmanager
+def _bounded(path: Path) -> Iterator[None]:
+    """Have a MemoryError raised for more than ``_ROOM``, whatever sizes the file says."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    most = taken + _ROOM + path.stat().st_size
+    limit = most if soft == resource.RLIM_INFINITY else min(most, soft)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _check_size(path: Path, metadata: Any, used: Collection[str]) -> None:
+    """Refuse a file that says that its rows, which may be packed into next to nothing, take all memory."""
     groups = [metadata.row_group(at) for at in range(metadata.num_row_groups)]
     columns = [group.column(at) for group in groups for at in range(group.num_columns)]
+    columns = [column for column in columns if column.path_in_schema.partition(".")[0] in used]
     values = max(metadata.num_rows, sum(column.num_values for column in columns))
     if values > _MOST_VALUES:
         raise ConfigurationError(f"{path} has {values:,} values, and {_MOST_VALUES:,} are the most: split it")
@@ -119,10 +142,18 @@ def _check_text(path: Path, size: int) -> None:
         raise ConfigurationError(f"{path} has more than {_MOST_BYTES / 2**30:g} GiB of text: split it")
 
 
-def _lines(path: Path, table: Any) -> Iterator[str]:
+def _lines(path: Path, table: Any, used: Collection[str]) -> Iterator[str]:
     number = size = 0
     most = max(_FEW_BYTES, _PACKED * path.stat().st_size)
-    for batch in table.iter_batches(batch_size=_ROWS, use_threads=False):
+    names = table.schema_arrow.names
+    others = {name: "" for name in names if name not in used}
+    columns = [name for name in names if name in used]
+    batches = table.iter_batches(batch_size=_ROWS, columns=columns, use_threads=False)
+    while True:
+        with _bounded(path):
+            batch = next(batches, None)
+        if batch is None:
+            return
         if batch.nbytes > _ROWS_BYTES:
             raise ConfigurationError(
                 f"{path}, row {number + 1}: it and the next {_ROWS - 1} have more than "
@@ -131,7 +162,7 @@ def _lines(path: Path, table: Any) -> Iterator[str]:
         for row in batch.to_pylist():
             number += 1
             try:
-                line = msgspec.json.encode(_plain(row)).decode()
+                line = msgspec.json.encode(_plain(row | others if number == 1 else row)).decode()
             except (UnicodeDecodeError, TypeError) as error:
                 raise ConfigurationError(f"{path}, row {number}: a value is no text: {error}") from error
             size += len(line)

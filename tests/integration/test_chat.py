@@ -23,7 +23,7 @@ from shared.errors import ConfigurationError, Message
 from tenant_sdk.command_line.answers import _leaves
 from tenant_sdk.sequences.contexts import LongContext
 from tenant_sdk.session.session import Session
-from tenant_sdk.tuning.chat import Chat, answer_of, thought_of
+from tenant_sdk.tuning.chat import Chat, Thought, answer_of, thought_of
 from tenant_sdk.tuning.data import chat_prompt
 from tenant_sdk.tuning.generation import Written, stream
 from tenant_sdk.tuning.sampling import Sampling
@@ -239,11 +239,34 @@ def test_commands(
         ("user: a", "Write <think> first.</s>", "Write <think> first."),
         ("user: a", "The tag </think> closes it.</s>", "The tag </think> closes it."),
         ("user: a", "<think>why</think>Write </think> last.</s>", "Write </think> last."),
+        ("user: a", "Between `<think>` and `</think>`.</s>", "Between `<think>` and `</think>`."),
+        ("user: a", "```\n<think>x</think>\n```</s>", "```\n<think>x</think>\n```"),
+        ("user: a", "<thought>why</thought>Nine.</s>", "Nine."),
+        ("user: a", "<seed:think>why</seed:think>Nine.</s>", "Nine."),
+        ("user: a", "<mm:think>why</mm:think>Nine.</s>", "Nine."),
+        ("user: a", "<thinking>why</thinking>Nine.</s>", "Nine."),
+        ("user: a", "Here is my thought process: why Here is my response: Nine.</s>", "Nine."),
     ],
 )
 def test_reasoning_is_no_part_of_the_answer(prompt: str, raw: str, said: str | None) -> None:
     written = Written(raw.removesuffix("</s>"), raw, 3, 1.0, Message("x"), True)
     assert answer_of(prompt, written, ["</s>"], None) == said
+
+
+@pytest.mark.parametrize(
+    ("raw", "known"),
+    [
+        ("Okay! <think>why</think>Nine.</s>", None),
+        ("Okay! <think>why</think>Nine.</s>", Thought("<think>", "</think>")),
+        ("<think>why</think>Nine.<think>why</think>Ten.</s>", None),
+        ("Okay! <hm>why</hm>Nine.</s>", Thought("<hm>", "</hm>")),
+        ("<|on>why<off|>Nine.<|on>why<off|>Ten.</s>", Thought("<|on>", "<off|>")),
+    ],
+)
+def test_reasoning_within_an_answer_is_not_kept(raw: str, known: Thought | None) -> None:
+    written = Written(raw.removesuffix("</s>"), raw, 3, 1.0, Message("x"), True)
+    with pytest.raises(ConfigurationError, match=r"has reasoning within, .* is not kept"):
+        answer_of("assistant: ", written, ["</s>", "<|on>", "<off|>"], known)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +280,8 @@ def test_reasoning_is_no_part_of_the_answer(prompt: str, raw: str, said: str | N
         ("", "<|on>why", ConfigurationError),
         ("", "<|on>Nine.</s>", "Nine."),
         ("", "[THINK]why[/THINK]Nine.</s>", "Nine."),
+        ("{}</think>", "why</think>Nine.</s>", "Nine."),
+        ("{}</think>", "Nine.</s>", "may be reasoning"),
     ],
 )
 def test_the_template_says_how_reasoning_ends(template: str, raw: str, said: Any, talkative: Path) -> None:
@@ -272,11 +297,24 @@ def test_the_template_says_how_reasoning_ends(template: str, raw: str, said: Any
     written = Written(text, raw, 3, 1.0, Message("x"), raw.endswith("</s>"))
     known = thought_of(tokenizer)
     assert (known is None) == (not template)
-    if said is ConfigurationError:
-        with pytest.raises(ConfigurationError, match=r"may be those of reasoning, .* is not kept"):
+    if said is ConfigurationError or said == "may be reasoning":
+        with pytest.raises(ConfigurationError, match=r"may be (those of )?reasoning, .* is not kept"):
             answer_of("assistant: ", written, ["</s>"], known)
     else:
         assert answer_of("assistant: ", written, ["</s>"], known) == said
+
+
+@pytest.mark.parametrize(("raw", "said"), [("why</think>Nine.</s>", "Nine."), ("Nine.</s>", None)])
+def test_a_prompt_that_opens_a_thought(raw: str, said: str | None, talkative: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(talkative)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {% if m.thinking %}<think>\n{{ m.thinking }}</think>{% endif %}"
+        "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: <think>\n{% endif %}"
+    )
+    known = thought_of(tokenizer)
+    assert known == Thought("", "</think>")
+    written = Written(raw.removesuffix("</s>"), raw, 3, 1.0, Message("x"), True)
+    assert answer_of("assistant: <think>\n", written, ["</s>"], known) == said
 
 
 def test_an_answer_that_says_nothing_is_no_part_of_a_conversation(

@@ -496,6 +496,11 @@ def test_what_an_adapter_decides_is_not_given(session: tenant_sdk.Session, text:
         (peft.LoHaConfig(rank_dropout=1.0), "rank_dropout"),
         (peft.LoKrConfig(module_dropout=1.0), "module_dropout"),
         (peft.VeraConfig(vera_dropout=1.0), "vera_dropout"),
+        (peft.LoraConfig(lora_alpha=1e-12), "lora_alpha"),
+        (peft.LoraConfig(r=64, lora_alpha=-1e-3), "lora_alpha"),
+        (peft.LoraConfig(alpha_pattern={"q_proj": 1e-12}), "alpha_pattern"),
+        (peft.LoraConfig(lora_dropout=0.9999999), "lora_dropout"),
+        (peft.LoHaConfig(alpha=1e-12), "alpha"),
     ],
 )
 def test_adapters_that_would_not_learn(config: Any, key: str) -> None:
@@ -513,6 +518,38 @@ def test_an_adapter_of_zeros_is_not_trained_further(session: tenant_sdk.Session,
     further = options(text, "further", adapter=text.parent / "first", rank=TrainingOptions.rank)
     with pytest.raises(ConfigurationError, match="would learn nothing: all its gradients are 0"):
         train(session, further)
+
+
+def test_layers_of_an_adapter_that_learn_nothing_are_named(session: tenant_sdk.Session, text: Path) -> None:
+    _, said = train(session, options(text, "first"))
+    assert not any("learn" in line and "nothing" in line for line in said)
+    file = text.parent / "first" / "adapter_model.safetensors"
+    weights = load_file(file)
+    save_file({name: each * ("q_proj" not in name) for name, each in weights.items()}, file, {"format": "pt"})
+    further = options(text, "further", adapter=text.parent / "first", rank=TrainingOptions.rank)
+    _, said = train(session, further)
+    assert any(
+        line.startswith(f"2 of {len(weights) // 2} layers of the adapter learn nothing")
+        and "layers.0.self_attn.q_proj" in line
+        for line in said
+    )
+
+
+def test_an_adapter_whose_configuration_has_changed_is_not_resumed(
+    session: tenant_sdk.Session, text: Path
+) -> None:
+    def stop(now: TrainingStep) -> None:
+        if now.step == 3:
+            raise KeyboardInterrupt
+
+    train(session, options(text, "first"))
+    further = options(text, "further", adapter=text.parent / "first", rank=TrainingOptions.rank)
+    with pytest.raises(KeyboardInterrupt):
+        train(session, further, stop)
+    file = text.parent / "first" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"alpha_pattern": {"q_proj": 1}}))
+    with pytest.raises(ConfigurationError, match=r"adapter was [0-9a-f]{16}, now "):
+        train(session, dataclasses.replace(further, resume=True))
 
 
 def test_the_record_of_an_adapter_has_its_own_layers(session: tenant_sdk.Session, text: Path) -> None:

@@ -282,6 +282,13 @@ def test_links_out_of_a_tokenizers_folder_are_refused(
     own_tokenizer(folder)
 
 
+@pytest.mark.parametrize("kind", ["Esm", "CTRL", "ProphetNet", "Tapas", "Phobert", "Bertweet", "BioGpt"])
+def test_a_tokenizers_folder_without_the_files_of_its_class(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": f"{kind}Tokenizer"}))
+    with pytest.raises(ConfigurationError, match=f"no tokenizer in {tmp_path}"):
+        own_tokenizer(tmp_path)
+
+
 def test_links_of_a_hubs_cache_are_followed(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     folder, blobs = tmp_path / "models--a--b" / "snapshots" / ("0" * 40), tmp_path / "models--a--b" / "blobs"
     shutil.copytree(checkpoint("llama"), blobs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from provider.executor.base import BaseExecutor
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError
 from tenant_sdk.model.naming import find_base
-from tenant_sdk.tuning.own import own_tokenizer
+from tenant_sdk.tuning.own import own_tokenizer, tokenizer_info_in
 
 WIDTH, LAYERS, HEADS, INNER = 64, 2, 4, 96
 _GEMMA = {"attention.sliding_window": 4096, "rope.freq_base": 1e6}
@@ -39,8 +40,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return written(tmp_path / "small.gguf")
 
 
-def written(path: Path, wrong: str = "") -> Path:
-    """Args: wrong: what makes it one that cannot be served."""
+def written(path: Path, wrong: str = "", tokenizer: str = "gpt2", **keys: Any) -> Path:
+    """Args: wrong: what makes it one that cannot be served. keys: of its tokenizer."""
     random = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
     if wrong == "scaled":
@@ -59,11 +60,19 @@ def written(path: Path, wrong: str = "") -> Path:
     writer.add_rope_freq_base(10000.0)
     more = ["x" * 2000] if wrong == "token" else []
     tokens = [*more, "<s>", "</s>", "<unk>", *map(chr, range(33, 127)), "Ġ", "Ċ", "ab"]
+    if tokenizer == "llama":
+        tokens[-3:] = ["▁", "▁a", "ab"]
+        writer.add_token_scores([0.0] * (len(tokens) - 2) + [-0.1, -0.2])
+    else:
+        tokens += ["12", "ĠĠ"]
+        writer.add_token_merges(["a b", "1 2", "Ġ Ġ"])
     writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_model(tokenizer)
     writer.add_token_list(tokens)
     writer.add_token_types([*[1] * len(more), 3, 3, 2, *[1] * (len(tokens) - len(more) - 3)])
-    writer.add_token_merges(["a b"])
+    for key, value in keys.items():
+        kind = {bool: writer.add_bool, int: writer.add_uint32}.get(type(value), writer.add_string)
+        kind(f"tokenizer.ggml.{key}", value)
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_unk_token_id(2)
@@ -129,6 +138,26 @@ def test_it_is_made_once_and_of_this_content(file: Path, monkeypatch: pytest.Mon
     assert Checkpoint(file).folder != made
 
 
+def test_what_other_versions_made_is_not_used(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier one may have made another model of a file that is refused today."""
+    made = Checkpoint(file).folder.parent
+    cache, digest = made.parent, made.name[:32]
+    others = [digest, f"{digest}-7-5.0.0.dev0+x", f"{digest}-7", f"{'0' * 32}-7-5.0.0"]
+    for name in others:
+        (cache / name / "small").mkdir(parents=True, exist_ok=True)
+        (cache / name / "small" / "config.json").write_text("{}")
+    assert Checkpoint(file).folder.parent == made
+    with monkeypatch.context() as patch:
+        patch.setattr("shared.gguf.importlib.metadata.version", lambda _: "6.0")
+        assert Checkpoint(file).folder.parent.name.endswith("-6.0")
+    assert {each.name for each in cache.iterdir()} == {
+        f"{digest}-{shared.gguf._CONVERTER}-6.0",
+        *others[2:],
+    }
+    monkeypatch.setattr(shared.gguf, "_CONVERTER", 1000)
+    assert Checkpoint(file).folder.parent.name.startswith(f"{digest}-1000-")
+
+
 def test_what_was_left_by_an_end_in_the_middle_is_made_again(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,10 +190,53 @@ def test_what_is_refused(
         Checkpoint(tmp_path / name)
 
 
+def header(*keys: bytes, tensors: int = 0, version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, len(keys)) + b"".join(keys)
+
+
+def array(kind: int, count: int, values: bytes = b"") -> bytes:
+    return text("general.tags") + struct.pack("<IIQ", 9, kind, count) + values
+
+
+def text(name: str) -> bytes:
+    return struct.pack("<Q", len(name)) + name.encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (header(array(0, 1 << 21, b"\1" * 16)), "ends within its header"),
+        (header(array(8, 1 << 21, bytes(64))), "ends within its header"),
+        (header(array(0, 1 << 40)), "more than 4,194,304 values"),
+        (header(*[array(0, 3 << 20, bytes(3 << 20))] * 2), "more than 4,194,304 values"),
+        (header(array(9, 1, struct.pack("<IQ", 0, 0))), "a value has type 9"),
+        (header(tensors=1 << 60), "more than 4,194,304 values"),
+        (header(text("x") + struct.pack("<I", 8) + struct.pack("<Q", 1 << 60)), "ends within its header"),
+        (header(tensors=1) + text("x") + struct.pack("<I", 1 << 20), "has 1048576 dimensions"),
+        (header(tensors=1) + text("x") + struct.pack("<IQQIQ", 2, 1 << 32, 1 << 32, 0, 0), "beyond its end"),
+        (header(version=1), "its version is 1"),
+        (b"GGUF\3\0", "ends within its header"),
+    ],
+)
+def test_a_header_that_says_more_than_the_file_holds(
+    content: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gguf's reader would read nothing, as often as a length says."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "x.gguf").write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"header that cannot be used: .*{message}"):
+        Checkpoint(tmp_path / "x.gguf")
+
+
 def test_the_package_that_is_missing_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shared.gguf.importlib.util.find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match=r"pip install '\.\[gguf\]'"):
         Checkpoint(file)
+
+
+def test_a_name_like_that_of_a_part(file: Path) -> None:
+    whole = file.rename(file.with_name("model-of-0.5B.gguf"))
+    assert Checkpoint(whole).folder.name == "model-of-0.5B"
 
 
 @pytest.mark.parametrize("said", [{"quant_method": "gguf"}, {"quant_method": "bitsandbytes"}, {"bits": 4}])
@@ -199,6 +271,45 @@ def test_a_file_of_another_model_than_transformers_makes(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(CheckpointError, match=message):
         Checkpoint(written(tmp_path / "wrong.gguf", wrong))
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "text", "tokens"),
+    [
+        ("gpt2", {"pre": "gpt-2"}, "12 ab  3", ["12", "Ġ", "ab", "Ġ", "Ġ", "3"]),
+        ("gpt2", {"pre": "starcoder", "add_space_prefix": True}, "12 ab", ["1", "2", "Ġ", "ab"]),
+        ("gpt2", {"pre": "smollm", "add_space_prefix": False}, "a  3", ["a", "ĠĠ", "3"]),
+        ("gpt2", {"pre": "llama-bpe", "fim_pre_token_id": 2, "add_sep_token": False}, "12", ["12"]),
+        ("gpt2", {"pre": "qwen2", "mask_token_id": 2}, "12", ["1", "2"]),
+        ("gpt2", {"pre": "deepseek-coder"}, "", r"tokenizer\.ggml\.pre = deepseek-coder, which"),
+        ("gpt2", {"pre": "nobody-knows-this"}, "", r"ggml\.pre = nobody"),
+        ("gpt2", {"normalizer.lowercase": True}, "", r"ggml\.normalizer\.lowercase = True"),
+        ("gpt2", {"add_sep_token": True}, "", r"ggml\.add_sep_token = True"),
+        ("llama", {"pre": "default", "add_bos_token": False}, "ab a", ["▁a", "b", "▁a"]),
+        ("llama", {"add_space_prefix": True, "add_bos_token": False}, "a", ["▁a"]),
+        ("llama", {"add_space_prefix": False}, "", r"ggml\.add_space_prefix = False"),
+        ("llama", {"remove_extra_whitespaces": True}, "", r"ggml\.remove_extra_whitespaces = True"),
+        ("llama", {"pre": "qwen2"}, "", r"ggml\.pre = qwen2"),
+    ],
+)
+def test_what_a_file_says_of_its_tokenizer(
+    model: str, keys: dict[str, Any], text: str, tokens: list[str] | str, file: Path
+) -> None:
+    """It is obeyed, or the file refused."""
+    written(file, tokenizer=model, **keys)
+    if isinstance(tokens, str):
+        with pytest.raises(CheckpointError, match=tokens):
+            Checkpoint(file)
+        return
+    made = own_tokenizer(Checkpoint(file).folder)
+    assert made.convert_ids_to_tokens(made(text)["input_ids"]) == tokens
+
+
+def test_all_tokens_that_end_an_answer(file: Path) -> None:
+    written(file, eot_token_id=5, eom_token_id=1)
+    assert tokenizer_info_in(Checkpoint(file).folder).ends == (1, 5)
+    written(file, eot_token_id=2**32 - 1)
+    assert tokenizer_info_in(Checkpoint(file).folder).ends == (1,)
 
 
 @pytest.mark.parametrize(

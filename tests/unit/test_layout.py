@@ -36,6 +36,7 @@ SUBPACKAGES = {
         "interruption",
         "spinning",
         "compat",
+        "gguf_header",
         "gguf",
         "hub",
         "wire",
@@ -113,7 +114,7 @@ NO_IO = [
     "tenant_sdk/sequences/prefill.py",
 ]
 SHARED_LIBRARIES = {"numpy", "msgspec", "torch", "safetensors", "websockets", "cryptography", "zmq", "triton"}
-SHARED_LIBRARIES |= {"huggingface_hub", "transformers", "gguf"}
+SHARED_LIBRARIES |= {"huggingface_hub", "transformers", "tokenizers", "gguf"}
 NEVER = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shared.errors import ConfigurationError
@@ -150,6 +152,37 @@ def test_parquet_whose_text_takes_all_memory(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(tables, "_plain", none_left)
     with pytest.raises(ConfigurationError, match=r"cannot read .*: it takes more memory than there is"):
         check_data([path])
+
+
+def test_columns_of_parquet_that_no_record_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are named, and not decoded."""
+    path = tmp_path / "x.parquet"
+    write_parquet(path, {"text": ["a", "b"], "weight": [1, None], "note": ["x" * (2 << 20)] * 2})
+    monkeypatch.setattr(tables, "_ROWS_BYTES", 1 << 20)
+    monkeypatch.setattr(tables, "_MOST_BYTES", 1 << 20)
+    assert [(line, each.text, each.unread) for line, each in records(path)] == [
+        (1, "a", ("note", "weight")),
+        (2, "b", ()),
+    ]
+    write_parquet(path, {"text": ["a", "b"], "weight": [1, 0]})
+    with pytest.raises(ConfigurationError, match="line 2: `weight` of a record is not obeyed"):
+        check_data([path])
+
+
+def test_parquet_that_takes_more_memory_than_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its author writes the sizes of columns and pages."""
+    path = tmp_path / "x.parquet"
+    write_parquet(path, {"text": ["a"]})
+    before = resource.getrlimit(resource.RLIMIT_AS)
+
+    def hungry(*_: Any, **__: Any) -> Any:
+        yield from np.empty(4 << 30, np.uint8)[:0]  # whose pages nobody touches
+
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", hungry)
+    with pytest.raises(ConfigurationError, match=r"cannot read .*: it takes more memory than there is"):
+        check_data([path])
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 def test_quotes_join_no_rows_of_tabs(tmp_path: Path) -> None:
