@@ -1,6 +1,6 @@
 """The header of a GGUF file, walked before a library reads it: its lengths must fit into the file.
 
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The format is that of ggml's specification of GGUF, versions 2 and 3.
 """
 
 from __future__ import annotations

@@ -471,6 +471,7 @@ def test_an_adapter_decides_how_it_is_trained_further(
     _, said = train(session, further)
     assert any(f"learning rate {rate:g}" in line for line in said)
     assert any(line.startswith(f"{method} adapter with ") for line in said)
+    assert not any("learn nothing" in line for line in said)
     record = json.loads((further.output / "symbiosis.json").read_text())["training"]
     assert record["method"] == method
     assert record.get("rank", 3) == 3
