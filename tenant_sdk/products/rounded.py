@@ -104,10 +104,12 @@ def make_rounded_fingerprint(
 
 def expected_sums(fingerprint: RoundedFingerprint, integers: torch.Tensor) -> torch.Tensor:
     """``x . f_j`` of the integers of rows: float32 [T, C] to [T, J]."""
-    return integers.to(fingerprint.factors.dtype) @ fingerprint.factors
+    with torch.autocast("cpu", enabled=False):  # a doubt is not to depend on the size of products
+        return integers.to(fingerprint.factors.dtype) @ fingerprint.factors
 
 
 def wrong_rows(fingerprint: RoundedFingerprint, products: torch.Tensor, expected: torch.Tensor) -> int:
     """How many rows of products [T, P N], in units, are further from right than rounding is."""
-    sums = torch.addmm(expected, products.to(expected.dtype), fingerprint.challenges, beta=-1)
+    with torch.autocast("cpu", enabled=False):
+        sums = torch.addmm(expected, products.to(expected.dtype), fingerprint.challenges, beta=-1)
     return int((~(sums.square_().sum(1) <= fingerprint.limit)).sum())  # NaN is wrong, too

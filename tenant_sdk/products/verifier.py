@@ -110,11 +110,22 @@ class Verifier:
 
     def error(self, key: ProductKey) -> VerificationError:
         """A wrong answer to a request of this kind, in words."""
+        return VerificationError(
+            f"a wrong answer: {self._product(key)} is not what the weights give. {self._parties} computed "
+            "it. Nothing of it was used, and this session asks for nothing more. Go on from your last "
+            "checkpoint in a new session, with other executors if you can, and tell the operators"
+        )
+
+    def unconfirmed(self, key: ProductKey) -> VerificationError:
+        """A rounded answer that was asked for again, with all bits, and did not come, in words."""
+        return VerificationError(
+            f"an answer could not be confirmed: {self._product(key)} was asked for again with all bits, and "
+            f"did not come. {self._parties} computed it. This is an outage, or hides a wrong answer. "
+            "Nothing of it was used, and this session asks for nothing more. Go on from your last checkpoint "
+            "in a new session; if this happens often, take other executors"
+        )
+
+    def _product(self, key: ProductKey) -> str:
         members = self._groups[key.group].members
         names = ", ".join(members[i].name for i in member_indices(key.members))
-        return VerificationError(
-            f"a wrong answer: the {key.direction.name.lower()} product of group {key.group} ({names}) is "
-            f"not what the weights give. {self._parties} computed it. Nothing of it was used, and this "
-            "session asks for nothing more. Go on from your last checkpoint in a new session, with other "
-            "executors if you can, and tell the operators"
-        )
+        return f"the {key.direction.name.lower()} product of group {key.group} ({names})"

@@ -18,6 +18,7 @@ import tenant_sdk
 from shared.errors import ConfigurationError, VerificationError
 from shared.wire.header import RINGS, Direction
 from tenant_sdk.products import rounded
+from tenant_sdk.products.ring_products import RingProducts
 
 pytest_plugins = ("ring_fixtures",)
 
@@ -193,16 +194,60 @@ def test_a_wrong_answer_is_not_forgotten_if_nobody_answers_when_it_is_asked_for_
 def test_honest_rows_beyond_the_limit_are_asked_for_again(
     sources: int, trio: Callable[[str], Trio], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here every row is; in earnest one in a million, and more of weights of low rank."""
+    """Once: what is asked for again tells of rows. Here every row is; else those of weights of low rank."""
     monkeypatch.setattr(rounded, "limit_of", lambda *_: -1.0)
     parties = trio("llama")[: 1 + sources]
     with one_time(*parties, answers="half", repeat_rate=0.0) as session:
         model = session.load_model(progress=False)
-        fixed_result(model, token_ids())
         with taken_down() as sent:
             fixed_result(model, token_ids())
-    bodies = products(sent)
-    assert len(bodies) == 2 * len(set(bodies))
+        bodies = products(sent)
+        assert len(bodies) > len(set(bodies))
+        with taken_down() as sent:
+            found = fixed_result(model, token_ids())
+        bodies = products(sent)
+        assert len(bodies) == len(set(bodies))
+    with one_time(*parties) as session:
+        assert torch.equal(found, fixed_result(session.load_model(progress=False), token_ids()))
+
+
+@pytest.mark.parametrize("who", ["provider", "source"])
+def test_an_answer_that_is_owed_and_does_not_come_ends_the_session(who: str, step: Any) -> None:
+    """Else an executor could err within the bound, and withhold what shows it."""
+    session, model, middle = step(who, patience=0, repeat_rate=1.0)
+
+    def go_away(message: Message, body: bytes) -> bytes:
+        if message.fields.group == TARGET and message.fields.answer_bits == 32:
+            middle.cut()
+        return body
+
+    with session:
+        fixed_result(model, token_ids())
+        aim(plus(1, np.s_[0, 0]), middle, Direction.FORWARD)
+        middle.changes.append(go_away)
+        with pytest.raises(VerificationError, match=r"could not be confirmed.*o_proj"):
+            fixed_result(model, token_ids())
+        middle.changes.clear()
+        with pytest.raises(VerificationError, match="could not be confirmed"):
+            fixed_result(model, token_ids())
+
+
+def test_a_user_who_interrupts_what_is_owed_ends_the_session(
+    step: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, model, middle = step("provider")
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with session:
+        monkeypatch.setattr(RingProducts, "_compare", interrupted)
+        aim(WRONG["one number, by a hundred units"], middle, Direction.FORWARD)
+        with pytest.raises(KeyboardInterrupt):
+            fixed_result(model, token_ids())
+        middle.changes.clear()
+        with pytest.raises(VerificationError, match="could not be confirmed"):
+            fixed_result(model, token_ids())
 
 
 def test_the_same_bytes_are_sent_again(trio: Callable[[str], Trio]) -> None:

@@ -82,6 +82,14 @@ def test_errors_of_the_factor_are_found_in_any_shape(how: str) -> None:
     assert wrong_rows(fingerprint, products + error, expected) == len(products)
 
 
+def test_a_doubt_does_not_depend_on_the_callers_precision() -> None:
+    """In bfloat16, rows with large products would seem wrong, and executors would see which."""
+    fingerprint, products, expected = rounded()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(rounded()[2], expected)
+        assert wrong_rows(fingerprint, products, expected) == 0
+
+
 def test_what_is_no_number_is_wrong() -> None:
     fingerprint, products, expected = rounded()
     products[:3, 0] = torch.tensor([math.nan, math.inf, 1e38])
