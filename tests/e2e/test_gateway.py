@@ -94,13 +94,14 @@ def masks(start: Start, model: Path) -> Executor:
 
 
 @pytest.fixture(scope="module")
-def port() -> int:
-    return free_port()
+def ports() -> tuple[str, ...]:
+    """Options of the provider, which is found there again after it ended."""
+    return "--port", str(free_port()), "--admin-port", str(free_port())
 
 
 @pytest.fixture(scope="module")
-def provider(start: Start, model: Path, port: int) -> Executor:
-    return start(model, "--numerics", NUMERICS, "--port", str(port))
+def provider(start: Start, model: Path, ports: tuple[str, ...]) -> Executor:
+    return start(model, "--numerics", NUMERICS, *ports)
 
 
 @pytest.fixture(scope="module")
@@ -545,7 +546,12 @@ def test_the_log_has_no_texts(client: openai.OpenAI, running: RunningGateway) ->
 
 
 def test_the_provider_dies_and_comes_back(
-    client: openai.OpenAI, running: RunningGateway, provider: Executor, start: Start, model: Path, port: int
+    client: openai.OpenAI,
+    running: RunningGateway,
+    provider: Executor,
+    start: Start,
+    model: Path,
+    ports: tuple[str, ...],
 ) -> None:
     """Clients see 503, in streams an error, and then answers."""
     said = complete(client, "one", "And in the beginning")
@@ -587,7 +593,7 @@ def test_the_provider_dies_and_comes_back(
             until(lambda: 503 in found, "clients are told")
             assert refused(f"{running.url}/healthz") == 503
             assert get(running, "/status.json")["failing"]
-            again = start(model, "--numerics", NUMERICS, "--port", str(port))
+            again = start(model, "--numerics", NUMERICS, *ports)
             failed = len(found)
             until(lambda: 200 in found[failed:], "answers again")
         finally:
@@ -607,7 +613,7 @@ def test_the_provider_dies_and_comes_back(
     for _ in range(20):  # steps of vLLM's that compute nothing say nothing of the provider
         assert refused(f"{running.url}/healthz") == 503
         time.sleep(0.1)
-    start(model, "--numerics", NUMERICS, "--port", str(port))  # for the tests to come
+    start(model, "--numerics", NUMERICS, *ports)  # for the tests to come
 
     def answered() -> bool:
         with contextlib.suppress(openai.APIStatusError):
