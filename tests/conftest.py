@@ -267,6 +267,13 @@ def llama(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> 
     return serve(checkpoint("llama"))
 
 
+@pytest.fixture(scope="module")
+def session(llama: Executor) -> Iterator[tenant_sdk.Session]:
+    """A session with the tiny Llama."""
+    with llama.connect() as opened:
+        yield opened
+
+
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative L2 distance."""
     return float((got - expected).norm() / expected.norm())

@@ -9,7 +9,7 @@ import re
 import shutil
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,6 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 @pytest.fixture(scope="module")
 def folder(checkpoint: Callable[[str], Path]) -> Path:
     return checkpoint("llama")
-
-
-@pytest.fixture
-def session(llama: Executor) -> Iterator[tenant_sdk.Session]:
-    with llama.connect() as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -31,12 +31,6 @@ def folder(checkpoint: Callable[[str], Path]) -> Path:
 
 
 @pytest.fixture
-def session(llama: Executor) -> Iterator[tenant_sdk.Session]:
-    with llama.connect() as session:
-        yield session
-
-
-@pytest.fixture
 def remote(session: tenant_sdk.Session) -> PreTrainedModel:
     return session.load_model(progress=False)
 

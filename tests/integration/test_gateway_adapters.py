@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,6 @@ from shared.wire.messages import Manifest
 from tenant_sdk.gateway.adapters import CONFIG, WEIGHTS, folders_in, largest_rank, take
 from tenant_sdk.gateway.folder import METHOD, write_folder
 from tenant_sdk.tuning.provenance import RECORD
-
-
-@pytest.fixture(scope="module")
-def session(llama: Executor) -> Iterator[tenant_sdk.Session]:
-    with llama.connect() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

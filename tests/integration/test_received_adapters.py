@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from conftest import Executor, relative_error
+from conftest import relative_error
 from parity import fixed_result, load_local, token_ids
 from safetensors.torch import load_file, save_file
 from test_adapter_folders import adapted, read
@@ -28,12 +28,6 @@ QUERY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 @pytest.fixture(scope="module")
 def folder(checkpoint: Callable[[str], Path]) -> Path:
     return checkpoint("llama")
-
-
-@pytest.fixture
-def session(llama: Executor) -> Iterator[tenant_sdk.Session]:
-    with llama.connect() as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ import transformers
 from conftest import RING, Executor
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_finetuning import options, records, train
 from test_peft_methods import wrap
 from test_trainer import losses, trainer
+from trainings import options, records, train
 from transformers import TrainerCallback
 
 import tenant_sdk
