@@ -36,8 +36,8 @@ LEVEL = 1e-6  # of every test: so rarely a session under one-time masks is calle
 BETTER = 0.02  # of a cosine: by how much an attack that reads is better than on uniform rows, at least,
 SPREADS = 3  # and how often by as much as its runs on those differ
 FEW_RUNS = 5  # on uniform rows, of an attack that has many
-LEAST_NUMBERS = 5 * 256  # so that each value of a byte is expected five times; fewer show nothing
-LEAST_SEEDS = 64
+MIN_NUMBERS = 5 * 256  # so that each value of a byte is expected five times; fewer show nothing
+MIN_SEEDS = 64
 PAIRS = 2.0**65  # of runs or blocks, among which one is expected to be equal by chance
 
 
@@ -149,7 +149,7 @@ class TranscriptAudit:
                 verdict = Verdict(
                     f"tenant {tenant}: these seeds are NOT fresh and random: {told}", leaks=True
                 )
-            elif found.count < LEAST_SEEDS:
+            elif found.count < MIN_SEEDS:
                 verdict = Verdict(f"tenant {tenant}: {found.count} seeds are too few to tell", leaks=False)
             else:
                 verdict = Verdict(f"tenant {tenant}: nothing was found in {found.count:,} seeds", leaks=False)
@@ -176,7 +176,7 @@ class TranscriptAudit:
             if not len(guess.tokens):
                 table.add_row(attack.name, "0", "-", "-", "nothing of the kind")
                 continue
-            blind = _blind(attack, view, rng, FEW_RUNS if len(guess.tokens) >= LEAST_NUMBERS else BLIND_RUNS)
+            blind = _blind(attack, view, rng, FEW_RUNS if len(guess.tokens) >= MIN_NUMBERS else BLIND_RUNS)
             words = repr(_words(tokenizer, _best(guess, self.show)))
             match, random = float(guess.match.mean()), float(torch.cat(blind).mean())
             table.add_row(attack.name, f"{len(guess.tokens):,}", f"{match:.3f}", f"{random:.3f}", words)
@@ -198,7 +198,7 @@ class TranscriptAudit:
             parts.append(f"these rows are NOT uniform: they are not under one-time masks ({wrong})")
         if read:
             parts.append(max(read)[1])
-        elif not wrong and bytes_found is not None and bytes_found.bytes_tested < 4 * LEAST_NUMBERS:
+        elif not wrong and bytes_found is not None and bytes_found.bytes_tested < 4 * MIN_NUMBERS:
             parts.append(f"{bytes_found.bytes_tested // 4} numbers are too few to tell")
         elif not wrong:
             like = "rows look uniform, and " if bytes_found is not None else ""
@@ -290,7 +290,7 @@ def _not_uniform(view: View, found: Randomness) -> str | None:
     if view.requests[0].raw.dtype != torch.int32:  # all of an executor's are of one kind
         return "they are floats"
     numbers, reasons = found.bytes_tested // 4, []
-    if found.p_value < LEVEL and numbers >= LEAST_NUMBERS:
+    if found.p_value < LEVEL and numbers >= MIN_NUMBERS:
         reasons.append(f"p = {found.p_value:.3g}: {found.worst}")
     for count, size, what in (
         (found.repeated_tops, 8, "runs of top bytes come again"),

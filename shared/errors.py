@@ -33,7 +33,7 @@ from pathlib import PurePath
 from string import Formatter
 from typing import Any, Final, NamedTuple
 
-MOST_MESSAGE = 2000  # characters: a message may quote lists that a peer made
+MAX_MESSAGE = 2000  # characters: a message may quote lists that a peer made
 
 
 ALONE: Final = ...  # in place of a value: the option is named without one
@@ -153,9 +153,9 @@ def _shown(parts: Iterable[str | Argument], names: Names) -> str:
         for part in parts
     )
     # One line that a terminal can show: it may quote what a peer wrote, and lines of a log are entries.
-    if len(shown) > MOST_MESSAGE:
-        shown = shown[: MOST_MESSAGE - 3] + "..."
-    return peer_text(shown.replace("\n", " "), MOST_MESSAGE)
+    if len(shown) > MAX_MESSAGE:
+        shown = shown[: MAX_MESSAGE - 3] + "..."
+    return peer_text(shown.replace("\n", " "), MAX_MESSAGE)
 
 
 class SymbiosisError(Exception):

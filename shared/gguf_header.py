@@ -13,9 +13,9 @@ from pathlib import Path
 _VERSIONS = (2, 3)  # with lengths of 64 bits
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # of numbers, by their type
 _STRING, _ARRAY = 8, 9
-_MOST_DIMENSIONS = 4
-_MOST_WEIGHTS = 8  # for each byte of the file
-_MOST_VALUES = 1 << 22  # the library makes objects of each; vocabularies have up to a million
+_MAX_DIMENSIONS = 4
+_MAX_WEIGHTS = 8  # for each byte of the file
+_MAX_VALUES = 1 << 22  # the library makes objects of each; vocabularies have up to a million
 
 
 def check_header(file: Path) -> None:
@@ -49,11 +49,11 @@ class _Header:
                 self._skip_values(self._number("I"), self._number("Q"))
         for _ in self._counted(tensors):
             self._skip(self._number("Q"))
-            if (dimensions := self._number("I")) > _MOST_DIMENSIONS:
-                raise ValueError(f"a tensor has {dimensions} dimensions, and {_MOST_DIMENSIONS} are the most")
+            if (dimensions := self._number("I")) > _MAX_DIMENSIONS:
+                raise ValueError(f"a tensor has {dimensions} dimensions, and {_MAX_DIMENSIONS} are the most")
             weights = math.prod(self._number("Q") for _ in range(dimensions))
             _, offset = self._number("I"), self._number("Q")
-            if weights > _MOST_WEIGHTS * len(self._data) or offset > len(self._data):
+            if weights > _MAX_WEIGHTS * len(self._data) or offset > len(self._data):
                 raise ValueError("a tensor goes beyond its end")
 
     def _skip(self, size: int) -> None:
@@ -69,8 +69,8 @@ class _Header:
     def _counted(self, count: int) -> range:
         """As many times, if they are not too many in all."""
         self._values += count
-        if self._values > _MOST_VALUES:
-            raise ValueError(f"it says more than {_MOST_VALUES:,} values")
+        if self._values > _MAX_VALUES:
+            raise ValueError(f"it says more than {_MAX_VALUES:,} values")
         return range(count)
 
     def _skip_values(self, kind: int, count: int) -> None:

@@ -295,8 +295,8 @@ def closest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {found[0]}?" if found else ""
 
 
-MOST_BYTES = 1 << 16  # of a file of options
-MOST_DOTS = 100  # of a line: tomllib takes the square of the parts of a key
+MAX_BYTES = 1 << 16  # of a file of options
+MAX_DOTS = 100  # of a line: tomllib takes the square of the parts of a key
 
 
 def read_options(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
@@ -311,10 +311,10 @@ def read_options(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
     """
     check_own(path)
     try:
-        text = read_within(path, MOST_BYTES).decode()
+        text = read_within(path, MAX_BYTES).decode()
         for number, line in enumerate(text.splitlines(), 1):
-            if line.count(".") > MOST_DOTS:
-                raise ConfigurationError(f"{path}: line {number} has more than {MOST_DOTS} dots")
+            if line.count(".") > MAX_DOTS:
+                raise ConfigurationError(f"{path}: line {number} has more than {MAX_DOTS} dots")
         given = tomllib.loads(text)
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error

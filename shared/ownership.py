@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shared.errors import ConfigurationError
 
-MOST_LINKS = 40  # as Linux follows
+MAX_LINKS = 40  # as Linux follows
 SYSTEM = 0  # the user who can change everything anyway, and who owns what Kubernetes mounts
 
 
@@ -113,7 +113,7 @@ def _way(path: Path) -> Iterator[Path]:
             at = place
             continue
         links += 1
-        if links > MOST_LINKS:
+        if links > MAX_LINKS:
             raise OSError("too many links")
         left.extendleft(reversed(place.readlink().parts))
 

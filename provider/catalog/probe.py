@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 TOKENS, SAMPLES, FRAMES = 4, 4000, 64  # of text, of sound, of a spectrogram
 SECONDS = 60.0  # of a pass, looked at between two operations
-MOST_BYTES = 1 << 28  # of one tensor in it; a larger one is looked at before it is made
-LOOKED_AT = 1 << 20  # bytes that an operation gets: more, and it may make a tensor of MOST_BYTES
+MAX_BYTES = 1 << 28  # of one tensor in it; a larger one is looked at before it is made
+LOOKED_AT = 1 << 20  # bytes that an operation gets: more, and it may make a tensor of MAX_BYTES
 MEL_BINS = ("feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel", "feature_size")
 # What a stand-in for a weight allows as well, by the operation's name.
 HARMLESS = ("detach", "alias", "_to_copy")
@@ -301,11 +301,11 @@ class _Watch(TorchDispatchMode):
         try:
             shapes = func(*there[0], **there[1])
         except (RuntimeError, NotImplementedError):  # they depend on values
-            if sum(each.nbytes for each in tensors) > MOST_BYTES:
+            if sum(each.nbytes for each in tensors) > MAX_BYTES:
                 raise
             return func(*args, **kwargs)
         most = max((leaf.nbytes for leaf in tree_leaves(shapes) if isinstance(leaf, torch.Tensor)), default=0)
-        if most > MOST_BYTES:
+        if most > MAX_BYTES:
             raise MemoryError(f"{func} makes a tensor of {most / 2**30:.1f} GiB")
         return tree_map(_to_zeros, shapes) if blank else func(*args, **kwargs)
 

@@ -24,9 +24,9 @@ QUIET_SECONDS = 0.25  # after the last decode, fine-tuning need not make room fo
 PRODUCT_SECONDS = 0.25
 SHORT_PRODUCT_SECONDS = 0.05
 # However short: a product had better take so many times as long as its weight's way from memory alone.
-LEAST_READINGS = 4.0
+MIN_READINGS = 4.0
 INTERACTIVE_SECONDS = 2.0  # who waited for a token this recently may soon wait for the next
-LEAST_WAIT_SECONDS = 1e-4  # waking up again takes as long
+MIN_WAIT_SECONDS = 1e-4  # waking up again takes as long
 
 
 class BatchKey(NamedTuple):
@@ -316,7 +316,7 @@ class Opportunistic:
         group, direction, members, _ = work.key
         wait = self._objective.wait_share * self._latency.seconds(group, direction, members, work.rows)
         wait = min(wait, self._objective.wait_seconds)
-        return work.arrived + (wait if wait > LEAST_WAIT_SECONDS else 0.0)
+        return work.arrived + (wait if wait > MIN_WAIT_SECONDS else 0.0)
 
     def _waits(self, work: Work, now: float) -> None:
         """Somebody waits, or waited just now, for a token that this request is for; if it is for one."""
@@ -332,7 +332,7 @@ class Opportunistic:
         seconds = PRODUCT_SECONDS
         if others is not None:
             reading = self._latency.seconds(group, direction, members, 0)
-            seconds = min(seconds, max(SHORT_PRODUCT_SECONDS, LEAST_READINGS * reading))
+            seconds = min(seconds, max(SHORT_PRODUCT_SECONDS, MIN_READINGS * reading))
         if now - self._last_decode <= QUIET_SECONDS:
             own = self._latency.seconds(group, Direction.FORWARD, members, 1)
             seconds = min(seconds, self.tokens.time_factor * self._request_seconds - own)
@@ -381,13 +381,13 @@ class DecodedTokens:
 
     LATE = 0.02
     STEP, AIM_STEP = 0.05, 0.3
-    LEAST_AIM, MOST_AIM = 0.1, 0.8
-    LEAST_FACTOR, MOST_FACTOR = 0.1, 2.0
+    MIN_AIM, MAX_AIM = 0.1, 0.8
+    MIN_FACTOR, MAX_FACTOR = 0.1, 2.0
 
     def __init__(self, objective: float) -> None:
         self._objective = objective
         self._under_way: dict[Hashable, tuple[int, float]] = {}  # last group, seconds so far
-        self._aim = self.MOST_AIM  # of the objective
+        self._aim = self.MAX_AIM  # of the objective
         self.met = self.late = 0
         self.time_factor = 1.0
 
@@ -408,10 +408,10 @@ class DecodedTokens:
             self.late += late
             self.met += not late
             aim = self._aim * math.exp(self.AIM_STEP * (self.LATE - late))
-            self._aim = min(self.MOST_AIM, max(self.LEAST_AIM, aim))
+            self._aim = min(self.MAX_AIM, max(self.MIN_AIM, aim))
             spent = max(spent, self._objective / 8)  # what is no token must not count for many
             factor = self.time_factor * (self._aim * self._objective / spent) ** self.STEP
-            self.time_factor = min(self.MOST_FACTOR, max(self.LEAST_FACTOR, factor))
+            self.time_factor = min(self.MAX_FACTOR, max(self.MIN_FACTOR, factor))
             spent = 0.0
         self._under_way[session] = (group, spent + seconds)
 

@@ -17,7 +17,7 @@ from shared.wire.traffic import TokenBytes, token_bytes
 
 # Of one request beside its product, over TLS: benchmarks/capacity.py, docs/how-to/capacity.md.
 COSTS = Costs(119e-6, 1.13e-9, 144e-6, 0.43e-9)
-MOST_REQUESTS = 50_000  # that count in a simulation, which takes some seconds then
+MAX_REQUESTS = 50_000  # that count in a simulation, which takes some seconds then
 # A batch's way to a worker of this machine and back, and how fast its rows and answers are copied. Guesses
 # for an ordinary machine; benchmarks/simulated_cluster.py --validate measures them.
 WORKER_SECONDS, COPIED_BYTES_PER_SECOND = 3e-4, 4e9
@@ -158,7 +158,7 @@ def plan(
     ):
         steps = pass_steps(shapes, itemsize, directions, groups, tenants.answer_bits)
         load = Load(tenants.count, count, what, steps, tenants.machines)
-        passes = min(2.0, MOST_REQUESTS / len(steps) / tenants.count)
+        passes = min(2.0, MAX_REQUESTS / len(steps) / tenants.count)
         simulation = Simulation(Opportunistic(lanes.model()), lanes, link, costs, load)
         forecasts.append(simulation.run(passes, passes / 2))
         passed = shapes if groups is None else [shapes[group] for group in groups]

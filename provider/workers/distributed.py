@@ -37,7 +37,7 @@ SILENCE_SECONDS = 5.0
 JOIN_SECONDS = 600.0  # for a worker that has not come yet
 _LOOK_SECONDS = 0.1
 _PIECE_BYTES = 8 << 20  # on the way at once: each has its own SILENCE_SECONDS
-_MOST_CONTENT, _MOST_MEMORY = 1 << 30, 1 << 34  # scales of a large model; rows and answers of a batch
+_MAX_CONTENT, _MAX_MEMORY = 1 << 30, 1 << 34  # scales of a large model; rows and answers of a batch
 _TAG = 0
 _OVER, _VERSION = "over", "version"
 
@@ -293,7 +293,7 @@ class DistributedLink:
         try:
             while not self._closed:
                 kind, length, number, start, stop = self._get(torch.empty(5, dtype=torch.int64)).tolist()
-                if not 0 <= length <= _MOST_CONTENT:
+                if not 0 <= length <= _MAX_CONTENT:
                     raise RuntimeError(f"a message of {length} bytes")
                 content = self._get(torch.empty(length, dtype=torch.uint8)).numpy().tobytes()
                 memory = self.memory.get(number) or self._answers.pop(number, None)
@@ -303,7 +303,7 @@ class DistributedLink:
                     self._get(torch.from_numpy(memory.whole[start:stop]))
                 if kind == MEMORY:
                     number, size = (int.from_bytes(content[at : at + 8], "little") for at in (0, 8))
-                    if not 0 < size <= _MOST_MEMORY:
+                    if not 0 < size <= _MAX_MEMORY:
                         raise RuntimeError(f"memory of {size} bytes")
                     self.memory[number] = SharedMemory.private(size)
                 elif kind == FORGET:

@@ -24,10 +24,10 @@ from shared.wire.protocol import GroupShape
 
 BATCHES = 2  # under way: the next is there when one is done
 # A worker that takes longer than this for a batch has stopped: seconds, and times what was expected.
-LEAST_PATIENCE, PATIENCE = 2.0, 20.0
-MOST_READ = 8  # pieces of memory whose answers are not copied: who does not read them holds more than theirs
+MIN_PATIENCE, PATIENCE = 2.0, 20.0
+MAX_READ = 8  # pieces of memory whose answers are not copied: who does not read them holds more than theirs
 LOOK_SECONDS = 0.5  # between two looks whether something is late
-LEAST_RATE = 1.6e6  # bytes a second to and from a worker on another machine
+MIN_RATE = 1.6e6  # bytes a second to and from a worker on another machine
 RETRY_SECONDS = 1.0  # after which a tenant asks again for what a worker did not answer
 
 
@@ -155,11 +155,11 @@ class WorkerLane:
         layout.write(memory, batch)
         began = time.monotonic()
         before = max((each.deadline for each in self._under_way.values()), default=began)
-        travels = 0.0 if all(worker.pid for worker in self.workers) else layout.size / LEAST_RATE
-        deadline = max(began, before) + travels + max(LEAST_PATIENCE, PATIENCE * self._expected(batch))
+        travels = 0.0 if all(worker.pid for worker in self.workers) else layout.size / MIN_RATE
+        deadline = max(began, before) + travels + max(MIN_PATIENCE, PATIENCE * self._expected(batch))
         first = batch[0]
         whole = len(batch) == 1 and first.stop - first.start == first.request.header.rows
-        few = self._segments.held <= MOST_READ and segment.size <= 4 * (layout.size - layout.first)
+        few = self._segments.held <= MAX_READ and segment.size <= 4 * (layout.size - layout.first)
         bits = [rows.request.header.answer_bits for rows in batch]
         under_way = _UnderWay(
             layout, order, bits, whole and few, memory, future, began, deadline, set(self.workers)

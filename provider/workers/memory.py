@@ -8,10 +8,10 @@ from collections import deque
 
 from shared.transport.colocated import SharedMemory
 
-_LEAST_BYTES = 1 << 20
+_MIN_BYTES = 1 << 20
 # What is free and more than this is given back to the machine: small ones, since large ones do for all, and
 # very large ones.
-_MOST_FREE, _MOST_FREE_BYTES = 16, 256 << 20
+_MAX_FREE, _MAX_FREE_BYTES = 16, 256 << 20
 
 
 class Segment:
@@ -66,11 +66,11 @@ class SegmentPool:
             self._free.remove(segment)
         else:
             self._made += 1
-            segment = Segment(self._made, max(_LEAST_BYTES, 1 << (size - 1).bit_length()))
+            segment = Segment(self._made, max(_MIN_BYTES, 1 << (size - 1).bit_length()))
         self._free.sort(key=lambda segment: segment.size)
-        while len(self._free) > _MOST_FREE:
+        while len(self._free) > _MAX_FREE:
             self.dropped.append(self._free.pop(0).number)
-        while sum(segment.size for segment in self._free) > _MOST_FREE_BYTES:
+        while sum(segment.size for segment in self._free) > _MAX_FREE_BYTES:
             self.dropped.append(self._free.pop().number)
         self.held += 1
         return segment, segment.view(self._unused)

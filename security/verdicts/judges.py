@@ -32,7 +32,7 @@ GATEWAY_ADAPTERS = ("adapter of a row", "adapters in a step")
 # bytes and of seeds.
 STATISTICAL = len(TOKEN_ATTACKS) + len(LEARNING_ATTACKS) + len(SINGLE_ATTACKS) + len(IMPRINTS) + 2
 ASKED = {"PRODUCT": "requests to multiply rows", "SEED_EFFECT": "seeds", "EFFECT": "masks"}
-LEAST_SEEDS = 64  # fewer show nothing
+MIN_SEEDS = 64  # fewer show nothing
 
 # What has to succeed where masks are known, and how well.
 ON_RING = {
@@ -242,7 +242,7 @@ def separated(result: AuditResult) -> tuple[bool, str]:
 def seeds_fresh(result: AuditResult) -> tuple[bool, str]:
     """Seeds are many, new and uniform."""
     found = result.seeds
-    if found is None or found.count < LEAST_SEEDS:
+    if found is None or found.count < MIN_SEEDS:
         return False, "not measured"
     level = 1 - result.about["confidence_of_one_interval"]
     return found.p_value > level and not found.repeated and not found.others, (

@@ -25,7 +25,7 @@ TENANT_FILES = {
 }
 
 
-MOST_ROW_BYTES = 4 << 20  # of a parameter's row, where its axes allow that
+MAX_ROW_BYTES = 4 << 20  # of a parameter's row, where its axes allow that
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,11 +72,11 @@ class ParameterInfo(Message, frozen=True):
     def rows(self) -> tuple[int, int]:
         """By how many rows it is fetched, and how many numbers each has.
 
-        Rows of the first axis; of the first axes where one would have more than ``MOST_ROW_BYTES``, as those
+        Rows of the first axis; of the first axes where one would have more than ``MAX_ROW_BYTES``, as those
         of experts do.
         """
         size, axes = DTYPE_NAMES[self.dtype].itemsize, 1
-        while axes < len(self.shape) - 1 and math.prod(self.shape[axes:]) * size > MOST_ROW_BYTES:
+        while axes < len(self.shape) - 1 and math.prod(self.shape[axes:]) * size > MAX_ROW_BYTES:
             axes += 1
         return math.prod(self.shape[:axes]), math.prod(self.shape[axes:])
 

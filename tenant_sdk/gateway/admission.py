@@ -22,7 +22,7 @@ from shared.errors import (
 )
 from tenant_sdk.gateway.fairness import Reservations
 
-MOST_ADAPTERS = 1024  # names, of all clients
+MAX_ADAPTERS = 1024  # names, of all clients
 RECENT = 32  # requests that an estimate goes by
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-MOST_CHARACTERS = 64 << 10  # of an answer, in which calls are looked for
+MAX_CHARACTERS = 64 << 10  # of an answer, in which calls are looked for
 GROWTH = 8
 JSON_CALLS = "hermes"  # vLLM's parser for calls that must be made, in which it looks for JSON and no marks
 
@@ -17,7 +17,7 @@ def bounded(reads: Any, forced: Any, message: Any, *, collects: bool) -> Any:
 
     It looks again at a call that has grown by an eighth, so that all its looks at an answer together cost
     some nine times as much as the last. Text before a call is passed on at once. Text beyond
-    ``MOST_CHARACTERS`` is passed on as it is.
+    ``MAX_CHARACTERS`` is passed on as it is.
 
     Args:
         reads: vLLM's parser for answers that may have calls.
@@ -41,7 +41,7 @@ def bounded(reads: Any, forced: Any, message: Any, *, collects: bool) -> Any:
             return self._parser(request).adjust_request(request)
 
         def parse(self, model_output: str, request: Any, *arguments: Any, **options: Any) -> Any:
-            text, rest = model_output[:MOST_CHARACTERS], model_output[MOST_CHARACTERS:]
+            text, rest = model_output[:MAX_CHARACTERS], model_output[MAX_CHARACTERS:]
             reasoning, content, calls = self._parser(request).parse(text, request, *arguments, **options)
             return reasoning, (content or "") + rest if rest else content, calls
 
@@ -56,7 +56,7 @@ def bounded(reads: Any, forced: Any, message: Any, *, collects: bool) -> Any:
         ) -> Any:
             if self._full:
                 return message(content=delta_text)
-            self._full = self._seen + len(self._text) + len(delta_text) > MOST_CHARACTERS
+            self._full = self._seen + len(self._text) + len(delta_text) > MAX_CHARACTERS
             if not self._full:
                 self._text += delta_text
                 self._tokens += delta_token_ids

@@ -22,7 +22,7 @@ MEMBERS = 500  # of one object or list in a schema
 STRING_BYTES = 4 << 10  # of one name, pattern or constant in a schema
 # A count in a schema is written out while it is compiled; a length is not.
 _COUNTS = frozenset({"minItems", "maxItems", "minContains", "maxContains", "minProperties", "maxProperties"})
-MOST_ITEMS = 500
+MAX_ITEMS = 500
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
@@ -231,8 +231,8 @@ def _check_schema(schema: dict[str, Any]) -> None:
             raise ConstraintRefused(f"a text in the schema has more than {STRING_BYTES} characters")
         if isinstance(node, dict):
             for name in _COUNTS & node.keys():
-                if isinstance(node[name], (int, float)) and not node[name] <= MOST_ITEMS:
-                    raise ConstraintRefused(f"{name} of a schema is at most {MOST_ITEMS}")
+                if isinstance(node[name], (int, float)) and not node[name] <= MAX_ITEMS:
+                    raise ConstraintRefused(f"{name} of a schema is at most {MAX_ITEMS}")
             _follow(schema, node, followed)
 
 

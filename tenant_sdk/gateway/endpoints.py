@@ -31,7 +31,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
-from tenant_sdk.gateway.admission import MOST_ADAPTERS, Door, Queue, Refusal
+from tenant_sdk.gateway.admission import MAX_ADAPTERS, Door, Queue, Refusal
 from tenant_sdk.gateway.calls import JSON_CALLS, bounded
 from tenant_sdk.gateway.fairness import Reservations
 from tenant_sdk.gateway.figures import Collector, rates
@@ -135,7 +135,7 @@ class Endpoints:
         self._changing = Turns()
         # Names of each client, and of the folder if it is watched; and whose each is.
         door = self._gateway.door
-        self._names = Reservations(MOST_ADAPTERS, door.clients + bool(door.keys))
+        self._names = Reservations(MAX_ADAPTERS, door.clients + bool(door.keys))
         self._owners = dict[str, str]()
         self._metrics_text = CachedAnswer(prometheus_client.generate_latest, FIGURES_SECONDS)
         self._status_text = CachedAnswer(self._status_now, FIGURES_SECONDS)
@@ -260,7 +260,7 @@ class Endpoints:
             if adapter.name not in self._owners and not self._names.take(owner, 1):
                 mine = self._names.taken.get(owner, 0)
                 raise ConfigurationError(
-                    f"{mine} adapters are yours, and of {MOST_ADAPTERS} a part is kept for others; remove one"
+                    f"{mine} adapters are yours, and of {MAX_ADAPTERS} a part is kept for others; remove one"
                 )
             self._owners[adapter.name] = owner
             # The path is part of what its prefixes are cached under, and no other content has it.

@@ -33,7 +33,7 @@ from shared.latency import LEARNING, OUTLIER, LinearLatency
 
 # How many times as long a step may take for prompts: while others decode, and else while others may come.
 STEP_FACTOR_BUSY, STEP_FACTOR_QUIET = 1.5, 2.5
-LEAST_ROWS = 8  # of prompts, however long they take
+MIN_ROWS = 8  # of prompts, however long they take
 SORTED = 1 << 17  # numbers that are sorted in a step for one client, while others have sequences
 FEW_TOKENS = 2048  # attended to in a step; beyond that, attention takes the blame for its time
 LATELY = 1.0  # seconds for which a client counts after its last sequence: its next one finds a short step
@@ -314,7 +314,7 @@ class Steps:
 
     def rows(self, decoding: int, tokens: int, seconds: float, most: int) -> int:
         """How many rows such a step may have; ``tokens``: that those attend to whose clients read as well."""
-        return min(most, max(self.line.rows(seconds - self.per_token * tokens), decoding + LEAST_ROWS))
+        return min(most, max(self.line.rows(seconds - self.per_token * tokens), decoding + MIN_ROWS))
 
 
 @dataclass

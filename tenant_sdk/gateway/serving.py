@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.adapters import largest_rank
-from tenant_sdk.gateway.admission import MOST_ADAPTERS, Door, Queue
+from tenant_sdk.gateway.admission import MAX_ADAPTERS, Door, Queue
 from tenant_sdk.gateway.calls import JSON_CALLS
 from tenant_sdk.gateway.connection import read, written
 from tenant_sdk.gateway.folder import METHOD, QUICK, content_format, shows_tools, tool_parser, write_folder
@@ -296,7 +296,7 @@ def _kept(manifest: Manifest, rank: int) -> int:
 
     members = [(group.inputs, each.outputs) for group in manifest.groups for each in group.members]
     most = free_memory() // 4 // (4 * rank * sum(map(sum, members)) or 1)
-    return min(most, MOST_ADAPTERS)
+    return min(most, MAX_ADAPTERS)
 
 
 def _only_beside_experts(manifest: Manifest) -> list[str]:

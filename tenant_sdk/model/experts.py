@@ -24,7 +24,7 @@ from tenant_sdk.model.virtual import DRAFT_TOKENS, Group, check_values, requires
 log = logging.getLogger(__name__)
 
 IMPLEMENTATION = "symbiosis"  # generate() replaces transformers' own by one that copies weights
-LEAST_BUCKET = 4  # rows
+MIN_BUCKET = 4  # rows
 FEW_TOKENS = 16  # whose routes shall not show at all where experts are padded
 FIRST_AT_ONCE = 16
 _tokens: ContextVar[int] = ContextVar("tokens", default=0)  # of the mixture that is being passed
@@ -40,7 +40,7 @@ def bucket(counts: Sequence[int], tokens: int) -> int:
     Args:
         tokens: how many there are.
     """
-    most = max(tokens if tokens <= FEW_TOKENS else 0, *counts, LEAST_BUCKET)
+    most = max(tokens if tokens <= FEW_TOKENS else 0, *counts, MIN_BUCKET)
     return int(1 << (most - 1).bit_length())
 
 

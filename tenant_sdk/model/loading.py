@@ -48,7 +48,7 @@ INPUTS = ("input_ids", "pixel_values", "input_features", "input_values")
 ROWS_BYTES = 1 << 22  # of unit rows, or of what comes of them, when an excluded layer's weight is asked for
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _one_at_a_time = threading.Lock()
-MOST_BUFFERS = 1 << 30  # bytes of what a model computes when it is built: rotary tables, causal masks
+MAX_BUFFERS = 1 << 30  # bytes of what a model computes when it is built: rotary tables, causal masks
 
 
 def load_tokenizer(remote: RemoteExecutor) -> Any:
@@ -218,7 +218,7 @@ def _check_shapes(
 
     Raises:
         ModelMismatch: it has more modules than any model of so many layers, parameters of other shapes, or
-            more than ``MOST_BUFFERS`` of tables that it computes, or of parameters that nobody supplies.
+            more than ``MAX_BUFFERS`` of tables that it computes, or of parameters that nobody supplies.
     """
     model = _build(manifest, config, model_class, torch.device("meta"))
     plan = plan_layers(model, groups, offload_head=offload_head, exclude=exclude, other_head=other_head)
@@ -236,16 +236,16 @@ def _check_shapes(
     supplied |= {id(layer.weight) for _, _, layer in _here(model, excluded_layers(groups, exclude))}
     fresh = {id(each): each for each in state.values() if id(each) not in supplied}
     made = sum(each.numel() * each.element_size() for each in fresh.values())
-    if made > MOST_BUFFERS:
+    if made > MAX_BUFFERS:
         raise ModelMismatch(
             f"the executor lists no values for parameters of {made / 2**30:.1f} GiB; the limit for what is "
-            f"made here is {MOST_BUFFERS / 2**30:.0f} GiB"
+            f"made here is {MAX_BUFFERS / 2**30:.0f} GiB"
         )
     computed = sum(each.numel() * each.element_size() for each in _tables(model))
-    if computed > MOST_BUFFERS:
+    if computed > MAX_BUFFERS:
         raise ModelMismatch(
             f"the executor's configuration makes tables of {computed / 2**30:.1f} GiB; the limit is "
-            f"{MOST_BUFFERS / 2**30:.0f} GiB"
+            f"{MAX_BUFFERS / 2**30:.0f} GiB"
         )
 
 
@@ -258,7 +258,7 @@ class _LargeOnMeta(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.empty and "device" not in kwargs:
             size = args[0] if args and not isinstance(args[0], int) else args
-            if all(isinstance(n, int) for n in size) and math.prod(size) > MOST_BUFFERS // 4:
+            if all(isinstance(n, int) for n in size) and math.prod(size) > MAX_BUFFERS // 4:
                 kwargs = kwargs | {"device": "meta"}
         return func(*args, **kwargs)
 

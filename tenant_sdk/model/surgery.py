@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 # A wrong model is off by the size of the answer itself; bfloat16 weights by a hundredth of it.
 PROBE_TOLERANCE = 0.05
-MOST_NAMES = 8  # in a warning
+MAX_NAMES = 8  # in a warning
 
 
 def attach_layers(
@@ -306,7 +306,7 @@ def _warn_about_kept(model: nn.Module, held: Sequence[ParameterInfo]) -> None:
 
 
 def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
+    return ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
 
 
 def warn_if_trained(model: nn.Module) -> None:

@@ -16,14 +16,14 @@ from transformers import PreTrainedTokenizerFast
 
 from shared.encoded import UNREADABLE
 from shared.errors import ModelMismatch
-from tenant_sdk.model.tokenizer_file import MOST_TOKEN, check_letters, safe_tokenizer
+from tenant_sdk.model.tokenizer_file import MAX_TOKEN, check_letters, safe_tokenizer
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-MOST_SPECIAL = 10_000  # that the options name; transformers takes time with the square of their number
+MAX_SPECIAL = 10_000  # that the options name; transformers takes time with the square of their number
 LONGEST = 10**30  # what tokenizers without a limit say
 
 
-_Content = Annotated[str, msgspec.Meta(max_length=MOST_TOKEN)]
+_Content = Annotated[str, msgspec.Meta(max_length=MAX_TOKEN)]
 
 
 class _Token(msgspec.Struct, frozen=True):
@@ -87,7 +87,7 @@ def build_tokenizer(files: Mapping[str, bytes]) -> Any:
         *(options.additional_special_tokens or older.additional_special_tokens or ()),
         *(extra.values() if isinstance(extra, dict) else extra or ()),
     ]
-    if len(more) > MOST_SPECIAL:
+    if len(more) > MAX_SPECIAL:
         raise ModelMismatch(f"the executor's tokenizer names {len(more)} special tokens")
     check_letters(each if isinstance(each, str) else each.content for each in more)
     if more:

@@ -25,17 +25,17 @@ from shared.errors import ModelMismatch
 
 # How many characters, and in the end tokens, one character of text may become. Of the tokenizers in use
 # XLNet's could do the most, 648.
-MOST_GROWTH = 1024
-MOST_TOKEN = 4096  # characters of one token: what decoding one token can yield
+MAX_GROWTH = 1024
+MAX_TOKEN = 4096  # characters of one token: what decoding one token can yield
 # What loading takes time and memory for, with the largest in use that we know of.
-MOST_RULES = 64  # one after the other
-MOST_ENTRIES = 1 << 20  # of a vocabulary, 901,629, and merges, 580,604
-MOST_PLACES = 1 << 22  # in a Unigram vocabulary's tree of all beginnings of tokens, half a kilobyte each
-MOST_EXTRA = 1 << 15  # added tokens, 28,672
-MOST_LETTERS = 1 << 20  # characters of all added tokens together
-MOST_ADDED = 64  # special tokens around a text
+MAX_RULES = 64  # one after the other
+MAX_ENTRIES = 1 << 20  # of a vocabulary, 901,629, and merges, 580,604
+MAX_PLACES = 1 << 22  # in a Unigram vocabulary's tree of all beginnings of tokens, half a kilobyte each
+MAX_EXTRA = 1 << 15  # added tokens, 28,672
+MAX_LETTERS = 1 << 20  # characters of all added tokens together
+MAX_ADDED = 64  # special tokens around a text
 # Ids without a token, beside as many as there are tokens: the library lists each when it writes a tokenizer.
-MOST_HOLES = 1 << 16
+MAX_HOLES = 1 << 16
 BYTES_OF_CHARACTER = 4
 
 # Unicode's normal forms and lower case: the longest that any character becomes, over all of Unicode.
@@ -44,8 +44,8 @@ _KEEPS_FORM = ("Strip", "StripAccents")  # they only take characters away
 
 
 T = TypeVar("T")
-_Few = Annotated[list[T], msgspec.Meta(max_length=MOST_RULES)]
-_Entries = msgspec.Meta(max_length=MOST_ENTRIES)
+_Few = Annotated[list[T], msgspec.Meta(max_length=MAX_RULES)]
+_Entries = msgspec.Meta(max_length=MAX_ENTRIES)
 _Vocabulary = Annotated[dict[str, int], _Entries]
 
 # A pattern that may replace something is a choice of these in a row: an end of the text, or a character or
@@ -241,7 +241,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Read so that files which have them parse, and left out: a call says itself whether it pads or truncates.
     truncation: msgspec.Raw = _NULL
     padding: msgspec.Raw = _NULL
-    added_tokens: Annotated[list[_AddedToken], msgspec.Meta(max_length=MOST_EXTRA)] = []
+    added_tokens: Annotated[list[_AddedToken], msgspec.Meta(max_length=MAX_EXTRA)] = []
     normalizer: _Normalizer | None = None
     pre_tokenizer: _PreTokenizer | None = None
     post_processor: _PostProcessor | None = None
@@ -252,7 +252,7 @@ def safe_tokenizer(data: bytes) -> str:
     """A peer's ``tokenizer.json`` with what is known and bounded, for ``tokenizers.Tokenizer.from_str``.
 
     Raises:
-        ModelMismatch: it holds an unknown rule or field, one that makes texts more than ``MOST_GROWTH`` times
+        ModelMismatch: it holds an unknown rule or field, one that makes texts more than ``MAX_GROWTH`` times
             longer, or one that is random.
     """
     try:
@@ -267,17 +267,17 @@ def safe_tokenizer(data: bytes) -> str:
         growth *= BYTES_OF_CHARACTER
         for name in ("continuing_subword_prefix", "end_of_word_suffix"):  # which go into the bytes as well
             growth *= 1 + len((getattr(file.model, name, None) or "").encode())
-    if growth > MOST_GROWTH:
-        raise _refused(f"its rules can make a text {growth:.0f} times longer; {MOST_GROWTH} is the limit")
+    if growth > MAX_GROWTH:
+        raise _refused(f"its rules can make a text {growth:.0f} times longer; {MAX_GROWTH} is the limit")
     decoded = _growth(_list(file.decoder, "decoders"))
-    if decoded > MOST_GROWTH:
-        raise _refused(f"its decoder can make a text {decoded:.0f} times longer; {MOST_GROWTH} is the limit")
+    if decoded > MAX_GROWTH:
+        raise _refused(f"its decoder can make a text {decoded:.0f} times longer; {MAX_GROWTH} is the limit")
     for rule in _list(file.pre_tokenizer, "pretokenizers"):
         if type(rule).__struct_config__.tag == "FixedLength" and not (rule.length or 0) > 0:
             raise _refused("it cuts a text into pieces of no length")
     added = sum(_added(rule) for rule in _list(file.post_processor, "processors"))
-    if added > MOST_ADDED:
-        raise _refused(f"it puts {added} special tokens around a text; {MOST_ADDED} is the limit")
+    if added > MAX_ADDED:
+        raise _refused(f"it puts {added} special tokens around a text; {MAX_ADDED} is the limit")
     return msgspec.json.encode(msgspec.structs.replace(file, truncation=_NULL, padding=_NULL)).decode()
 
 
@@ -309,12 +309,12 @@ def _check_vocabulary(file: _File) -> None:
         *(token.id for token in file.added_tokens),
     ]
     longest = max(map(len, (*tokens, *(token.content for token in file.added_tokens))), default=0)
-    if longest > MOST_TOKEN:
-        raise _refused(f"a token of {longest} characters; {MOST_TOKEN} is the limit")
+    if longest > MAX_TOKEN:
+        raise _refused(f"a token of {longest} characters; {MAX_TOKEN} is the limit")
     check_letters(token.content for token in file.added_tokens)
-    if not isinstance(vocabulary, dict) and _places(token for token, _ in vocabulary) > MOST_PLACES:
+    if not isinstance(vocabulary, dict) and _places(token for token, _ in vocabulary) > MAX_PLACES:
         raise _refused("its vocabulary's tokens are long and have little in common")
-    most = 2 * (len(vocabulary) + len(file.added_tokens)) + MOST_HOLES
+    most = 2 * (len(vocabulary) + len(file.added_tokens)) + MAX_HOLES
     if not 0 <= min(identities, default=0) <= max(identities, default=0) <= most:
         raise _refused(f"its tokens' ids have holes: one is not from 0 to {most}")
     _check_merges(file.model)
@@ -332,8 +332,8 @@ def check_letters(tokens: Iterable[str]) -> None:
         ModelMismatch: they are.
     """
     letters = sum(map(len, tokens))
-    if letters > MOST_LETTERS:
-        raise _refused(f"its special tokens have {letters} characters; {MOST_LETTERS} is the limit")
+    if letters > MAX_LETTERS:
+        raise _refused(f"its special tokens have {letters} characters; {MAX_LETTERS} is the limit")
 
 
 def _places(tokens: Iterable[str]) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shared.wire.header import EXACT, Direction
 
 SPARE_BATCHES = 4  # in an order that nobody waits for
-LEAST_ROWS = 4
+MIN_ROWS = 4
 
 
 class ProductKey(NamedTuple):
@@ -48,7 +48,7 @@ class Forecast:
         self._next: dict[ProductKey, Order] = {}
         self._last: ProductKey | None = None
         self._asked: dict[ProductKey, int] = {}
-        self.least_rows = LEAST_ROWS
+        self.least_rows = MIN_ROWS
 
     def batch_of(self, key: ProductKey, most: int) -> int:
         """Rows to order at once of a kind with small requests: as many as there were, ``most`` at most.

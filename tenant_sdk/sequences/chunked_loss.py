@@ -17,12 +17,12 @@ from torch.autograd.function import once_differentiable
 from tenant_sdk.sequences.stack import Stack
 
 CHUNK_BYTES = 64 << 20  # of a chunk's logits in float32; a few times as much is needed for a moment
-LEAST_CHUNK = 64  # tokens
+MIN_CHUNK = 64  # tokens
 
 
 def chunk_tokens(vocabulary: int) -> int:
     """How many tokens a chunk has."""
-    return max(LEAST_CHUNK, CHUNK_BYTES // (4 * vocabulary))
+    return max(MIN_CHUNK, CHUNK_BYTES // (4 * vocabulary))
 
 
 @dataclass

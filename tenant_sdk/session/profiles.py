@@ -27,7 +27,7 @@ from tenant_sdk.trust.operators import SYSTEM
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MOST_APPROVED = 1 << 20  # bytes of a file that is approved
+MAX_APPROVED = 1 << 20  # bytes of a file that is approved
 HERE = Path("symbiosis.toml")  # what command lines use if they are told nothing else, once it is approved
 FIELDS = fields_of(SessionConfig)
 _FILE = Placeholder("FILE")
@@ -145,7 +145,7 @@ def _approvals() -> dict[str, str]:
 
 def _digest(path: Path) -> str:
     try:
-        return hashlib.sha256(read_within(path, MOST_APPROVED)).hexdigest()
+        return hashlib.sha256(read_within(path, MAX_APPROVED)).hexdigest()
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
 

@@ -23,7 +23,7 @@ _UNTRUE = "The following (rank|alpha)_pattern keys did not match any targeted mo
 _OF_EXPERTS = r"\[('[^']*\.gate_up_proj'(, )?)+\]"
 
 # Of an adapter that is trained further: the least scale of its weights, for each rank, and the most dropout.
-_LEAST_SCALE, _MOST_DROPOUT = 1e-4, 0.99
+_MIN_SCALE, _MAX_DROPOUT = 1e-4, 0.99
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,9 @@ def options_of(config: Any) -> dict[str, Any]:
             *(kind, ", ".join(_KINDS.values())),
         )
     options = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
-    least = _LEAST_SCALE * (options.get("r") or 1)
+    least = _MIN_SCALE * (options.get("r") or 1)
     bad = [each for each in ("lora_alpha", "alpha") if abs(options.get(each, least)) < least]
-    bad += [each for each, value in options.items() if each.endswith("_dropout") and value > _MOST_DROPOUT]
+    bad += [each for each, value in options.items() if each.endswith("_dropout") and value > _MAX_DROPOUT]
     scales = (options.get("alpha_pattern") or {}).values()
     bad += ["alpha_pattern"] if any(abs(each) < least for each in scales) else []
     # PEFT leaves such an adapter out of what stands before these tokens, and of packed records.

@@ -30,7 +30,7 @@ _BEGIN, _END = "\ue0b1", "\ue0b2"  # characters that stand for them in a text
 _SIGNS = re.compile(f"([{_BEGIN}{_END}])")
 _NOW = re.compile(r"""\bstrftime_now\(\s*(["'])([^"'\n]{,64})\1\s*\)""")
 _OPENED = re.compile(r"<(\w+)>\s+$")  # the end of a prompt that opens a thought
-_MOST_ANSWERS = 256  # of a record: for each, all that is before it is rendered
+_MAX_ANSWERS = 256  # of a record: for each, all that is before it is rendered
 _SHOWN = 30  # characters of what a template writes, in an error
 
 
@@ -148,9 +148,9 @@ class Conversations:
             before = chat.asked(at)
             prompt = encode(self.tokenizer, before)
             if fits := len(prompt) <= self.length:
-                if count == _MOST_ANSWERS:
+                if count == _MAX_ANSWERS:
                     raise ConfigurationError(
-                        f"{where}: the record has more than {_MOST_ANSWERS} answers within "
+                        f"{where}: the record has more than {_MAX_ANSWERS} answers within "
                         f"{self.length:,} tokens: make several records of it"
                     )
                 answer, labels = chat.answer(at, before, prompt)

@@ -19,7 +19,7 @@ from shared.errors import peer_text
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message that templates may write
 _LONGEST_KEY = 40  # of an argument's name in an error
-_MOST_NAMES = 3  # in an error
+_MAX_NAMES = 3  # in an error
 # They stay the same when they are trimmed, escaped or written as JSON. What is no text becomes a number.
 _TEXT, _NUMBER = "part5r81c{}e", 581_274_903_000_000
 _PLACEHOLDERS = re.compile(r"part5r81c\d+e|581274903\d{6}")
@@ -113,8 +113,8 @@ class Placeholders:
 
     def _named(self, parts: Sequence[MessagePart]) -> str:
         names = list(dict.fromkeys(part.name for part in parts))
-        more = len(names) - _MOST_NAMES
-        named = " and ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+        more = len(names) - _MAX_NAMES
+        named = " and ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
         if not parts or parts[0].at < 0:
             return named
         return f"{named} of message {parts[0].at + 1} (role `{self._roles[parts[0].at]}`)"

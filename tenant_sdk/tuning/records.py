@@ -30,7 +30,7 @@ _NAMES = (".jsonl", ".ndjson", ".json")
 # A record needs one of these.
 _KEYS = ("text", "prompt", "completion", "messages", "conversations", "instruction", "output")
 _FORMS = (*({"text"}, {"prompt", "completion"}, {"messages"}, {"conversations"}, {"instruction", "output"}),)
-_MOST_KEYS, _LONGEST_KEY = 8, 40  # in a message
+_MAX_KEYS, _LONGEST_KEY = 8, 40  # in a message
 _DEEPEST = 64  # lists and objects within each other, in a call's arguments
 # Keys of a message that are read. The chat template is given others too.
 _READ = {"role", "content", "weight", "tool_calls", "tool_call_id", "name", *REASONING}
@@ -213,12 +213,12 @@ def records_of(path: Path, text: str) -> Iterator[tuple[int, Record]]:
 def _has(record: dict[str, Any]) -> str:
     """The keys that a record has instead, and those that may be meant."""
     keys = [key for key, value in record.items() if value is not None]
-    shown = [peer_text(key, _LONGEST_KEY) for key in sorted(keys)[:_MOST_KEYS]]
+    shown = [peer_text(key, _LONGEST_KEY) for key in sorted(keys)[:_MAX_KEYS]]
     close = [get_close_matches(key.lower(), _KEYS, n=1) for key in shown if key not in _KEYS]
     meant = {f"`{name}`" for found in close for name in found if name not in keys}
     return (
         f"this one has {' and '.join(shown) or 'none of them'}"
-        + (f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else "")
+        + (f" and {len(keys) - _MAX_KEYS} more" if len(keys) > _MAX_KEYS else "")
         + (f"; did you mean {' and '.join(sorted(meant))}?" if meant else "")
     )
 

@@ -16,8 +16,8 @@ from shared.errors import ConfigurationError, peer_text
 
 TABLES = (".csv", ".tsv", ".parquet")
 _NESTED = ("messages", "conversations", "tools")  # in CSV they are written as JSON
-_MOST_NAMES, _LONGEST_NAME = 12, 40
-_MOST_VALUES, _MOST_BYTES = 20_000_000, 2 << 30  # of a Parquet file, whose bytes are those of its text
+_MAX_NAMES, _LONGEST_NAME = 12, 40
+_MAX_VALUES, _MAX_BYTES = 20_000_000, 2 << 30  # of a Parquet file, whose bytes are those of its text
 # Equal values take next to nothing in a file. Beyond so many rows or bytes of text, a file has a byte for
 # each row, and for so many bytes of text.
 _FEW_ROWS, _FEW_BYTES, _PACKED = 1 << 20, 64 << 20, 1000
@@ -127,8 +127,8 @@ def _check_size(path: Path, metadata: Any, used: Collection[str]) -> None:
     columns = [group.column(at) for group in groups for at in range(group.num_columns)]
     columns = [column for column in columns if column.path_in_schema.partition(".")[0] in used]
     values = max(metadata.num_rows, sum(column.num_values for column in columns))
-    if values > _MOST_VALUES:
-        raise ConfigurationError(f"{path} has {values:,} values, and {_MOST_VALUES:,} are the most: split it")
+    if values > _MAX_VALUES:
+        raise ConfigurationError(f"{path} has {values:,} values, and {_MAX_VALUES:,} are the most: split it")
     _check_text(path, sum(column.total_uncompressed_size for column in columns))
     if metadata.num_rows > max(_FEW_ROWS, size := path.stat().st_size):
         raise ConfigurationError(
@@ -138,8 +138,8 @@ def _check_size(path: Path, metadata: Any, used: Collection[str]) -> None:
 
 def _check_text(path: Path, size: int) -> None:
     """Refuse a file with so many bytes of text, if these are too many."""
-    if size > _MOST_BYTES:
-        raise ConfigurationError(f"{path} has more than {_MOST_BYTES / 2**30:g} GiB of text: split it")
+    if size > _MAX_BYTES:
+        raise ConfigurationError(f"{path} has more than {_MAX_BYTES / 2**30:g} GiB of text: split it")
 
 
 def _lines(path: Path, table: Any, used: Collection[str]) -> Iterator[str]:
@@ -198,7 +198,7 @@ def _check_header(path: Path, header: Sequence[str], known: Sequence[str]) -> No
     if len(set(header)) < len(header):
         raise ConfigurationError(f"{path}: two columns have the same name")
     if not set(header) & set(known):
-        names = ", ".join(peer_text(name, _LONGEST_NAME) for name in header[:_MOST_NAMES]) or "nothing"
+        names = ", ".join(peer_text(name, _LONGEST_NAME) for name in header[:_MAX_NAMES]) or "nothing"
         raise ConfigurationError(
             f"{path}: the first line of a table names its columns as the keys of a record: text; or prompt "
             "and completion; or, for a chat, instruction, input and output; or messages. This one has "

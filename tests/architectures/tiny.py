@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 VOCABULARY, HEADS, WIDTH, TOKEN = 160, 4, 64, 3
-MOST_PARAMETERS = 80_000_000
+MAX_PARAMETERS = 80_000_000
 
 # A number's name, and the most that it may be; the first that is found counts.
 _SIZES = [
@@ -107,7 +107,7 @@ def candidates(model_type: str, class_name: str) -> Iterator[PreTrainedModel]:
                 errors.append(f"{type(error).__name__}: {error}")
                 continue
             size = sum(parameter.numel() for parameter in model.parameters())
-            if size > MOST_PARAMETERS:
+            if size > MAX_PARAMETERS:
                 errors.append(f"the smallest has {size / 1e6:.0f} million parameters")
                 continue
             built += 1

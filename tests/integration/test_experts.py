@@ -212,7 +212,7 @@ def test_experts_that_are_longer_than_a_piece_are_downloaded(
     architecture: str, serve: Callable[..., Executor], mixture: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An expert of a large model is more than a message may be: its rows come then, of several at a time."""
-    monkeypatch.setattr(messages, "MOST_ROW_BYTES", 1 << 10)
+    monkeypatch.setattr(messages, "MAX_ROW_BYTES", 1 << 10)
     monkeypatch.setattr(remote, "FETCH_BYTES", 5 << 10)
     local = load_local(mixture(architecture))
     with serve(mixture(architecture)).connect(experts="local") as session:

@@ -325,7 +325,7 @@ def test_only_what_nobody_supplies_counts_as_made_here(
     tied: bool, hostile: Callable[..., Executor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tied head is its embedding, of whatever size; an embedding that is left out is not."""
-    monkeypatch.setattr("tenant_sdk.model.loading.MOST_BUFFERS", 1 << 14)  # the embedding has twice as many
+    monkeypatch.setattr("tenant_sdk.model.loading.MAX_BUFFERS", 1 << 14)  # the embedding has twice as many
     with hostile({}).connect() as session:
         remote = session.executor
         raw, manifest = config_of(hostile({}))

@@ -23,7 +23,7 @@ from tenant_sdk.command_line.main import run
 from tenant_sdk.model.configuration import model_configuration
 from tenant_sdk.model.loading import _check_shapes, _tables
 from tenant_sdk.model.tokenizer import build_tokenizer
-from tenant_sdk.model.tokenizer_file import MOST_ENTRIES, safe_tokenizer
+from tenant_sdk.model.tokenizer_file import MAX_ENTRIES, safe_tokenizer
 
 BPE = json.loads(RULES)["model"]
 
@@ -83,9 +83,9 @@ NFC = [{"type": "NFC"}] * 65
                 "byte_fallback": False,
             }
         },
-        {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]] * (MOST_ENTRIES + 1)}},
-        {"model": {"type": "WordLevel", "vocab": {f"{i:x}": 0 for i in range(MOST_ENTRIES + 1)}}},
-        {"model": {**BPE, "merges": ["a b"] * (MOST_ENTRIES + 1)}},
+        {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]] * (MAX_ENTRIES + 1)}},
+        {"model": {"type": "WordLevel", "vocab": {f"{i:x}": 0 for i in range(MAX_ENTRIES + 1)}}},
+        {"model": {**BPE, "merges": ["a b"] * (MAX_ENTRIES + 1)}},
     ],
 )
 def test_more_of_something_than_any_tokenizer_has(parts: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from real_tokenizers import real_tokenizer
 from shared.errors import ConfigurationError, ModelMismatch
 from tenant_sdk.model import tokenizer_file
 from tenant_sdk.model.tokenizer import build_tokenizer
-from tenant_sdk.model.tokenizer_file import MOST_GROWTH, safe_tokenizer
+from tenant_sdk.model.tokenizer_file import MAX_GROWTH, safe_tokenizer
 
 pytest_plugins = ("hostile_fixtures",)
 
@@ -480,5 +480,5 @@ def test_how_often_a_rule_may_be_stacked_is_bounded_at_all() -> None:
             try:
                 safe_tokenizer(changed(normalizer=sequence(*[rule] * count)))
             except ModelMismatch:
-                assert 2 ** (count - 1) <= MOST_GROWTH
+                assert 2 ** (count - 1) <= MAX_GROWTH
                 break

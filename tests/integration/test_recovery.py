@@ -31,7 +31,7 @@ from shared.wire.header import Direction, Operation
 from tenant_sdk.connection import channel as channel_module
 from tenant_sdk.connection import websocket_channel
 from tenant_sdk.connection.replicas import retrying
-from tenant_sdk.connection.replicas.retrying import MOST_REPEATS
+from tenant_sdk.connection.replicas.retrying import MAX_REPEATS
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
 from tenant_sdk.model.remote_weight import RemoteWeight
 
@@ -121,7 +121,7 @@ def test_who_breaks_connections_on_purpose_gets_copies_and_not_for_ever(
         middle.changes.append(Breaking(1))
         with pytest.raises(ConnectionLost, match="with the same request"):
             product(session)
-        assert len(middle.requests) == 1 + MOST_REPEATS
+        assert len(middle.requests) == 1 + MAX_REPEATS
         assert len({request.body for request in middle.requests}) == 1
         assert all(map(torch.equal, gone_through(session, middle), expected))
         assert len({request.body for request in middle.requests}) == 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tenant_sdk.gateway.calls import MOST_CHARACTERS, bounded
+from tenant_sdk.gateway.calls import MAX_CHARACTERS, bounded
 
 AUTO, REQUIRED = SimpleNamespace(tool_choice="auto"), SimpleNamespace(tool_choice="required")
 MARK = "<call>"
@@ -99,19 +99,19 @@ def test_a_parser_that_goes_by_tokens_gets_each() -> None:
 @pytest.mark.parametrize("collects", [True, False])
 def test_beyond_a_bound_an_answer_is_text(collects: bool) -> None:
     kind = bounded(Parser, Forced, Message, collects=collects)
-    deltas = ["text", MARK, *["1234"] * (MOST_CHARACTERS // 4), "end"]
+    deltas = ["text", MARK, *["1234"] * (MAX_CHARACTERS // 4), "end"]
     parser = kind()
     told = stream(parser, AUTO, deltas)
-    assert max(parser.looks) <= MOST_CHARACTERS
+    assert max(parser.looks) <= MAX_CHARACTERS
     assert parser.ended
     assert text_of(told) == "".join(deltas).replace(MARK, "")
     assert [each.content for each in told[-2:] if each is not None] == ["1234", "end"]
     whole = kind()
     _, content, (call,) = whole.parse("".join(deltas), AUTO, enable_auto_tools=True)
-    assert whole.looks == [MOST_CHARACTERS]
+    assert whole.looks == [MAX_CHARACTERS]
     assert content.endswith("end")
-    assert content.removeprefix("text") == "".join(deltas)[MOST_CHARACTERS:]
-    assert call == "".join(deltas)[len("text" + MARK) : MOST_CHARACTERS]
+    assert content.removeprefix("text") == "".join(deltas)[MAX_CHARACTERS:]
+    assert call == "".join(deltas)[len("text" + MARK) : MAX_CHARACTERS]
     assert kind().parse("text", AUTO) == (None, "text", None)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shared.latency import LinearLatency
 from tenant_sdk.gateway.fairness import (
     LATELY,
-    LEAST_ROWS,
+    MIN_ROWS,
     STEP_FACTOR_BUSY,
     AttentionTimeDebt,
     Memory,
@@ -108,7 +108,7 @@ def test_prompts_take_a_time_that_decoding_sequences_set() -> None:
     assert rows(near, 1, False) == 56  # the next client waits for one such step at most
     assert rows(near, 0, True) == 56  # nobody waits for a token
     assert rows(far, 1, True) == 501  # on a long way a step takes as long with many rows
-    assert rows(LinearLatency(0.001, 0.01), 4, True) == 4 + LEAST_ROWS
+    assert rows(LinearLatency(0.001, 0.01), 4, True) == 4 + MIN_ROWS
 
 
 @pytest.mark.parametrize(("tokens", "most"), [(2000, 2), (6000, 1), (100_000, 1), (10, 32)])
@@ -136,7 +136,7 @@ def test_prompts_get_what_attention_leaves() -> None:
     steps = Steps(LinearLatency(0.02, 0.0005), 1e-6)
     most = steps.most(2, 100, busy=True)
     assert steps.rows(2, 100, most, 512) == 23
-    assert steps.rows(2, 10_000, most, 512) == 2 + LEAST_ROWS
+    assert steps.rows(2, 10_000, most, 512) == 2 + MIN_ROWS
 
 
 def test_attention_takes_the_blame_for_long_sequences() -> None:

@@ -27,7 +27,7 @@ from raw_peers import eventually
 
 from shared.errors import ConfigurationError, ConnectionLost, RequestTimeout
 from shared.ring.mask_stream import MaskStream
-from tenant_sdk.products.forecast import LEAST_ROWS, ProductKey
+from tenant_sdk.products.forecast import MIN_ROWS, ProductKey
 from tenant_sdk.products.masks import BATCH_ROWS, ORDERS_UNDER_WAY, Mask, OneTimeMasks
 
 MIB = 1 << 20
@@ -306,7 +306,7 @@ def test_a_few_tokens_fetch_for_a_few_tokens() -> None:
             for key in KEYS:
                 use(store, key, 1)
         eventually(lambda: store._satisfied)
-    assert sum(order.rows for order in source.orders) <= (3 * steps + LEAST_ROWS) * len(KEYS)
+    assert sum(order.rows for order in source.orders) <= (3 * steps + MIN_ROWS) * len(KEYS)
 
 
 def test_when_idle_the_budget_is_filled_if_asked_for() -> None:
@@ -326,7 +326,7 @@ def test_when_idle_the_budget_is_filled_if_asked_for() -> None:
             for _ in range(2):
                 for key in KEYS:
                     use(store, key, 1)
-            in_store(store, KEYS, LEAST_ROWS)
+            in_store(store, KEYS, MIN_ROWS)
             before = store.rows_ahead
             assert before <= 2 * BATCH_ROWS * len(KEYS)
             now[0] += 1.0

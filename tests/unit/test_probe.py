@@ -216,7 +216,7 @@ def test_values_take_little_memory_and_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "error"), [("SECONDS", -1.0, TimeoutError), ("MOST_BYTES", 1000, MemoryError)]
+    ("name", "value", "error"), [("SECONDS", -1.0, TimeoutError), ("MAX_BYTES", 1000, MemoryError)]
 )
 def test_a_pass_with_values_is_bounded(
     name: str, value: float, error: type, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

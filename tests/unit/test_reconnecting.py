@@ -29,7 +29,7 @@ from shared.reminder import Reminder
 from tenant_sdk.connection.replicas import reconnecting
 from tenant_sdk.connection.replicas.reconnecting import ReconnectingConnection, single_replica
 from tenant_sdk.connection.replicas.retrying import (
-    MOST_REPEATS,
+    MAX_REPEATS,
     REMIND_SECONDS,
     GiveUp,
     RequestPolicy,
@@ -163,7 +163,7 @@ def test_a_request_is_not_tried_for_longer_though_connections_open(world: Callab
 def test_a_request_is_sent_so_many_times_and_no_more(world: Callable[..., World]) -> None:
     here = world(1e6)
     request = here.request()
-    for _ in range(MOST_REPEATS):
+    for _ in range(MAX_REPEATS):
         here.lose(request)
     with pytest.raises(ConnectionLost, match="21 connections broke with the same request"):
         here.lose(request)

@@ -23,7 +23,7 @@ from shared.reminder import Reminder
 from shared.wire.messages import Limits, Manifest
 from tenant_sdk.connection.replicas import reconnecting
 from tenant_sdk.connection.replicas.reconnecting import ReconnectingConnection
-from tenant_sdk.connection.replicas.retrying import MOST_REPEATS, REMIND_SECONDS, GiveUp, RequestPolicy
+from tenant_sdk.connection.replicas.retrying import MAX_REPEATS, REMIND_SECONDS, GiveUp, RequestPolicy
 from tenant_sdk.connection.stats import Stats
 
 A, B, C = "wss://a:1", "wss://b:1", "wss://c:1"
@@ -196,7 +196,7 @@ def test_a_request_that_breaks_every_replica_is_not_sent_for_ever(world: Callabl
     connection = here.connect(1e6)
     request = RequestPolicy(1e6, here.now, lambda: 0.0, Reminder(REMIND_SECONDS))
     broke = ConnectionLost("the connection broke")
-    for _ in range(MOST_REPEATS):
+    for _ in range(MAX_REPEATS):
         lose(connection, broke, request)
     with pytest.raises(ConnectionLost, match="21 connections broke with the same request"):
         lose(connection, broke, request)

@@ -10,7 +10,7 @@ import pytest
 from shared.errors import AuthenticationError, ConnectError, ConnectionLost, ConnectionRefused, TlsError
 from tenant_sdk.connection.replicas.replica_set import (
     FIRST_EJECTION,
-    MOST_EJECTION,
+    MAX_EJECTION,
     STALE_SECONDS,
     ReplicaSet,
 )
@@ -73,7 +73,7 @@ def test_who_fails_is_ejected_for_longer_each_time_until_it_answers() -> None:
         lasted.append(now - began)
         policy.opened("a", now, 0.1)  # that a connection opens is no sign of health
     assert lasted == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
-    assert (lasted[0], lasted[-1]) == (FIRST_EJECTION, MOST_EJECTION)
+    assert (lasted[0], lasted[-1]) == (FIRST_EJECTION, MAX_EJECTION)
     policy.answered("a")
     policy.eject("a", now, GONE)
     assert policy.choose(now + FIRST_EJECTION) == "a"
@@ -87,8 +87,8 @@ def test_if_all_are_ejected_the_one_that_is_soonest_free() -> None:
     assert drawn(policy, 0.2, 20).keys() == {"b"}
     assert policy.choose(0.2, {"b"}) == "c"
     assert policy.choose(0.2, {"b", "c"}) is None  # it would say no again
-    assert policy.choose(MOST_EJECTION, {"b", "c"}) == "a"
-    assert policy.choose(MOST_EJECTION, {"a", "b", "c"}) is None
+    assert policy.choose(MAX_EJECTION, {"b", "c"}) == "a"
+    assert policy.choose(MAX_EJECTION, {"a", "b", "c"}) is None
 
 
 def test_who_asks_for_time_gets_it_if_another_can_be_tried() -> None:

@@ -33,10 +33,10 @@ from shared.reminder import Reminder
 from tenant_sdk.connection.replicas import reconnecting
 from tenant_sdk.connection.replicas.backoff import LEAST
 from tenant_sdk.connection.replicas.reconnecting import ReconnectingConnection
-from tenant_sdk.connection.replicas.replica_set import MOST_EJECTION
+from tenant_sdk.connection.replicas.replica_set import MAX_EJECTION
 from tenant_sdk.connection.replicas.retrying import (
+    MAX_REPEATS,
     MAX_WORKER_LOSSES,
-    MOST_REPEATS,
     REMIND_SECONDS,
     Connect,
     GiveUp,
@@ -104,7 +104,7 @@ def test_a_request_is_sent_again_only_for_what_passes_and_not_for_ever(
         assert step.at < (patience if error.code == "restarting" else began + TIMEOUT)
         counts[error.code] += 1
         now = step.at
-    assert counts["lost"] <= MOST_REPEATS
+    assert counts["lost"] <= MAX_REPEATS
     assert counts["unavailable"] <= MAX_WORKER_LOSSES
 
 
@@ -116,7 +116,7 @@ def test_what_is_no_matter_of_time_is_never_sent_again(error: SymbiosisError) ->
 
 def test_a_request_that_breaks_every_connection_is_given_up() -> None:
     policy, (error, *_) = RequestPolicy(1e6, 0.0, lambda: 0.0, Reminder(REMIND_SECONDS)), GONE
-    for _ in range(MOST_REPEATS):
+    for _ in range(MAX_REPEATS):
         assert policy.after_error(error, 7.0, url=URL, timeout=TIMEOUT) == Reconnect(7.0)
     step = policy.after_error(error, 7.0, url=URL, timeout=TIMEOUT)
     assert isinstance(step, GiveUp)
@@ -204,7 +204,7 @@ def test_replicas_are_tried_in_turn_until_patience_is_over(
         tried.add(name)
         (said_no.discard if went_away(error) else said_no.add)(name)
         asked = error.retry_after or 0.0
-        not_before[name] = now + (asked if went_away(error) else MOST_EJECTION)
+        not_before[name] = now + (asked if went_away(error) else MAX_EJECTION)
     # When all want to be asked later than that, one is asked.
     assert tried == set(names) or (tried and all(not_before[name] > now for name in {*names} - tried))
     in_vain = "again and again" in step.error.message
@@ -307,7 +307,7 @@ def test_whatever_happens_only_the_same_bytes_are_sent(
                     break
             sent = world.sent[before:]
             assert {body for _, body in sent} <= {request}
-            assert len(sent) <= 1 + MOST_REPEATS + len(world.clock.waited) - waited
+            assert len(sent) <= 1 + MAX_REPEATS + len(world.clock.waited) - waited
         connection.close()
     assert all(channel.broken for channel in world.opened)
 

@@ -220,7 +220,7 @@ def test_no_product_holds_up_a_decode_for_longer_than_its_part() -> None:
     chat_began = 0.01
     for at, batch in batches:
         if at > chat_began and any(each.work.tenant == "tune" for each in batch):
-            assert FIXED + PER_ROW * rows_of(batch) <= DecodedTokens.MOST_FACTOR * 0.005 - FIXED
+            assert FIXED + PER_ROW * rows_of(batch) <= DecodedTokens.MAX_FACTOR * 0.005 - FIXED
 
 
 def test_decodes_meet_their_objective_beside_fine_tuning_which_keeps_the_rest() -> None:
@@ -250,7 +250,7 @@ def test_the_time_factor_follows_what_tokens_take() -> None:
         made.answered("b", group, 0.01)
         assert made.time_factor < 1 or made.met > 100
     assert (made.met, made.late) == (999, 19)
-    assert made.time_factor == DecodedTokens.MOST_FACTOR
+    assert made.time_factor == DecodedTokens.MAX_FACTOR
 
 
 def test_sessions_of_one_tenant_have_tokens_of_their_own() -> None:

@@ -115,12 +115,12 @@ def test_parquet_whose_rows_take_all_memory(tmp_path: Path, monkeypatch: pytest.
     """A column of one value takes next to nothing in a file."""
     path = tmp_path / "x.parquet"
     write_parquet(path, {"text": ["a"] * 1000})
-    monkeypatch.setattr(tables, "_MOST_VALUES", 999)
+    monkeypatch.setattr(tables, "_MAX_VALUES", 999)
     with pytest.raises(ConfigurationError, match="has 1,000 values, and 999 are the most"):
         check_data([path])
-    monkeypatch.setattr(tables, "_MOST_VALUES", 1000)
+    monkeypatch.setattr(tables, "_MAX_VALUES", 1000)
     with monkeypatch.context() as patch:
-        patch.setattr(tables, "_MOST_BYTES", 5000)
+        patch.setattr(tables, "_MAX_BYTES", 5000)
         with pytest.raises(ConfigurationError, match="GiB of text"):
             check_data([path])
     monkeypatch.setattr(tables, "_FEW_ROWS", 10)
@@ -138,7 +138,7 @@ def test_parquet_whose_text_takes_all_memory(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigurationError, match="1,000 bytes of text for each of its own"):
         check_data([path])
     with monkeypatch.context() as patch:
-        patch.setattr(tables, "_MOST_BYTES", 1 << 20)
+        patch.setattr(tables, "_MAX_BYTES", 1 << 20)
         with pytest.raises(ConfigurationError, match="GiB of text"):
             check_data([path])
     with monkeypatch.context() as patch:
@@ -159,7 +159,7 @@ def test_columns_of_parquet_that_no_record_reads(tmp_path: Path, monkeypatch: py
     path = tmp_path / "x.parquet"
     write_parquet(path, {"text": ["a", "b"], "weight": [1, None], "note": ["x" * (2 << 20)] * 2})
     monkeypatch.setattr(tables, "_ROWS_BYTES", 1 << 20)
-    monkeypatch.setattr(tables, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(tables, "_MAX_BYTES", 1 << 20)
     assert [(line, each.text, each.unread) for line, each in records(path)] == [
         (1, "a", ("note", "weight")),
         (2, "b", ()),

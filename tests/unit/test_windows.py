@@ -307,7 +307,7 @@ def test_long_masks_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenant_sdk.sequences.chunked_loss.LEAST_CHUNK", 13)
+    monkeypatch.setattr("tenant_sdk.sequences.chunked_loss.MIN_CHUNK", 13)
     monkeypatch.setattr("tenant_sdk.sequences.chunked_loss.CHUNK_BYTES", 0)
     check(add_lora(make_model("gemma2")).eval(), None, 16)
 

@@ -15,7 +15,7 @@ from tenant_sdk.connection.urls import over_tls, split_url, url_of
 if TYPE_CHECKING:
     from shared.transport.endpoint import Endpoint
 
-MOST_ADDRESSES = 32  # of one name: whose operator answers with thousands shall not keep a tenant busy
+MAX_ADDRESSES = 32  # of one name: whose operator answers with thousands shall not keep a tenant busy
 LOOK_UP_SECONDS = 5.0  # between two times that a name is looked up
 
 
@@ -72,5 +72,5 @@ def addresses_of(url: str) -> list[str]:
         return []
     entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     found = {str(address[0]): family for family, _, _, _, address in entries}  # in order, each once
-    found = dict(list(found.items())[:MOST_ADDRESSES])
+    found = dict(list(found.items())[:MAX_ADDRESSES])
     return list(found) if max(Counter(found.values()).values(), default=0) > 1 else []

@@ -15,7 +15,7 @@ from shared.errors import ConnectError, Message, SymbiosisError
 WEIGHT = 0.3  # of the latest measurement in the moving figure
 STALE_SECONDS = 600.0  # after which a figure says nothing any more
 FIRST_EJECTION = 1.0  # seconds, doubled by each further failure
-MOST_EJECTION = 60.0
+MAX_EJECTION = 60.0
 
 
 class _Replica:
@@ -113,8 +113,8 @@ class ReplicaSet:
             return
         requested = (error.retry_after if error is not None else None) or 0.0
         if refused:
-            requested = max(requested, MOST_EJECTION)
-        doubled = min(MOST_EJECTION, FIRST_EJECTION * 2.0 ** min(each.failures, 9))
+            requested = max(requested, MAX_EJECTION)
+        doubled = min(MAX_EJECTION, FIRST_EJECTION * 2.0 ** min(each.failures, 9))
         each.failures += 1
         each.ejected_until = now + max(doubled, requested)
         each.wait_until = now if at_once else now + requested

@@ -30,7 +30,7 @@ from tenant_sdk.connection.replicas.replica_set import ReplicaSet, what_happened
 
 REMIND_SECONDS = 10.0  # between two warnings
 # Of one request: it may be what the executor dies of, or that may break connections on purpose.
-MOST_REPEATS = 20
+MAX_REPEATS = 20
 MAX_WORKER_LOSSES = 5  # workers of an executor with one request on them: it may be what they die of
 
 # Why an executor puts a request off, in the words of its log entry.
@@ -136,7 +136,7 @@ class RequestPolicy:
         if self._lost_since is None:
             self._lost_since = now
         self._lost += 1
-        if self._lost > MOST_REPEATS:
+        if self._lost > MAX_REPEATS:
             return GiveUp(
                 ConnectionLost(
                     f"{self._lost} connections broke with the same request on them, the last one to {url}: "
