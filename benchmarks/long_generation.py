@@ -43,9 +43,9 @@ from transformers import DynamicCache
 
 import tenant_sdk
 from shared.compat import cache_name
+from tenant_sdk.sequences.encrypted_file import PIECE, EncryptedFile
 from tenant_sdk.sequences.kv_budget import fill
 from tenant_sdk.sequences.kv_layers import BLOCK, Block
-from tenant_sdk.sequences.spill import PIECE, Spill
 
 TOKEN_BYTES = LAYERS * 2 * WIDTH * 4
 HEADS, HEAD = 12, 64
@@ -161,7 +161,7 @@ def show(times: Any, memory: Any, contexts: list[int]) -> None:
 
 def pieces(context: int, repeats: int = 40) -> None:
     """What a token costs in one layer: least milliseconds, as other work only adds to them."""
-    spill = Spill()
+    spill = EncryptedFile()
     keys, values = torch.randn(2, 1, HEADS, context, HEAD)
     first = [torch.randn(context, 1, HEADS, HEAD).permute(1, 2, 0, 3) for _ in range(2)]
     new = torch.randn(1, HEADS, 1, HEAD)

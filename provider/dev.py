@@ -278,7 +278,7 @@ def source_command(config: ServeConfig, ready: Path, port: int = 0) -> list[str]
         launcher=ServeConfig.launcher,
         dev_dir=ServeConfig.dev_dir,
     )
-    words = [sys.executable, "-P", "-m", "provider.tethered", "serve"]
+    words = [sys.executable, "-P", "-m", "provider.exit_with_parent", "serve"]
     for field in dataclasses.fields(own):
         value = getattr(own, field.name)
         if field.name not in ("model_dir", "dev_dir") and value != field.default:

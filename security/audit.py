@@ -40,8 +40,8 @@ from security.trials.context import Trials
 from security.trials.gateway import Gateways
 from security.trials.hostile import HostileProvider
 from security.trials.passive import Evidence, PassiveAttacks
-from security.trials.routes import Routes
-from security.trials.supplies import SupplyAttacks
+from security.trials.request_routing import Routes
+from security.trials.supply_chain import SupplyAttacks
 from security.verdicts.findings import Finding
 from security.verdicts.judges import STATISTICAL
 from security.verdicts.plan import PROVIDER, SOURCE, AuditPlan, AuditResult, Stage

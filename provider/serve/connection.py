@@ -18,7 +18,7 @@ from provider.observe.metrics import Metrics
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import TenantSession
 from shared.errors import ConfigurationError, WireError
-from shared.reminder import Reminder
+from shared.log_rate_limit import LogRateLimiter
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class Connections:
         self._reserved_for: Counter[str] = Counter()  # by tenant
         self._open: set[Connection] = set()
         self._changed = threading.Condition()
-        self._full, self._unchecked = Reminder(REMIND_SECONDS), Reminder(REMIND_SECONDS)
+        self._full, self._unchecked = LogRateLimiter(REMIND_SECONDS), LogRateLimiter(REMIND_SECONDS)
         self.draining = False
 
     def reserve(self, peer: str) -> bool:

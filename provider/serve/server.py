@@ -30,7 +30,7 @@ from provider.serve.tokens import TokenFile
 from provider.serve.websocket_connection import OpenSession, WebsocketConnection
 from provider.session.tenant import Send, Service, TenantSession
 from shared.errors import ConfigurationError
-from shared.reminder import Reminder
+from shared.log_rate_limit import LogRateLimiter
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Acceptor:
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
     def _accept(self) -> None:
-        reminder = Reminder(REMIND_SECONDS)
+        reminder = LogRateLimiter(REMIND_SECONDS)
         while not self._connections.draining:
             try:
                 raw, address = self._listener.accept()

@@ -13,7 +13,7 @@ from security.attacks import ATTACKS
 from security.recordings.capture import ELSEWHERE, ONE_TIME, PLAIN, RING_BANK, RING_MASKS, SAME, bank_name
 from security.recordings.workload import ADAPTED, LORA_ALPHA, LORA_RANK, REPEATED_TOKENS
 from security.report import plots
-from security.trials.routes import LONG, SHORT
+from security.trials.request_routing import LONG, SHORT
 from security.verdicts.claims import CLAIMS, Verdict
 from security.verdicts.findings import Finding, percent, plain
 from security.verdicts.judges import IMPRINTS, STATISTICAL, against_one_time, surely_found

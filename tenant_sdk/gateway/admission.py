@@ -20,7 +20,7 @@ from shared.errors import (
     VerificationError,
     WireError,
 )
-from tenant_sdk.gateway.fairness import Reservations
+from tenant_sdk.gateway.client_fairness import Reservations
 
 MAX_ADAPTERS = 1024  # names, of all clients
 RECENT = 32  # requests that an estimate goes by

@@ -33,14 +33,14 @@ from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
 from tenant_sdk.gateway.admission import MAX_ADAPTERS, Door, Queue, Refusal
 from tenant_sdk.gateway.calls import JSON_CALLS, bounded
-from tenant_sdk.gateway.fairness import Reservations
-from tenant_sdk.gateway.figures import Collector, rates
-from tenant_sdk.gateway.front import GENERATES, TOKENIZES, Front, Served
+from tenant_sdk.gateway.client_fairness import Reservations
+from tenant_sdk.gateway.constraint_checks import ConstraintChecker
+from tenant_sdk.gateway.http_frontend import GENERATES, TOKENIZES, Front, Served
+from tenant_sdk.gateway.log_redaction import leave_words_out
+from tenant_sdk.gateway.metrics import Collector, rates
 from tenant_sdk.gateway.parsing import RequestParser
-from tenant_sdk.gateway.quiet import leave_words_out
+from tenant_sdk.gateway.round_robin import TOKENIZING_THREADS, CachedAnswer, Threads, Turns, current_client
 from tenant_sdk.gateway.status import Status
-from tenant_sdk.gateway.trials import ConstraintChecker
-from tenant_sdk.gateway.turns import TOKENIZING_THREADS, CachedAnswer, Threads, Turns, current_client
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

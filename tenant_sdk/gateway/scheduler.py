@@ -14,7 +14,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 from shared.latency import LinearLatency
-from tenant_sdk.gateway.fairness import (
+from tenant_sdk.gateway.client_fairness import (
     Allowance,
     AttentionTimeDebt,
     Memory,

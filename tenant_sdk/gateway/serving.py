@@ -22,8 +22,8 @@ from tenant_sdk.gateway.calls import JSON_CALLS
 from tenant_sdk.gateway.connection import read, written
 from tenant_sdk.gateway.folder import METHOD, QUICK, content_format, shows_tools, tool_parser, write_folder
 from tenant_sdk.gateway.options import DRAFT_TOKENS, LOOKUP, RANKS, GatewayOptions
+from tenant_sdk.gateway.round_robin import TOKENIZING_THREADS
 from tenant_sdk.gateway.status import Status
-from tenant_sdk.gateway.turns import TOKENIZING_THREADS
 
 if TYPE_CHECKING:
     from shared.wire.messages import Manifest
@@ -316,7 +316,7 @@ def _run(arguments: list[str], options: GatewayOptions) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from tenant_sdk.gateway import endpoints
-    from tenant_sdk.gateway.arrivals import Connections
+    from tenant_sdk.gateway.connection_limits import Connections
 
     if METHOD not in [each.name for each in load_endpoint_plugins(("generate",))]:
         # vLLM would go on without, and so without a door.

@@ -17,10 +17,10 @@ import torch
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
+from tenant_sdk.gateway.client_fairness import replaced
 from tenant_sdk.gateway.constraints import Constraint
-from tenant_sdk.gateway.fairness import replaced
 from tenant_sdk.gateway.grammars import compiled
-from tenant_sdk.gateway.turns import Threads, current_client
+from tenant_sdk.gateway.round_robin import Threads, current_client
 
 REMEMBERED = 64  # compiled constraints, of all clients
 ANSWER_SECONDS = 2.0  # of a processor, for all of an answer

@@ -25,8 +25,8 @@ from shared.wire.header import RequestClass
 from tenant_sdk.gateway.admission import Failure
 from tenant_sdk.gateway.connection import session_here
 from tenant_sdk.gateway.linear import RequestOptions, check_adaptable, non_finite_rows, probe, request_options
+from tenant_sdk.gateway.log_redaction import leave_words_out, redacted
 from tenant_sdk.gateway.options import GatewayOptions
-from tenant_sdk.gateway.quiet import leave_words_out, redacted
 from tenant_sdk.gateway.status import Status
 from tenant_sdk.session.options import SessionConfig
 

@@ -26,15 +26,15 @@ from shared.wire.header import Direction
 from shared.wire.messages import TENANT_FILES, Manifest, ParameterInfo
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.model.configuration import download_files, read_configuration
-from tenant_sdk.model.mixtures import Placement, expert_parameters
-from tenant_sdk.model.remote_weight import RemoteWeight
-from tenant_sdk.model.surgery import (
+from tenant_sdk.model.layer_replacement import (
     attach_layers,
     checked_layer,
     excluded_layers,
     own_head,
     plan_layers,
 )
+from tenant_sdk.model.mixtures import Placement, expert_parameters
+from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.model.tokenizer import build_tokenizer
 from tenant_sdk.model.virtual import Group
 from tenant_sdk.trust.attestation import linear_layers

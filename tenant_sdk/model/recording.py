@@ -21,7 +21,7 @@ Ask = Callable[[], list[torch.Tensor]]
 
 
 class Store(Protocol):
-    """Where tensors are kept: in memory, or a ``Spill``."""
+    """Where tensors are kept: in memory, or a ``EncryptedFile``."""
 
     def write(self, tensor: torch.Tensor) -> Any:
         """Keep a copy of a tensor."""

@@ -18,10 +18,10 @@ from transformers.integrations import sdpa_attention
 from shared.compat import cache_name
 from shared.errors import ConfigurationError
 from shared.wire.messages import GroupInfo
+from tenant_sdk.sequences.encrypted_file import EncryptedFile
 from tenant_sdk.sequences.kv_budget import KvBudget
 from tenant_sdk.sequences.kv_layers import DiskLayer, HostLayer
 from tenant_sdk.sequences.prefill import MOST, Demand
-from tenant_sdk.sequences.spill import Spill
 from tenant_sdk.sequences.text_cache import TextCache, guard
 
 PLACES = ("device", "host", "disk")
@@ -135,7 +135,9 @@ class LongContext:
             )
         replaced = [at for at, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
         kv_budget = (
-            KvBudget(Spill(self.kv_folder), int(self.kv_memory_gib * 2**30)) if self.kv == "disk" else None
+            KvBudget(EncryptedFile(self.kv_folder), int(self.kv_memory_gib * 2**30))
+            if self.kv == "disk"
+            else None
         )
         for at in replaced:
             cache.layers[at] = HostLayer() if kv_budget is None else DiskLayer(kv_budget)

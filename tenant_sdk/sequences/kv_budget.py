@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from shared.forks import ForkGuard
+from tenant_sdk.sequences.encrypted_file import EncryptedFile, Spilled
 from tenant_sdk.sequences.kv_layers import BLOCK, Block, host_memory
-from tenant_sdk.sequences.spill import Spill, Spilled
 
 if TYPE_CHECKING:
     from tenant_sdk.sequences.kv_layers import DiskLayer
@@ -70,7 +70,7 @@ class KvBudget:
         budget: bytes of layers that stay in memory.
     """
 
-    def __init__(self, spill: Spill, budget: int) -> None:
+    def __init__(self, spill: EncryptedFile, budget: int) -> None:
         self.spill, self._budget = spill, budget
         self._layers: list[weakref.ref[DiskLayer]] = []  # weak: the file is closed with the last of them
         self._scratches, self._next = [_Scratch(), _Scratch()], 0
@@ -157,7 +157,7 @@ class KvBudget:
             self._ahead = None
 
 
-def fill(spill: Spill, blocks: Sequence[tuple[int, Block]], out: Sequence[Tensor]) -> None:
+def fill(spill: EncryptedFile, blocks: Sequence[tuple[int, Block]], out: Sequence[Tensor]) -> None:
     """Read blocks to where their numbers say, each through a tensor that stays in the processor's cache."""
     through: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from shared.devices import pin
 from shared.errors import ConfigurationError
-from tenant_sdk.sequences.spill import Spilled
+from tenant_sdk.sequences.encrypted_file import Spilled
 
 if TYPE_CHECKING:
     from tenant_sdk.sequences.kv_budget import KvBudget

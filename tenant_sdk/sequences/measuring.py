@@ -14,8 +14,8 @@ from shared.compat import cache_name
 from shared.errors import ConfigurationError
 from tenant_sdk.model.recording import Recording
 from tenant_sdk.sequences.chunked_loss import chunk_tokens
+from tenant_sdk.sequences.encrypted_file import default_folder
 from tenant_sdk.sequences.planning import GIB, Shapes
-from tenant_sdk.sequences.spill import default_folder
 from tenant_sdk.sequences.stack import Stack
 from tenant_sdk.sequences.windows import WindowCache
 from tenant_sdk.storage import disk_errors
@@ -149,7 +149,7 @@ def _field(path: Path, name: str, unit: int = 1024) -> int:
 
 
 def free_disk(folder: Path | None) -> int:
-    """Bytes that are free where a Spill of this folder would be.
+    """Bytes that are free where a EncryptedFile of this folder would be.
 
     Raises:
         StorageError: there is no such folder.

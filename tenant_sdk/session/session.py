@@ -21,9 +21,9 @@ from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.model import loading as model_loading
 from tenant_sdk.model.experts import Padding
+from tenant_sdk.model.layer_replacement import attach_layers, detach_layers, warn_if_trained
 from tenant_sdk.model.mixtures import Placement
 from tenant_sdk.model.naming import base_of_peer, find_base, name_model
-from tenant_sdk.model.surgery import attach_layers, detach_layers, warn_if_trained
 from tenant_sdk.model.virtual import Group
 from tenant_sdk.products.products import Products
 from tenant_sdk.sequences.contexts import LongContext, prefill

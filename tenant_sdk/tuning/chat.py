@@ -13,7 +13,7 @@ from torch import Tensor
 from shared.errors import ConfigurationError, Message
 from tenant_sdk.tuning.data import chat_prompt
 from tenant_sdk.tuning.generation import Written, context_of, stream
-from tenant_sdk.tuning.parts import REASONING
+from tenant_sdk.tuning.message_parts import REASONING
 from tenant_sdk.tuning.sampling import Sampling
 
 _PROMPT_END = 32  # tokens, at whose end a template may open a thought

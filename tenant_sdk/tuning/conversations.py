@@ -17,7 +17,7 @@ from datetime import date
 from typing import Any
 
 from shared.errors import ConfigurationError, Placeholder
-from tenant_sdk.tuning.parts import MessagePart, Placeholders
+from tenant_sdk.tuning.message_parts import MessagePart, Placeholders
 
 IGNORED = -100  # a label that takes no part in the loss
 Example = dict[str, list[int]]  # input_ids and, as long, labels: the same ids, or IGNORED

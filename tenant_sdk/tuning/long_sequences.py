@@ -18,9 +18,9 @@ from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.model.checkpointing import forget_products, is_checkpointed, keep_products, keeps_products
 from tenant_sdk.model.recording import CopyStore, OnHost, Store
 from tenant_sdk.sequences.chunked_loss import ChunkedLoss, Loss, items_of, shifted
+from tenant_sdk.sequences.encrypted_file import EncryptedFile
 from tenant_sdk.sequences.measuring import FRACTION, free_disk, memory_left, shapes_of
 from tenant_sdk.sequences.planning import GIB, Place, Plan, plan_step
-from tenant_sdk.sequences.spill import Spill
 from tenant_sdk.sequences.stack import NotInParts, Stack, instead
 from tenant_sdk.sequences.windows import Batch, ReferenceStore, Run, Stores, WindowedLoss
 from tenant_sdk.trust.attestation import base_model
@@ -47,7 +47,7 @@ class LongTuning:
         self.plan, self._model, self._folder, self._max_length = Plan(), model, folder, max_length
         self._stack = stack = Stack(model, self._passed_by)
         self._said: set[str] = set()
-        self._spill: Spill | None = None
+        self._spill: EncryptedFile | None = None
         self._switched_on, self._attached = False, keeps_products(model)
         vars(model)[_TUNING] = self
         self._inner = stack.forward
@@ -82,7 +82,7 @@ class LongTuning:
         """Do as another plan says from now on."""
         self.plan = plan
         if Place.DISK in (plan.answers, plan.states) and self._spill is None:
-            self._spill = Spill(self._folder)
+            self._spill = EncryptedFile(self._folder)
         if plan.checkpointed:
             keep_products(self._model, self._store(plan.answers))
             if not is_checkpointed(self._model):

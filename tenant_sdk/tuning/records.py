@@ -23,7 +23,7 @@ import msgspec
 from msgspec.structs import replace
 
 from shared.errors import ConfigurationError, peer_text
-from tenant_sdk.tuning.parts import REASONING
+from tenant_sdk.tuning.message_parts import REASONING
 from tenant_sdk.tuning.tables import csv_records, is_table, parquet_records
 
 _NAMES = (".jsonl", ".ndjson", ".json")

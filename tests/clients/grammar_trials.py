@@ -20,13 +20,13 @@ from tokenizers import Tokenizer
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
 from tenant_sdk.gateway import structured
+from tenant_sdk.gateway.client_fairness import Allowance
+from tenant_sdk.gateway.constraint_checks import ConstraintChecker
 from tenant_sdk.gateway.constraints import Constraint
-from tenant_sdk.gateway.fairness import Allowance
 from tenant_sdk.gateway.grammars import ENGINE_STACK, _apart, compiled
 from tenant_sdk.gateway.scheduler import TEXT_BYTES, TEXTS_BYTES, Base, Scheduler
 from tenant_sdk.gateway.status import Ended
 from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance, by_client
-from tenant_sdk.gateway.trials import ConstraintChecker
 
 file = Path(sys.argv[1]) / "tokenizer.json"
 tokens = Tokenizer.from_file(str(file)).get_vocab_size()

@@ -13,7 +13,7 @@ from audits import PLAN, Short, lines
 
 from security.attacks.routing import Routing, RoutingView
 from security.trials.context import Trials
-from security.trials.routes import Routes
+from security.trials.request_routing import Routes
 from security.verdicts.claims import CLAIMS
 from security.verdicts.plan import AuditResult
 from tenant_sdk.model.experts import Padding

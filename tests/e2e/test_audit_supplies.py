@@ -23,7 +23,7 @@ from security.attacks.hostile_files import LoadOutcome, MemoryBomb
 from security.attacks.hostile_parties import MaskServedTwice, in_copy
 from security.recordings.executors import AuditError
 from security.trials.context import Trials
-from security.trials.supplies import SupplyAttacks
+from security.trials.supply_chain import SupplyAttacks
 from security.verdicts.claims import CLAIMS
 from security.verdicts.findings import HostileFinding
 from security.verdicts.plan import AuditResult

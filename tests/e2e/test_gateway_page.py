@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tenant_sdk.gateway.page import HEADERS, PAGE
+from tenant_sdk.gateway.status_page import HEADERS, PAGE
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian package chromium)")

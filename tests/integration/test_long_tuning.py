@@ -21,8 +21,8 @@ from transformers import Trainer, TrainingArguments
 import tenant_sdk
 from shared.wire.header import RequestClass
 from tenant_sdk.connection.remote import RemoteExecutor
+from tenant_sdk.sequences.encrypted_file import EncryptedFile
 from tenant_sdk.sequences.planning import Place, Plan
-from tenant_sdk.sequences.spill import Spill
 
 
 def counted(session: tenant_sdk.Session, model: nn.Module) -> tuple[dict[str, torch.Tensor], list[int]]:
@@ -118,10 +118,12 @@ def test_nothing_of_the_text_is_on_the_disk(
         written.append(bytes(data))
         return pwrite(file, data, at)
 
-    monkeypatch.setattr("tenant_sdk.sequences.spill.os.pwrite", look)
+    monkeypatch.setattr("tenant_sdk.sequences.encrypted_file.os.pwrite", look)
     plain: list[torch.Tensor] = []
-    write = Spill.write
-    monkeypatch.setattr(Spill, "write", lambda self, tensor: (plain.append(tensor), write(self, tensor))[1])
+    write = EncryptedFile.write
+    monkeypatch.setattr(
+        EncryptedFile, "write", lambda self, tensor: (plain.append(tensor), write(self, tensor))[1]
+    )
     with llama.connect() as session:
         model = add_lora(session.load_model(progress=False)).eval()
         tuning = windows(model, 16, folder=tmp_path)

@@ -18,16 +18,16 @@ from shared.errors import (
     SymbiosisError,
     VerificationError,
 )
-from tenant_sdk.gateway import front as in_front
+from tenant_sdk.gateway import http_frontend as in_front
 from tenant_sdk.gateway import serving
 from tenant_sdk.gateway.admission import Door, Failure, Queue, Refusal, UnauthenticatedConnections, told
-from tenant_sdk.gateway.fairness import Allowance, Reservations
-from tenant_sdk.gateway.front import Front, Served
+from tenant_sdk.gateway.client_fairness import Allowance, Reservations
+from tenant_sdk.gateway.http_frontend import Front, Served
 from tenant_sdk.gateway.options import GatewayOptions
-from tenant_sdk.gateway.page import PAGE
 from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.requests import ParsedRequest, parse_request
 from tenant_sdk.gateway.status import Status, client_of, request_name
+from tenant_sdk.gateway.status_page import PAGE
 from tenant_sdk.session.options import SessionConfig
 
 KEY = "a-key-of-enough-letters"

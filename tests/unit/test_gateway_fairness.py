@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.latency import LinearLatency
-from tenant_sdk.gateway.fairness import (
+from tenant_sdk.gateway.client_fairness import (
     LATELY,
     MIN_ROWS,
     STEP_FACTOR_BUSY,

@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 
-from tenant_sdk.gateway import front as in_front
+from tenant_sdk.gateway import http_frontend as in_front
 from tenant_sdk.gateway.admission import Door, Queue, Refusal
+from tenant_sdk.gateway.constraint_checks import REMEMBERED as KEPT
+from tenant_sdk.gateway.constraint_checks import ConstraintChecker
 from tenant_sdk.gateway.constraints import Constraint
-from tenant_sdk.gateway.front import FLUSHED, MAX_UNQUEUED, Front, Served, _failed
 from tenant_sdk.gateway.helper_process import HelperProcess
+from tenant_sdk.gateway.http_frontend import FLUSHED, MAX_UNQUEUED, Front, Served, _failed
+from tenant_sdk.gateway.log_redaction import leave_words_out
 from tenant_sdk.gateway.parsing import RequestParser
-from tenant_sdk.gateway.quiet import leave_words_out
 from tenant_sdk.gateway.requests import parse_request
+from tenant_sdk.gateway.round_robin import CachedAnswer, Threads, Turns, current_client
 from tenant_sdk.gateway.status import REMEMBERED, Ended
-from tenant_sdk.gateway.trials import REMEMBERED as KEPT
-from tenant_sdk.gateway.trials import ConstraintChecker
-from tenant_sdk.gateway.turns import CachedAnswer, Threads, Turns, current_client
 
 KEYS = ("a-key-of-enough-letters", "another-key-of-enough")
 TEXT = "/v1/completions"

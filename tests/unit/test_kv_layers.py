@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from transformers.cache_utils import DynamicLayer
 
 from shared.errors import ConfigurationError
+from tenant_sdk.sequences.encrypted_file import EncryptedFile
 from tenant_sdk.sequences.kv_budget import KvBudget
 from tenant_sdk.sequences.kv_layers import BLOCK, Buffer, DiskLayer, HostLayer, on_device
-from tenant_sdk.sequences.spill import Spill
 
 HEADS, WIDTH = 2, 4
 LAYER = 2 * HEADS * WIDTH * 4  # bytes a token of one layer, one row of a batch
@@ -35,7 +35,7 @@ def states(tokens: int, batch: int = 1, seed: int = 0) -> tuple[torch.Tensor, to
 
 
 def disk(layers: int = 1, budget: int = 0) -> list[DiskLayer]:
-    kv_budget = KvBudget(Spill(), budget)
+    kv_budget = KvBudget(EncryptedFile(), budget)
     return [DiskLayer(kv_budget) for _ in range(layers)]
 
 

@@ -21,7 +21,7 @@ from shared.errors import ConfigurationError, Message
 from tenant_sdk.tuning.chat import answer_of, thought_of
 from tenant_sdk.tuning.conversations import IGNORED, Conversations, Day, Example
 from tenant_sdk.tuning.generation import Written
-from tenant_sdk.tuning.parts import REASONING
+from tenant_sdk.tuning.message_parts import REASONING
 
 # Their prompts open a thought that the conversation does not have, or they want content as a list.
 REFUSED_REAL = {

@@ -25,7 +25,7 @@ from shared.errors import (
     VerificationError,
     WireError,
 )
-from shared.reminder import Reminder
+from shared.log_rate_limit import LogRateLimiter
 from tenant_sdk.connection.replicas import reconnecting
 from tenant_sdk.connection.replicas.reconnecting import ReconnectingConnection, single_replica
 from tenant_sdk.connection.replicas.retrying import (
@@ -95,7 +95,7 @@ class World:
 
     def request(self) -> RequestPolicy:
         policy = self.connection.policy
-        return RequestPolicy(policy.patience, self.now, policy.uniform, Reminder(REMIND_SECONDS))
+        return RequestPolicy(policy.patience, self.now, policy.uniform, LogRateLimiter(REMIND_SECONDS))
 
 
 @pytest.fixture

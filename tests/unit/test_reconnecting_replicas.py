@@ -19,7 +19,7 @@ from shared.errors import (
     ModelMismatch,
     SymbiosisError,
 )
-from shared.reminder import Reminder
+from shared.log_rate_limit import LogRateLimiter
 from shared.wire.messages import Limits, Manifest
 from tenant_sdk.connection.replicas import reconnecting
 from tenant_sdk.connection.replicas.reconnecting import ReconnectingConnection
@@ -75,7 +75,7 @@ def lose(connection: Any, error: SymbiosisError = LEAVING, request: RequestPolic
     """The channel that a request is sent again on, after the last one broke."""
     connection.latest.broken = True
     now, policy = connection._clock.now(), connection.policy
-    request = request or RequestPolicy(policy.patience, now, policy.uniform, Reminder(REMIND_SECONDS))
+    request = request or RequestPolicy(policy.patience, now, policy.uniform, LogRateLimiter(REMIND_SECONDS))
     step = request.after_error(error, now, url=connection.url, timeout=60.0)
     if isinstance(step, GiveUp):
         raise step.error
@@ -194,7 +194,7 @@ def test_without_patience_each_is_tried_once(world: Callable[..., World]) -> Non
 def test_a_request_that_breaks_every_replica_is_not_sent_for_ever(world: Callable[..., World]) -> None:
     here = world(A, B)
     connection = here.connect(1e6)
-    request = RequestPolicy(1e6, here.now, lambda: 0.0, Reminder(REMIND_SECONDS))
+    request = RequestPolicy(1e6, here.now, lambda: 0.0, LogRateLimiter(REMIND_SECONDS))
     broke = ConnectionLost("the connection broke")
     for _ in range(MAX_REPEATS):
         lose(connection, broke, request)

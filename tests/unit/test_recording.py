@@ -11,7 +11,7 @@ from test_virtual import ALL, BACKWARD, FORWARD, Trio, rows
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from tenant_sdk.model.recording import CopyStore, Mode, Recording, Store
-from tenant_sdk.sequences.spill import Spill
+from tenant_sdk.sequences.encrypted_file import EncryptedFile
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ def once(block: Callable[..., torch.Tensor], *inputs: torch.Tensor, store: Store
     return out
 
 
-@pytest.mark.parametrize("store", [Places, Spill])
-def test_nothing_is_asked_for_twice(trio: Trio, store: type[Places] | type[Spill]) -> None:
+@pytest.mark.parametrize("store", [Places, EncryptedFile])
+def test_nothing_is_asked_for_twice(trio: Trio, store: type[Places] | type[EncryptedFile]) -> None:
     def block(x: torch.Tensor) -> torch.Tensor:
         return sum((layer(x).tanh().sum(-1, keepdim=True) for layer in trio.layers), torch.zeros(()))
 

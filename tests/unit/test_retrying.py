@@ -29,7 +29,7 @@ from shared.errors import (
     VerificationError,
     WireError,
 )
-from shared.reminder import Reminder
+from shared.log_rate_limit import LogRateLimiter
 from tenant_sdk.connection.replicas import reconnecting
 from tenant_sdk.connection.replicas.backoff import LEAST
 from tenant_sdk.connection.replicas.reconnecting import ReconnectingConnection
@@ -79,7 +79,7 @@ failures = st.lists(st.tuples(put_off | st.sampled_from(GONE) | st.sampled_from(
 def test_a_request_is_sent_again_only_for_what_passes_and_not_for_ever(
     failures: list[tuple[SymbiosisError, float]], patience: float, chance: float, closed: bool
 ) -> None:
-    policy = RequestPolicy(patience, 0.0, lambda: chance, Reminder(REMIND_SECONDS))
+    policy = RequestPolicy(patience, 0.0, lambda: chance, LogRateLimiter(REMIND_SECONDS))
     now, counts = 0.0, Counter[str]()
     began, first_lost = 0.0, None
     for error, later in failures:
@@ -110,12 +110,12 @@ def test_a_request_is_sent_again_only_for_what_passes_and_not_for_ever(
 
 @pytest.mark.parametrize("error", [*FINAL, *NO, ConfigurationError("one operator")], ids=repr)
 def test_what_is_no_matter_of_time_is_never_sent_again(error: SymbiosisError) -> None:
-    policy = RequestPolicy(1e6, 0.0, lambda: 0.0, Reminder(REMIND_SECONDS))
+    policy = RequestPolicy(1e6, 0.0, lambda: 0.0, LogRateLimiter(REMIND_SECONDS))
     assert policy.after_error(error, 0.0, url=URL, timeout=TIMEOUT) == GiveUp(error)
 
 
 def test_a_request_that_breaks_every_connection_is_given_up() -> None:
-    policy, (error, *_) = RequestPolicy(1e6, 0.0, lambda: 0.0, Reminder(REMIND_SECONDS)), GONE
+    policy, (error, *_) = RequestPolicy(1e6, 0.0, lambda: 0.0, LogRateLimiter(REMIND_SECONDS)), GONE
     for _ in range(MAX_REPEATS):
         assert policy.after_error(error, 7.0, url=URL, timeout=TIMEOUT) == Reconnect(7.0)
     step = policy.after_error(error, 7.0, url=URL, timeout=TIMEOUT)
@@ -127,7 +127,7 @@ def test_a_request_that_breaks_every_connection_is_given_up() -> None:
 
 def test_what_ends_parts_of_an_executor_is_not_sent_for_ever() -> None:
     error = RequestRefused("unavailable", "no", retry_after=1.0)
-    policy = RequestPolicy(1e6, 0.0, lambda: 0.0, Reminder(REMIND_SECONDS))
+    policy = RequestPolicy(1e6, 0.0, lambda: 0.0, LogRateLimiter(REMIND_SECONDS))
     steps = [policy.after_error(error, 0.0, url=URL, timeout=TIMEOUT) for _ in range(MAX_WORKER_LOSSES + 1)]
     assert all(isinstance(step, SendAgain) for step in steps[:-1])
     assert steps[-1] == GiveUp(error)
@@ -136,7 +136,7 @@ def test_what_ends_parts_of_an_executor_is_not_sent_for_ever() -> None:
 def test_a_restart_is_waited_for_from_the_first_time_on() -> None:
     """Whatever happened meanwhile; and the error names the option."""
     error = RequestRefused("restarting", "no", retry_after=10.0)
-    policy = RequestPolicy(100.0, 0.0, lambda: 0.0, Reminder(REMIND_SECONDS))
+    policy = RequestPolicy(100.0, 0.0, lambda: 0.0, LogRateLimiter(REMIND_SECONDS))
     assert isinstance(policy.after_error(error, 80.0, url=URL, timeout=TIMEOUT), SendAgain)
     policy.reconnected(89.0)
     step = policy.after_error(error, 90.0, url=URL, timeout=TIMEOUT)
@@ -149,7 +149,7 @@ def test_a_restart_is_waited_for_from_the_first_time_on() -> None:
 
 def test_that_requests_wait_is_said_now_and_then() -> None:
     """However many of them."""
-    reminder, said = Reminder(REMIND_SECONDS), list[float]()
+    reminder, said = LogRateLimiter(REMIND_SECONDS), list[float]()
     error = RequestRefused("overloaded", "wait", retry_after=1.0)
     for now in range(35):
         policy = RequestPolicy(0.0, now, lambda: 0.0, reminder)

@@ -21,8 +21,8 @@ from shared.compat import cache_name
 from shared.errors import ConfigurationError
 from tenant_sdk.model.prompt_adapters import fit_prompt_adapters
 from tenant_sdk.model.recording import CopyStore
+from tenant_sdk.sequences.encrypted_file import EncryptedFile
 from tenant_sdk.sequences.planning import Place, Plan
-from tenant_sdk.sequences.spill import Spill
 from tenant_sdk.sequences.windows import SavedTensors
 
 CLOSE = 1e-5  # float32: the order of additions
@@ -345,7 +345,7 @@ def test_what_changed_before_the_backward_is_noticed(what: str) -> None:
 
 
 def test_kept_places_go_with_it(tmp_path: Path) -> None:
-    spill = Spill(tmp_path)
+    spill = EncryptedFile(tmp_path)
     for _ in range(3):
         kept = SavedTensors(spill)
         kept.put("a", torch.zeros(1000))

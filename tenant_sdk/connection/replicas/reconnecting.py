@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from shared.compat import before_threads_are_joined
 from shared.errors import ConnectionLost, ModelMismatch, SymbiosisError
 from shared.forks import ForkGuard
-from shared.reminder import Reminder
+from shared.log_rate_limit import LogRateLimiter
 from shared.wire.header import Header, Operation
 from shared.wire.messages import Hello, Manifest, decode, encode
 from shared.wire.protocol import validate_manifest
@@ -92,7 +92,7 @@ class ReconnectingConnection:
         self._fork_guard = ForkGuard()
         self._closing = threading.Event()
         _connections.add(self)
-        self._reminder = Reminder(REMIND_SECONDS)  # that requests are put off
+        self._reminder = LogRateLimiter(REMIND_SECONDS)  # that requests are put off
         self._reconnecting = threading.Lock()  # the thread that opens a channel holds it; it guards these:
         self.policy = ReconnectPolicy(patience, random.SystemRandom().random)
         found = None

@@ -24,7 +24,7 @@ from shared.errors import (
     SymbiosisError,
     TlsError,
 )
-from shared.reminder import Reminder
+from shared.log_rate_limit import LogRateLimiter
 from tenant_sdk.connection.replicas.backoff import pause
 from tenant_sdk.connection.replicas.replica_set import ReplicaSet, what_happened
 
@@ -109,7 +109,9 @@ class RequestPolicy:
         reminder: of all requests that may be put off by the same executor.
     """
 
-    def __init__(self, patience: float, now: float, uniform: Callable[[], float], reminder: Reminder) -> None:
+    def __init__(
+        self, patience: float, now: float, uniform: Callable[[], float], reminder: LogRateLimiter
+    ) -> None:
         self._patience, self._uniform, self._reminder = patience, uniform, reminder
         self._asked = now
         self._began, self._refusals = now, 0  # on this channel
@@ -194,7 +196,7 @@ class ReconnectPolicy:
     def __init__(self, patience: float, uniform: Callable[[], float]) -> None:
         self.patience, self.uniform = patience, uniform
         self.replica = self.url = ""
-        self.reminder = Reminder(REMIND_SECONDS)
+        self.reminder = LogRateLimiter(REMIND_SECONDS)
         self._replicas = ReplicaSet(lambda: self.uniform())
         self._rounds = 0  # in which each replica was tried once, since the last answer
         self._tried: set[str] = set()  # in this round

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from shared.reminder import Reminder
+from shared.log_rate_limit import LogRateLimiter
 
 OURS = ("tenant_sdk", "shared")  # whose words hold no text of a client
 # They may fail at each token of an answer, and clients choose the tokens: a place says so once in a while.
@@ -19,12 +19,12 @@ PARSERS, PARSERS_SECONDS = ("vllm.parser", "vllm.tool_parsers"), 60.0
 def leave_words_out(clock: Callable[[], float] = time.monotonic) -> None:
     """From now on, in this process: a library's words, and those of an exception, may hold a client's."""
     make = logging.getLogRecordFactory()
-    places = dict[tuple[str, int], Reminder]()
+    places = dict[tuple[str, int], LogRateLimiter]()
 
     def record_of(*arguments: Any, **options: Any) -> logging.LogRecord:
         record = make(*arguments, **options)
         if record.name.startswith(PARSERS):
-            place = places.setdefault((record.pathname, record.lineno), Reminder(PARSERS_SECONDS))
+            place = places.setdefault((record.pathname, record.lineno), LogRateLimiter(PARSERS_SECONDS))
             if not place.due(clock()):
                 record.levelno = logging.NOTSET - 1  # below the level of any handler
                 return record

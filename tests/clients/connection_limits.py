@@ -12,15 +12,15 @@ from typing import Any
 
 import uvicorn
 
-from tenant_sdk.gateway import arrivals
+from tenant_sdk.gateway import connection_limits
 from tenant_sdk.gateway.admission import Door, UnauthenticatedConnections
-from tenant_sdk.gateway.arrivals import Connections
-from tenant_sdk.gateway.fairness import Reservations
-from tenant_sdk.gateway.front import FLUSHED
+from tenant_sdk.gateway.client_fairness import Reservations
+from tenant_sdk.gateway.connection_limits import Connections
+from tenant_sdk.gateway.http_frontend import FLUSHED
 
 left: list[str] = []  # paths of answers that clients have taken
 KEYS = ("a-key-of-enough-letters", "another-key-of-enough")
-arrivals.HEADER_SECONDS = 0.5
+connection_limits.HEADER_SECONDS = 0.5
 
 
 async def application(scope: Any, receive: Any, send: Any) -> None:
@@ -81,7 +81,7 @@ kept = connected()
 assert asks(kept, 0) == OK
 kept.sendall(b"GET / HTTP/1.1\r\nHost: local")
 assert ended(kept), "headers of a second request that do not end"
-arrivals.HEADER_SECONDS = 600.0
+connection_limits.HEADER_SECONDS = 600.0
 large = connected()
 try:
     large.sendall(b"GET / HTTP/1.1\r\n")
@@ -109,14 +109,14 @@ for more, status in (
     assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]["code"] == int(status)
     assert ended(refused), "what it sends behind it is not parsed"
 
-arrivals.HEADER_SECONDS = 0.1
+connection_limits.HEADER_SECONDS = 0.1
 endless = connected()
 endless.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60000\r\n\r\n")
 assert endless.recv(1000).startswith(OK)
 assert ended(endless), "a body that nobody waits for"
-arrivals.HEADER_SECONDS = 600.0
+connection_limits.HEADER_SECONDS = 600.0
 
-arrivals.UNREAD_SECONDS = 600.0
+connection_limits.UNREAD_SECONDS = 600.0
 asking = connected()
 head = f"GET /large HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[0]}\r\n\r\n".encode()
 asking.sendall(head)
@@ -169,7 +169,7 @@ for each in (first, second, third):
 assert settles(lambda: not connections.unread.total)
 assert settles(lambda: not connections.known.total)
 
-arrivals.UNREAD_SECONDS = 0.1
+connection_limits.UNREAD_SECONDS = 0.1
 unread = connected()
 unread.sendall(f"GET /large HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[0]}\r\n\r\n".encode())
 assert unread.recv(1), "the answer has begun"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import ConfigurationError, ConnectionLost, StorageError
-from tenant_sdk.sequences.spill import FEW, PIECE, Spill
+from tenant_sdk.sequences.encrypted_file import FEW, PIECE, EncryptedFile
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
 
@@ -33,7 +33,7 @@ def random_tensor(seed: int, shape: list[int], dtype: torch.dtype) -> torch.Tens
 def test_what_was_written_is_read(
     tensors: list[tuple[int, list[int], torch.dtype]], data: st.DataObject
 ) -> None:
-    spill = Spill()
+    spill = EncryptedFile()
     kept = []
     for each in tensors:
         tensor = random_tensor(*each)
@@ -50,7 +50,7 @@ def test_what_was_written_is_read(
     "size", [PIECE // 4 - 1, PIECE // 4, PIECE // 4 + 1, PIECE, FEW * PIECE // 4, FEW * PIECE // 4 + 1]
 )
 def test_around_the_size_of_a_piece(size: int) -> None:
-    spill = Spill()
+    spill = EncryptedFile()
     tensor = random_tensor(0, [size], torch.float32)
     out = torch.zeros(size)
     assert spill.read(spill.write(tensor), out) is out
@@ -58,7 +58,7 @@ def test_around_the_size_of_a_piece(size: int) -> None:
 
 
 def test_a_freed_place_is_used_again() -> None:
-    spill = Spill()
+    spill = EncryptedFile()
     first = spill.write(torch.zeros(1000))
     taken = spill.nbytes
     spill.free(first)
@@ -69,7 +69,7 @@ def test_a_freed_place_is_used_again() -> None:
 
 
 def test_other_sizes_take_no_more_room_once_nothing_is_kept() -> None:
-    spill = Spill()
+    spill = EncryptedFile()
     for size in range(1000, 1100, 10):
         kept = [spill.write(torch.full((size + i,), float(i))) for i in range(3)]
         assert [float(spill.read(each)[-1]) for each in kept] == [0, 1, 2]
@@ -80,7 +80,7 @@ def test_other_sizes_take_no_more_room_once_nothing_is_kept() -> None:
 
 @pytest.mark.parametrize("size", [1000, FEW * PIECE // 4])
 def test_what_could_not_be_written_takes_no_room(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    spill = Spill()
+    spill = EncryptedFile()
     kept = spill.write(torch.ones(1))
     with monkeypatch.context() as full:
 
@@ -97,12 +97,12 @@ def test_what_could_not_be_written_takes_no_room(size: int, monkeypatch: pytest.
     assert float(spill.read(kept)[0]) == 1
 
 
-def descriptor(spill: Spill) -> Path:
+def descriptor(spill: EncryptedFile) -> Path:
     return Path(f"/proc/self/fd/{spill._file}")
 
 
 def test_the_file_has_no_name_and_shows_nothing(tmp_path: Path) -> None:
-    spill = Spill(tmp_path)
+    spill = EncryptedFile(tmp_path)
     text = b"a patient's name, many times over. " * 20_000
     zeros = torch.zeros(100_000)
     spill.write(torch.frombuffer(bytearray(text), dtype=torch.uint8))
@@ -117,7 +117,7 @@ def test_the_file_has_no_name_and_shows_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1000, FEW * PIECE // 4])
 def test_a_changed_file_is_noticed(size: int) -> None:
-    spill = Spill()
+    spill = EncryptedFile()
     spilled = spill.write(torch.zeros(size))
     (stored,) = os.pread(spill._file, 1, spill.nbytes - 17)
     os.pwrite(spill._file, bytes([stored ^ 1]), spill.nbytes - 17)
@@ -130,17 +130,17 @@ def test_a_changed_file_is_noticed(size: int) -> None:
 
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="absent"):
-        Spill(tmp_path / "absent")
+        EncryptedFile(tmp_path / "absent")
 
 
 def test_it_is_not_copied() -> None:
     for way in (copy.copy, copy.deepcopy, lambda each: each.__reduce_ex__(2)):
         with pytest.raises(ConfigurationError, match="cannot be copied"):
-            way(Spill())
+            way(EncryptedFile())
 
 
 def test_a_forked_child_has_neither_key_nor_file() -> None:
-    spill = Spill()
+    spill = EncryptedFile()
     spilled = spill.write(torch.ones(3))
     child = os.fork()
     if not child:
@@ -156,7 +156,7 @@ def test_a_forked_child_has_neither_key_nor_file() -> None:
 
 
 def test_wrong_room() -> None:
-    spill = Spill()
+    spill = EncryptedFile()
     spilled = spill.write(torch.zeros(4, 2))
     for wrong in (torch.zeros(2, 4), torch.zeros(4, 2, dtype=torch.int32), torch.zeros(2, 4).T):
         with pytest.raises(ValueError, match="no room"):

@@ -8,7 +8,7 @@ import msgspec
 
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.helper_process import HelperProcess
-from tenant_sdk.gateway.turns import Turns
+from tenant_sdk.gateway.round_robin import Turns
 
 REMEMBERED = 8  # constraints of a client
 

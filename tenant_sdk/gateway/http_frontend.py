@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from tenant_sdk.gateway.admission import Door, Failure, Queue, Refusal, told
+from tenant_sdk.gateway.client_fairness import Reservations
 from tenant_sdk.gateway.constraints import Constraint
-from tenant_sdk.gateway.fairness import Reservations
-from tenant_sdk.gateway.page import HEADERS, PAGE
 from tenant_sdk.gateway.requests import RESPONSES, ParsedRequest, parse_request, text_bytes
+from tenant_sdk.gateway.round_robin import Turns, current_client
 from tenant_sdk.gateway.status import Ended, Status, request_name
-from tenant_sdk.gateway.turns import Turns, current_client
+from tenant_sdk.gateway.status_page import HEADERS, PAGE
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -55,7 +55,7 @@ _ERROR = b'data: {"error"'  # an event of a stream
 
 
 class ChecksConstraints(Protocol):
-    """See ``tenant_sdk.gateway.trials.ConstraintChecker``."""
+    """See ``tenant_sdk.gateway.constraint_checks.ConstraintChecker``."""
 
     async def refusal(self, client: str, given: Constraint) -> str:
         """Why a constraint is refused; or empty."""

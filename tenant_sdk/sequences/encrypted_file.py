@@ -44,7 +44,7 @@ class Spilled:
         return self.shape.numel() * self.dtype.itemsize
 
 
-class Spill:
+class EncryptedFile:
     """An encrypted file of tensors, without a name from the first moment.
 
     The key is drawn here and is only in this process, not in its children; so what a crash leaves on the disk

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Reminder:
+class LogRateLimiter:
     """Whether something is to be said, for the first time or again.
 
     Args:
