@@ -30,9 +30,9 @@ from rich.table import Table
 from serving import replay
 
 from provider.planning.capacity import Tenants, plan
-from provider.planning.layout import Layout, lay_out, read_groups
-from provider.planning.options import Link, parse_network
-from provider.planning.simulation import Costs, Forecast
+from provider.planning.layout import WorkerLayout, lay_out, read_groups
+from provider.planning.options import NetworkLink, parse_network
+from provider.planning.simulation import CapacityForecast, Costs
 
 console = Console(width=150)
 HERE, EXAMPLE = {0}, Path(__file__).parents[1] / "examples" / "base_model"
@@ -83,7 +83,7 @@ def measured(running: Executor, tenants: int, rows: int, seconds: float) -> dict
     }
 
 
-def calibrated(work: Path, seconds: float) -> tuple[Costs, Link]:
+def calibrated(work: Path, seconds: float) -> tuple[Costs, NetworkLink]:
     """What a request and a byte cost executor and tenants, and how long both wait for each other besides."""
     folder = work / "calibration"
     write_model(folder, **CALIBRATION)  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ def calibrated(work: Path, seconds: float) -> tuple[Costs, Link]:
     size = tune["up"] + tune["down"]
     byte = max(0.0, tune["overhead"] - request) / size
     own = max(0.0, 1 / tune["requests_per_second"] - request - tenant - waited - byte * size) / size
-    return Costs(request, byte, tenant, own), Link(waited / 2, LOOPBACK)
+    return Costs(request, byte, tenant, own), NetworkLink(waited / 2, LOOPBACK)
 
 
 def serving(folder: Path, work: Path) -> Any:
@@ -106,8 +106,8 @@ def serving(folder: Path, work: Path) -> Any:
 
 
 def forecast(
-    layout: Layout, tenants: int, rows: int, costs: Costs, link: Link
-) -> tuple[Forecast, float, float]:
+    layout: WorkerLayout, tenants: int, rows: int, costs: Costs, link: NetworkLink
+) -> tuple[CapacityForecast, float, float]:
     """Of one load, with the bytes of a token up and down."""
     machines = min(tenants, len(OTHERS))
     found = plan(
@@ -124,7 +124,7 @@ def forecast(
 
 
 def compare(
-    name: str, folder: Path, work: Path, costs: Costs, link: Link, options: Any
+    name: str, folder: Path, work: Path, costs: Costs, link: NetworkLink, options: Any
 ) -> list[dict[str, Any]]:
     """Forecasts and measurements of one model."""
     groups = read_groups(folder)

@@ -36,20 +36,20 @@ from transformers import logging
 
 import tenant_sdk
 from tenant_sdk.model.checkpointing import forget_products, keep_products
-from tenant_sdk.sequences.planning import Place, Plan
+from tenant_sdk.sequences.planning import MemoryPlan, Place
 
 MEMORY, DISK, NOWHERE = Place.MEMORY, Place.DISK, Place.NOWHERE
 WINDOW = 1024
-WAYS: dict[str, Plan | None] = {
+WAYS: dict[str, MemoryPlan | None] = {
     "as is": None,
     "checkpointing, asked again": None,
     "checkpointing": None,
-    "loss by chunks": Plan(chunked_loss=True),
-    "chunks, checkpointing": Plan(chunked_loss=True, checkpointed=True),
-    "chunks, checkpointing, disk": Plan(chunked_loss=True, checkpointed=True, answers=DISK),
-    "windows in memory": Plan(chunked_loss=True, window=WINDOW),
-    "windows on disk": Plan(chunked_loss=True, window=WINDOW, answers=DISK, states=DISK),
-    "windows, asked again": Plan(chunked_loss=True, window=WINDOW, answers=NOWHERE, states=DISK),
+    "loss by chunks": MemoryPlan(chunked_loss=True),
+    "chunks, checkpointing": MemoryPlan(chunked_loss=True, checkpointed=True),
+    "chunks, checkpointing, disk": MemoryPlan(chunked_loss=True, checkpointed=True, answers=DISK),
+    "windows in memory": MemoryPlan(chunked_loss=True, window=WINDOW),
+    "windows on disk": MemoryPlan(chunked_loss=True, window=WINDOW, answers=DISK, states=DISK),
+    "windows, asked again": MemoryPlan(chunked_loss=True, window=WINDOW, answers=NOWHERE, states=DISK),
 }
 # The longest that is worth its minutes.
 MOST = {"as is": 4096, "checkpointing, asked again": 4096, "checkpointing": 4096, "loss by chunks": 4096}

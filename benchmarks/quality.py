@@ -33,10 +33,10 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, logging
 import tenant_sdk
 from provider import serve_in_process
 from provider.executor.weights import RingWeight
-from shared.ring.fixed_point import bounds, capacity, quantize_weight
+from shared.ring.fixed_point import bounds, max_row_norm, quantize_weight
 from shared.ring.mask_stream import MaskStream
-from shared.ring.rows import hide, reveal, write_products
-from shared.ring.upper_bits import cut, less
+from shared.ring.rows import quantize_and_mask, unmask_and_dequantize, write_products
+from shared.ring.upper_bits import subtract_upper_bits, take_upper_bits
 from shared.wire.header import EXACT, Direction
 from tenant_sdk.tuning.conversations import whole
 from tenant_sdk.tuning.data import Blocks, Reader, collate_packed, pack, read_tokens
@@ -249,17 +249,19 @@ def layer(weight: torch.Tensor, direction: Direction, outlier: float) -> dict[st
     for numerics, count, bits in (("ring", 1, 32), ("ring, half", 1, 16), ("ring-fine", 2, 32)):
         planes, scales = quantize_weight(weight, count)
         limit = bounds(planes)
-        max_norm = capacity(limit.forward if forward else limit.backward, rows.shape[1])
+        max_norm = max_row_norm(limit.forward if forward else limit.backward, rows.shape[1])
         request = torch.zeros(rows.shape, dtype=torch.int32)
-        hidden = hide([rows], None if forward else scales, max_norm, request, None)
+        hidden = quantize_and_mask([rows], None if forward else scales, max_norm, request, None)
         assert hidden is not None
         (answer,) = RingWeight(planes, [len(weight)]).apply(direction, 1, [request])
         out = torch.empty(true.shape)
         if bits == EXACT:
-            reveal(answer, [], hidden[0], scales if forward else None, [out], None, None)
+            unmask_and_dequantize(answer, [], hidden[0], scales if forward else None, [out], None, None)
         else:
             effect = MaskStream(bytes(32)).draw(*answer.shape)
-            products = less(cut(answer + effect, bits), [cut(effect, bits)], bits)
+            products = subtract_upper_bits(
+                take_upper_bits(answer + effect, bits), [take_upper_bits(effect, bits)], bits
+            )
             exponents = hidden[0] + 8 * (EXACT - bits)
             write_products(products, exponents, scales if forward else None, [out])
         errors[numerics] = distance(out.double(), true)

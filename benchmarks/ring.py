@@ -42,7 +42,7 @@ from provider.executor.weights import FloatWeight, GroupWeight, RingWeight
 from shared.memory import keep_freed_memory
 from shared.ring import product
 from shared.ring.fixed_point import quantize_weight
-from shared.ring.rows import hide, reveal
+from shared.ring.rows import quantize_and_mask, unmask_and_dequantize
 from shared.wire.header import RINGS, Direction
 
 logging.set_verbosity_error()
@@ -127,9 +127,11 @@ def measure_verification(rounds: int) -> dict[str, list[float]]:
                 for name in times:
                     check = name == "with"
                     started = time.perf_counter()
-                    hidden = hide([x], scales if scaled else None, 1e6, request, factor if check else None)
+                    hidden = quantize_and_mask(
+                        [x], scales if scaled else None, 1e6, request, factor if check else None
+                    )
                     assert hidden is not None
-                    reveal(
+                    unmask_and_dequantize(
                         answer,
                         [effect],
                         hidden[0],

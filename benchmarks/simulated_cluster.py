@@ -41,9 +41,9 @@ import matplotlib.pyplot as plt
 from provider.engine.latency import LatencyModel, Shape
 from provider.engine.scheduler import Opportunistic
 from provider.planning.capacity import PlacedLanes, pass_steps
-from provider.planning.layout import Layout, lay_out, read_groups
-from provider.planning.options import Link
-from provider.planning.simulation import Costs, Forecast, Load, Product, Simulation, Step
+from provider.planning.layout import WorkerLayout, lay_out, read_groups
+from provider.planning.options import NetworkLink
+from provider.planning.simulation import CapacityForecast, Costs, Load, Product, Simulation, Step
 from provider.workers.planner import Device, place
 from provider.workers.survey import latency_of
 from shared.wire.header import Direction, RequestClass
@@ -55,7 +55,7 @@ COLOURS = {BY_GROUP: BLUE, STRIPED: ORANGE, FSDP: GREY}
 LAYER = ((8192, (8192, 1024, 1024)), (8192, (8192,)), (8192, (28672, 28672)), (28672, (8192,)))  # 70B-shaped
 LAYERS, WEIGHT_BYTES, NUMBER_BYTES = 80, 2, 4
 DEVICE = Device("a device", math.inf, 4.8e12, 2e13)
-LINK = Link(1e-5, 5e10)  # of each device: 10 microseconds, 400 Gbit/s
+LINK = NetworkLink(1e-5, 5e10)  # of each device: 10 microseconds, 400 Gbit/s
 TENANT_SECONDS = 1e-3  # between an answer and the next request, network and all
 TENANTS = (1, 4, 16, 64)
 COUNTS = (2, 8, 64)
@@ -63,7 +63,7 @@ WORK = {
     "decoding: tokens/s": (1, RequestClass.DECODE),
     "tuning, 512 rows: tokens/s": (512, RequestClass.FINETUNING),
 }
-NO_LINK = Link(0.0, math.inf)
+NO_LINK = NetworkLink(0.0, math.inf)
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Cluster:
     shapes: Sequence[Shape]
     latency: LatencyModel
     devices: int
-    link: Link
+    link: NetworkLink
     depth: int = 2
     weight_bytes: int = WEIGHT_BYTES
 
@@ -136,8 +136,8 @@ def simulated(
     rows: int,
     what: RequestClass,
     costs: Costs,
-    link: Link = NO_LINK,
-) -> Forecast:
+    link: NetworkLink = NO_LINK,
+) -> CapacityForecast:
     """Of tenants with this link to the executor."""
     load = Load(tenants, rows, what, steps)
     return Simulation(Opportunistic(lanes.model()), lanes, link, costs, load).run(1.0, 0.5)
@@ -149,7 +149,7 @@ def curves(layers: int) -> list[dict[str, Any]]:
     wire = [GroupShape(shape.inputs, shape.outputs, planes=1) for shape in shapes]
     latency, found = latency_of(DEVICE, WEIGHT_BYTES, shapes, None), []
     costs = Costs(0.0, 0.0, TENANT_SECONDS)
-    asker = Link(0.0, LINK.bytes_per_second)  # all rows pass it once, whoever multiplies them
+    asker = NetworkLink(0.0, LINK.bytes_per_second)  # all rows pass it once, whoever multiplies them
     for name, (rows, what) in WORK.items():
         directions = [Direction.FORWARD] if rows == 1 else [Direction.FORWARD, Direction.BACKWARD]
         steps = pass_steps(wire, NUMBER_BYTES, directions)
@@ -250,7 +250,7 @@ def validate(path: Path, numerics: str) -> list[dict[str, Any]]:
         }
         for way in more:
             if FSDP in way.lower():
-                link = Link(hop / 3, copied)
+                link = NetworkLink(hop / 3, copied)
                 of = alone.placement
                 lanes[way] = Cluster(
                     FSDP, of.shapes, spread.latency[0], count, link, weight_bytes=of.weight_bytes
@@ -280,7 +280,7 @@ def validate(path: Path, numerics: str) -> list[dict[str, Any]]:
     return found
 
 
-def _one_row(layout: Layout) -> float:
+def _one_row(layout: WorkerLayout) -> float:
     return len(layout.groups) and 1 / statistics.mean(
         layout.products_per_second(worker, 1) for worker in range(len(layout.placement.devices))
     )

@@ -21,7 +21,7 @@ import torch
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Mask = Callable[[bytes | bytearray | memoryview, bytes], bytes]
+WebsocketMask = Callable[[bytes | bytearray | memoryview, bytes], bytes]
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Grouped = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Products = tuple[Multiply, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]]
@@ -60,16 +60,16 @@ def apply_mask(data: bytes | bytearray | memoryview, mask: bytes) -> bytes:
 
 
 @cache
-def websocket_mask() -> Mask:
+def websocket_mask() -> WebsocketMask:
     """The websocket library's, in C if that was built; or ``plain_mask``."""
 
-    def find() -> Mask:
+    def find() -> WebsocketMask:
         from websockets import frames
 
-        found: Mask = frames.apply_mask  # type: ignore[attr-defined]
+        found: WebsocketMask = frames.apply_mask  # type: ignore[attr-defined]
         return found
 
-    def right(mask: Mask) -> bool:
+    def right(mask: WebsocketMask) -> bool:
         data, key = bytes(range(255)), b"\x00\x7f\x80\xff"
         return all(
             mask(kind(data[:count]), key) == plain_mask(data[:count], key)

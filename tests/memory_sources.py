@@ -11,7 +11,7 @@ import torch
 from shared.errors import ConnectionLost
 from shared.ring.mask_stream import MaskStream
 from shared.ring.product import PlaneProducts
-from shared.ring.upper_bits import cut
+from shared.ring.upper_bits import take_upper_bits
 from shared.wire.header import EXACT, Direction, RequestClass
 from shared.wire.protocol import GroupShape
 from tenant_sdk.products.forecast import ProductKey
@@ -111,7 +111,7 @@ class MemorySource:
         if self.error is not None:
             raise self.error
         assert 0 < rows <= self._limit
-        return cut(product(key, MaskStream(seed).draw(rows, columns(key))), answer_bits)
+        return take_upper_bits(product(key, MaskStream(seed).draw(rows, columns(key))), answer_bits)
 
     def max_rows(self, group: int, direction: Direction, members: int, answer_bits: int = EXACT) -> int:
         """See SeedSource."""

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from provider.executor.base import BaseExecutor
 from provider.observe.transcript import TranscriptWriter
 from security.views.public_model import PublicModel
-from shared.ring.fixed_point import capacity, exponents, quantize_rows
+from shared.ring.fixed_point import exponents, max_row_norm, quantize_rows
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import BYTES, DTYPE_CODES, Direction, Header, Operation
 from shared.wire.messages import Manifest
@@ -40,7 +40,7 @@ def activations(numerics: str = "ring", text: str = TEXT) -> torch.Tensor:
     group = manifest_of(numerics).groups[0]
     if group.bounds is None:
         return rows
-    max_norm = capacity(group.bounds[0], group.inputs)
+    max_norm = max_row_norm(group.bounds[0], group.inputs)
     return quantize_rows(rows, exponents(rows.double().norm(dim=1), max_norm))
 
 

@@ -6,7 +6,7 @@ import heapq
 from dataclasses import dataclass, field
 
 from provider.engine.latency import LatencyModel, Shape
-from provider.engine.scheduler import Batch, BatchKey, Policy, Work, rows_of
+from provider.engine.scheduler import Batch, BatchKey, Policy, QueuedRequest, rows_of
 from shared.wire.header import Direction, RequestClass
 
 GROUPS = 8
@@ -27,9 +27,9 @@ def model() -> LatencyModel:
 
 def work(
     tenant: str = "a", group: int = 0, rows: int = 1, what: RequestClass = DECODE, now: float = 0.0
-) -> Work:
+) -> QueuedRequest:
     """A request of some rows; one row through all groups is one virtual token."""
-    return Work(tenant, BatchKey(group, Direction.FORWARD, 0b11, 1), rows, what, 1 / GROUPS, now)
+    return QueuedRequest(tenant, BatchKey(group, Direction.FORWARD, 0b11, 1), rows, what, 1 / GROUPS, now)
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Tenant:
     rested: list[float] = field(default_factory=list)  # when none was
     group: int = 0
 
-    def next(self, now: float) -> Work:
+    def next(self, now: float) -> QueuedRequest:
         self.group = (self.group + 1) % GROUPS
         return work(self.name, self.group, self.rows, self.what, now)
 
@@ -67,7 +67,7 @@ def simulate(policy: Policy, tenants: list[Tenant], seconds: float) -> list[tupl
     heapq.heapify(arrivals)
     now, order = 0.0, len(arrivals)
     done: list[tuple[float, Batch]] = []
-    left: dict[Work, int] = {}
+    left: dict[QueuedRequest, int] = {}
     while now < seconds:
         while arrivals and arrivals[0][0] <= now:
             at, _, tenant = heapq.heappop(arrivals)

@@ -22,7 +22,15 @@ from provider.engine.lanes import BatchResult, Lane, ProcessLane, Request, RowRa
 from provider.engine.latency import LatencyModel
 from provider.engine.loop import Loop
 from provider.engine.profiling import shapes_of
-from provider.engine.scheduler import Batch, BatchKey, Opportunistic, Policy, Work, bounded_class, rows_of
+from provider.engine.scheduler import (
+    Batch,
+    BatchKey,
+    Opportunistic,
+    Policy,
+    QueuedRequest,
+    bounded_class,
+    rows_of,
+)
 from provider.executor.base import BaseExecutor
 from shared.errors import WireError
 from shared.wire.header import Header, RequestClass
@@ -70,7 +78,7 @@ class _Submission:
         "work",
     )
 
-    def __init__(self, work: Work, request: Request, completed: OnCompletion) -> None:
+    def __init__(self, work: QueuedRequest, request: Request, completed: OnCompletion) -> None:
         self.work, self.request, self.completed = work, request, completed
         self.answers: dict[int, list[torch.Tensor]] = {}  # by their first row
         self.first = 0.0
@@ -113,10 +121,10 @@ class Engine:
         self._lane_of, self._row_costs, self._clock = lane_of, row_costs or RowCosts(), clock
         self._read_ahead, self._on_batch = read_ahead, on_batch
         self._all = sum(shape.size for shape in latency.shapes)
-        self._submissions: dict[Work, _Submission] = {}
+        self._submissions: dict[QueuedRequest, _Submission] = {}
         self._under_way = [0] * len(self._lanes)
         self._ended = [0.0] * len(self._lanes)  # when the last batch of each did
-        self._afterwards: deque[Callable[[], None]] = deque()
+        self._deferred: deque[Callable[[], None]] = deque()
         self._next_group: int | None = None  # to read ahead
         for lane in self._lanes:
             lane.attach(self.loop, lambda: self.loop.call(_nothing))  # which decides anew
@@ -198,28 +206,28 @@ class Engine:
                 self._complete(submission, ConnectionResetError("the session has ended"))
         self.policy.session_ended(tenant, session)
 
-    def afterwards(self, what: Callable[[], None]) -> None:
+    def defer(self, what: Callable[[], None]) -> None:
         """Do this when nobody waits for it."""
-        self._afterwards.append(what)
+        self._deferred.append(what)
 
     def close(self) -> None:
-        """End the loop, after what was to be done afterwards, and the lanes."""
+        """End the loop, after the deferred work, and the lanes."""
         self.loop.close(self._catch_up)
         for lane in self._lanes:
             lane.close()
 
     def _catch_up(self) -> None:
-        while self._afterwards:
-            self._afterwards.popleft()()
+        while self._deferred:
+            self._deferred.popleft()()
 
-    def _work(self, tenant: str, session: Hashable, header: Header) -> Work:
+    def _work(self, tenant: str, session: Hashable, header: Header) -> QueuedRequest:
         key = BatchKey(header.group, header.direction, header.members, header.dtype)
         shape = self._latency.shapes[header.group]
         share = shape.size * self._latency.share(header.group, header.members) / self._all
         cost = share * self._row_costs.of(header.operation, header.direction)
         request_class = bounded_class(header.request_class, header.direction, header.rows)
         lane = self._lane_of(header.group)
-        return Work(tenant, key, header.rows, request_class, cost, self._clock(), session, lane)
+        return QueuedRequest(tenant, key, header.rows, request_class, cost, self._clock(), session, lane)
 
     # -- the loop's thread -----------------------------------------------------------------------
 
@@ -231,7 +239,7 @@ class Engine:
                 if not self._submissions:
                     continue
                 now, depth = self._clock(), lane.depth
-                later = None if depth else self._turn_away(number, now)
+                later = None if depth else self._refuse_overdue(number, now)
                 if later is not None:
                     wait = later if wait is None else min(wait, later)
                 if self._under_way[number] >= depth:
@@ -244,14 +252,14 @@ class Engine:
                     wait = 0.0  # what has arrived meanwhile is handled before the next
         except Exception as error:
             self._fail(error)
-        if wait is None and not self._submissions and self._afterwards:
-            self._afterwards.popleft()()
+        if wait is None and not self._submissions and self._deferred:
+            self._deferred.popleft()()
             return 0.0
-        while len(self._afterwards) > 256:  # there never is nothing to do
-            self._afterwards.popleft()()
+        while len(self._deferred) > 256:  # there never is nothing to do
+            self._deferred.popleft()()
         return wait
 
-    def _turn_away(self, lane: int, now: float) -> float | None:
+    def _refuse_overdue(self, lane: int, now: float) -> float | None:
         """Refuse what has waited too long for a lane that takes nothing; seconds until the next has.
 
         Who asks learns what it waits for, and decides for how long.
@@ -348,7 +356,7 @@ class Engine:
             self._fail(fault)
         last = batch[-1].work
         self._next_group = last.key.group + 1 if last.rows <= READ_AHEAD_ROWS else None
-        self.afterwards(lambda: self._on_batch(rows_of(batch), ended - started, processor))
+        self.defer(lambda: self._on_batch(rows_of(batch), ended - started, processor))
 
     @staticmethod
     def _complete(submission: _Submission, done: Completion | Exception) -> None:

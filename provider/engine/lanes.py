@@ -13,7 +13,7 @@ import torch
 
 from provider.engine.loop import Loop
 from provider.executor.products import GroupExecutor
-from shared.ring.upper_bits import cut
+from shared.ring.upper_bits import take_upper_bits
 from shared.wire.header import EXACT, Header
 
 
@@ -53,7 +53,7 @@ def answer_of(blocks: Sequence[torch.Tensor], answer_bits: int, *, own: bool) ->
             hold others' answers for as long as its tenant does not read.
     """
     if 0 < answer_bits < EXACT:
-        return [cut(block, answer_bits) for block in blocks]
+        return [take_upper_bits(block, answer_bits) for block in blocks]
     return list(blocks) if own else [block.clone() for block in blocks]
 
 

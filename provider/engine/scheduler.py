@@ -39,7 +39,7 @@ class BatchKey(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Work:
+class QueuedRequest:
     """A request on its way through the scheduler.
 
     Attributes:
@@ -69,21 +69,21 @@ class Work:
         """Whether somebody waits for a token."""
         return self.request_class == RequestClass.DECODE
 
-    def take(self, rows: int) -> WorkRange:
+    def take(self, rows: int) -> QueuedRows:
         """The next rows, for a product."""
         self.taken += rows
-        return WorkRange(self, self.taken - rows, self.taken)
+        return QueuedRows(self, self.taken - rows, self.taken)
 
 
-class WorkRange(NamedTuple):
+class QueuedRows(NamedTuple):
     """Rows [start, stop) of a request."""
 
-    work: Work
+    work: QueuedRequest
     start: int
     stop: int
 
 
-Batch = list[WorkRange]  # of one key
+Batch = list[QueuedRows]  # of one key
 
 
 def rows_of(batch: Batch) -> int:
@@ -103,7 +103,7 @@ def bounded_class(declared: int, direction: int, rows: int) -> RequestClass:
 class Policy(Protocol):
     """What is multiplied next. Not thread-safe: one caller at a time."""
 
-    def add(self, work: Work, now: float) -> None:
+    def add(self, work: QueuedRequest, now: float) -> None:
         """A request arrived."""
         ...
 
@@ -111,7 +111,7 @@ class Policy(Protocol):
         """A batch for a lane now; or when to ask again, at the latest; or None: nothing waits for it."""
         ...
 
-    def drop(self, work: Work) -> None:
+    def drop(self, work: QueuedRequest) -> None:
         """Forget a request, if it is here: a product of it failed."""
         ...
 
@@ -128,9 +128,9 @@ class Unbatched:
     """Every request by itself, in the order of arrival: what there is without batching."""
 
     def __init__(self) -> None:
-        self._queue: list[Work] = []
+        self._queue: list[QueuedRequest] = []
 
-    def add(self, work: Work, now: float) -> None:
+    def add(self, work: QueuedRequest, now: float) -> None:
         """See Policy."""
         self._queue.append(work)
 
@@ -142,7 +142,7 @@ class Unbatched:
         self._queue.remove(work)
         return [work.take(work.rows)]
 
-    def drop(self, work: Work) -> None:
+    def drop(self, work: QueuedRequest) -> None:
         """See Policy."""
         if work in self._queue:
             self._queue.remove(work)
@@ -164,10 +164,10 @@ class Lockstep:
     """
 
     def __init__(self, patience: float = 1.0) -> None:
-        self._queue: list[Work] = []
+        self._queue: list[QueuedRequest] = []
         self._active = _Active(patience)
 
-    def add(self, work: Work, now: float) -> None:
+    def add(self, work: QueuedRequest, now: float) -> None:
         """See Policy."""
         self._queue.append(work)
         self._active.seen(work.tenant, now)
@@ -185,7 +185,7 @@ class Lockstep:
         self._queue = [work for work in self._queue if work.key != key]
         return [work.take(work.rows) for work in batch]
 
-    def drop(self, work: Work) -> None:
+    def drop(self, work: QueuedRequest) -> None:
         """See Policy."""
         if work in self._queue:
             self._queue.remove(work)
@@ -241,14 +241,14 @@ class Opportunistic:
         self.tokens = DecodedTokens(self._objective.decode_seconds)
         # A token passes all groups: each request has its part of the time.
         self._request_seconds = self._objective.decode_seconds / max(1, len(latency.shapes))
-        self._queue: list[Work] = []
+        self._queue: list[QueuedRequest] = []
         self._decoding: Counter[str] = Counter()  # rows of decodes in the queue, by tenant
         self._active = _Active(ACTIVE_SECONDS)
         self._last_decode = -math.inf
         self._interactive = _Active(INTERACTIVE_SECONDS)
         self.counters = Counters()
 
-    def add(self, work: Work, now: float) -> None:
+    def add(self, work: QueuedRequest, now: float) -> None:
         """See Policy."""
         if work.decodes:
             if self._decoding[work.tenant] + work.rows > self._objective.decode_rows:
@@ -280,7 +280,7 @@ class Opportunistic:
         first = min(candidates, key=self._precedence)
         return self._batch(first, [work for work in fair if work.key == first.key], limit, now)
 
-    def drop(self, work: Work) -> None:
+    def drop(self, work: QueuedRequest) -> None:
         """See Policy."""
         if work in self._queue:
             self._queue.remove(work)
@@ -303,13 +303,13 @@ class Opportunistic:
         """See Policy."""
         self.tokens.session_ended((tenant, session))
 
-    def _precedence(self, work: Work) -> tuple[bool, int, bool, float, int, float]:
+    def _precedence(self, work: QueuedRequest) -> tuple[bool, int, bool, float, int, float]:
         group = work.key.group if work.decodes else 0
         goes_on = work.taken > 0 and work.request_class == RequestClass.PREFILL
         served = self.counters.of(work.tenant)
         return (not work.decodes, group, not goes_on, served, work.request_class, work.arrived)
 
-    def _ready_at(self, work: Work) -> float:
+    def _ready_at(self, work: QueuedRequest) -> float:
         """When a request has waited long enough for others; one that has begun waits no more."""
         if work.taken:
             return work.arrived
@@ -318,14 +318,14 @@ class Opportunistic:
         wait = min(wait, self._objective.wait_seconds)
         return work.arrived + (wait if wait > MIN_WAIT_SECONDS else 0.0)
 
-    def _waits(self, work: Work, now: float) -> None:
+    def _waits(self, work: QueuedRequest, now: float) -> None:
         """Somebody waits, or waited just now, for a token that this request is for; if it is for one."""
         if work.decodes:
             self._last_decode = now
         if work.request_class != RequestClass.FINETUNING:
             self._interactive.seen(work.tenant, now)
 
-    def _row_limit(self, work: Work, now: float) -> int:
+    def _row_limit(self, work: QueuedRequest, now: float) -> int:
         """Rows of a product that this request, no decode, may be part of."""
         group, direction, members, _ = work.key
         others = self._interactive.latest_of_others({work.tenant}, now)
@@ -335,15 +335,15 @@ class Opportunistic:
             seconds = min(seconds, max(SHORT_PRODUCT_SECONDS, MIN_READINGS * reading))
         if now - self._last_decode <= QUIET_SECONDS:
             own = self._latency.seconds(group, Direction.FORWARD, members, 1)
-            seconds = min(seconds, self.tokens.time_factor * self._request_seconds - own)
+            seconds = min(seconds, self.tokens.decode_slack * self._request_seconds - own)
         rows = self._latency.rows(group, direction, members, seconds)
         return max(TILE, rows - rows % tile_of(rows))
 
-    def _most_rows(self, work: Work, now: float) -> int:
+    def _most_rows(self, work: QueuedRequest, now: float) -> int:
         """Rows that a request can have in one product."""
         return work.remaining if work.decodes else min(work.remaining, self._row_limit(work, now))
 
-    def _batch(self, first: Work, fair: list[Work], limit: float, now: float) -> Batch:
+    def _batch(self, first: QueuedRequest, fair: list[QueuedRequest], limit: float, now: float) -> Batch:
         """The first, all decodes of its key, and of the others as many rows as the row limit leaves."""
         batch: Batch = []
         for work in sorted(fair, key=lambda work: (work is not first, *self._precedence(work))):
@@ -358,7 +358,7 @@ class Opportunistic:
             batch.append(self._take(work, rows))
         return batch
 
-    def _take(self, work: Work, rows: int) -> WorkRange:
+    def _take(self, work: QueuedRequest, rows: int) -> QueuedRows:
         self.counters.charge(work.tenant, rows * work.row_cost)
         taken = work.take(rows)
         if not work.remaining:
@@ -370,13 +370,13 @@ class DecodedTokens:
     """Decoded tokens, told from requests by their groups, and whether they met the objective.
 
     A token's requests pass the groups in order, so a session's next token begins where the groups begin
-    again. ``time_factor`` follows what tokens take, since no model tells how often a decode finds others at
+    again. ``decode_slack`` follows what tokens take, since no model tells how often a decode finds others at
     work: it grows while they take less than they are meant to and shrinks while they take more. What
     they are meant to take is as much of the objective as leaves LATE of them late, for they differ.
 
     Attributes:
         met, late: counts.
-        time_factor: factor of the time that a product nobody waits for may take.
+        decode_slack: factor of the time that a product nobody waits for may take.
     """
 
     LATE = 0.02
@@ -389,7 +389,7 @@ class DecodedTokens:
         self._under_way: dict[Hashable, tuple[int, float]] = {}  # last group, seconds so far
         self._aim = self.MAX_AIM  # of the objective
         self.met = self.late = 0
-        self.time_factor = 1.0
+        self.decode_slack = 1.0
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -410,8 +410,8 @@ class DecodedTokens:
             aim = self._aim * math.exp(self.AIM_STEP * (self.LATE - late))
             self._aim = min(self.MAX_AIM, max(self.MIN_AIM, aim))
             spent = max(spent, self._objective / 8)  # what is no token must not count for many
-            factor = self.time_factor * (self._aim * self._objective / spent) ** self.STEP
-            self.time_factor = min(self.MAX_FACTOR, max(self.MIN_FACTOR, factor))
+            factor = self.decode_slack * (self._aim * self._objective / spent) ** self.STEP
+            self.decode_slack = min(self.MAX_FACTOR, max(self.MIN_FACTOR, factor))
             spent = 0.0
         self._under_way[session] = (group, spent + seconds)
 

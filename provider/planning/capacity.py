@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from provider.engine.latency import LatencyModel
 from provider.engine.scheduler import Opportunistic
 from provider.executor.memory_check import BASE_BYTES
-from provider.planning.options import Link
-from provider.planning.simulation import Costs, Forecast, Load, Product, Simulation, Step
+from provider.planning.options import NetworkLink
+from provider.planning.simulation import CapacityForecast, Costs, Load, Product, Simulation, Step
 from provider.workers.planner import Placement
 from shared.wire.header import EXACT, Direction, RequestClass
 from shared.wire.protocol import GroupShape
@@ -91,7 +91,7 @@ class PlacedLanes:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CapacityPlan:
     """What a model would reach.
 
     Attributes:
@@ -103,8 +103,8 @@ class Plan:
         process_bytes: that each process has beside them.
     """
 
-    decode: Forecast
-    tune: Forecast
+    decode: CapacityForecast
+    tune: CapacityForecast
     token_bytes: TokenBytes
     step_bytes: TokenBytes
     memory: list[float]
@@ -135,11 +135,11 @@ def plan(
     shapes: Sequence[GroupShape],
     *,
     itemsize: int,
-    link: Link,
+    link: NetworkLink,
     tenants: Tenants,
     costs: Costs = COSTS,
     groups: Sequence[int] | None = None,
-) -> Plan:
+) -> CapacityPlan:
     """Forecast decoding and tuning, each by all tenants at once, with nobody else there.
 
     Args:
@@ -166,4 +166,4 @@ def plan(
         sizes.append(token_bytes(passed, directions, **kind))
     workers = range(len(lanes.placement.devices))
     memory = [lanes.placement.memory(worker) for worker in workers]
-    return Plan(forecasts[0], forecasts[1], sizes[0], sizes[1], memory)
+    return CapacityPlan(forecasts[0], forecasts[1], sizes[0], sizes[1], memory)

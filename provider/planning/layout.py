@@ -29,7 +29,7 @@ from shared.wire.protocol import GroupShape
 
 
 @dataclass(frozen=True)
-class Layout:
+class WorkerLayout:
     """A model's groups on devices.
 
     Attributes:
@@ -123,7 +123,7 @@ def lay_out(
     threads: int = 0,
     processes: bool = True,
     anyway: bool = False,
-) -> Layout:
+) -> WorkerLayout:
     """Measure devices that are here, and place groups; takes seconds.
 
     Args:
@@ -167,7 +167,7 @@ def lay_out(
             "products, bytes and tokens a second are those of tenants that keep the experts themselves "
             "(local): what padded or routed ones would add is not forecast, only their memory here",
         )
-    return Layout(tuple(groups), numerics, placement, latency, doubts, misfit, processes)
+    return WorkerLayout(tuple(groups), numerics, placement, latency, doubts, misfit, processes)
 
 
 def _doubts(devices: Sequence[Device], assumed: Assumed, own: Sequence[Shape]) -> tuple[str, ...]:
@@ -182,7 +182,7 @@ def _doubts(devices: Sequence[Device], assumed: Assumed, own: Sequence[Shape]) -
     return tuple(found)
 
 
-def described(layout: Layout) -> dict[str, Any]:
+def described(layout: WorkerLayout) -> dict[str, Any]:
     """For programs: workers with what they have, and each decision."""
     placement, workers = layout.placement, []
     for worker, device in enumerate(placement.devices):

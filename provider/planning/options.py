@@ -17,7 +17,7 @@ _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
-class Link(NamedTuple):
+class NetworkLink(NamedTuple):
     """An alpha-beta link: a message of n bytes is there after ``seconds + n / bytes_per_second``."""
 
     seconds: float
@@ -127,7 +127,7 @@ class PlanOptions:
         return ["cpu"] * max(1, self.workers)
 
 
-def parse_network(text: str) -> Link:
+def parse_network(text: str) -> NetworkLink:
     """``10Gbit,0.5ms``: bits a second each way, and the time of a way there and back, as ``ping`` shows it.
 
     Raises:
@@ -139,7 +139,7 @@ def parse_network(text: str) -> Link:
         raise ConfigurationError(
             "{network} must be bits a second and the time there and back, such as 10Gbit,0.5ms", network=text
         )
-    return Link(seconds / 2, bits / 8)
+    return NetworkLink(seconds / 2, bits / 8)
 
 
 def _amount(text: str, units: dict[str, float]) -> float | None:

@@ -13,8 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from provider.engine.scheduler import Batch, BatchKey, Policy, Work, WorkRange, bounded_class, rows_of
-from provider.planning.options import Link
+from provider.engine.scheduler import (
+    Batch,
+    BatchKey,
+    Policy,
+    QueuedRequest,
+    QueuedRows,
+    bounded_class,
+    rows_of,
+)
+from provider.planning.options import NetworkLink
 from shared.wire.header import Direction, RequestClass
 
 
@@ -107,7 +115,7 @@ class _Lane(_Serial):
     wakes: float = float("inf")
 
 
-class Forecast(NamedTuple):
+class CapacityForecast(NamedTuple):
     """What tenants got, and how busy what was in the time of it, 0 to 1.
 
     Attributes:
@@ -157,7 +165,7 @@ class Simulation:
 
     policy: Policy
     lanes: Lanes
-    link: Link
+    link: NetworkLink
     costs: Costs
     load: Load
     _events: list[tuple[float, int, Callable[[float], None]]] = field(default_factory=list)
@@ -168,14 +176,14 @@ class Simulation:
         self._up, self._down, self._loop = _Serial(), _Serial(), _Serial()
         self._lanes = [_Lane() for _ in range(self.lanes.count)]
         self._machines = [_Serial() for _ in range(self.load.machines or self.load.tenants)]
-        self._remaining: dict[Work, int] = {}  # rows without an answer
-        self._at: dict[Work, int] = {}  # its place in the pass
+        self._remaining: dict[QueuedRequest, int] = {}  # rows without an answer
+        self._at: dict[QueuedRequest, int] = {}  # its place in the pass
         self._answered = self._products = self._rows = 0
         steps = len(self.load.steps)
         for tenant in range(self.load.tenants):
             self._later(0.0, self._asks(tenant, tenant * steps // self.load.tenants))
 
-    def run(self, passes: float = 2.0, warm_up: float = 1.0) -> Forecast:
+    def run(self, passes: float = 2.0, warm_up: float = 1.0) -> CapacityForecast:
         """Until so many passes of each tenant on average, after some that do not count."""
         each = len(self.load.steps) * self.load.tenants
         began = self._until(int(each * warm_up))
@@ -187,7 +195,7 @@ class Simulation:
         busiest = max(range(half), key=lambda lane: lanes[lane])
         seconds = ended - began
         done = answered / len(self.load.steps)
-        return Forecast(
+        return CapacityForecast(
             passes_per_second=done / seconds,
             pass_seconds=self.load.tenants * seconds / done,
             rows=rows / max(1, products),
@@ -234,14 +242,14 @@ class Simulation:
         def ready(now: float) -> None:
             key = BatchKey(group, direction, members, 1)
             cost, lane = 1 / len(self.load.steps), self.lanes.of(group)
-            work = Work(str(tenant), key, self.load.rows, what, cost, now, lane=lane)
+            work = QueuedRequest(str(tenant), key, self.load.rows, what, cost, now, lane=lane)
             self._remaining[work], self._at[work] = self.load.rows, at
             self.policy.add(work, now)
             self._give(lane, now)
 
         return made
 
-    def _answer(self, work: Work, now: float) -> None:
+    def _answer(self, work: QueuedRequest, now: float) -> None:
         at = self._at.pop(work)
         del self._remaining[work]
         *_, up, down = self.load.steps[at]
@@ -289,7 +297,7 @@ class Simulation:
 
         self._later(max(free, began + product.seconds), done)
 
-    def _range_done(self, work_range: WorkRange, now: float) -> None:
+    def _range_done(self, work_range: QueuedRows, now: float) -> None:
         self._remaining[work_range.work] -= work_range.stop - work_range.start
         if not self._remaining[work_range.work]:
             self._answer(work_range.work, now)

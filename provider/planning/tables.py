@@ -9,9 +9,9 @@ from typing import Any
 from rich.table import Table
 
 from provider.engine.profiling import PROFILE_ROWS
-from provider.planning.capacity import COSTS, Plan
-from provider.planning.layout import Layout
-from provider.planning.simulation import Costs, Forecast
+from provider.planning.capacity import COSTS, CapacityPlan
+from provider.planning.layout import WorkerLayout
+from provider.planning.simulation import CapacityForecast, Costs
 from provider.workers.planner import Device, gib
 from shared.wire.traffic import SPEEDS
 
@@ -19,12 +19,12 @@ MEASURED = "from products measured here"
 EXTRAPOLATED = "extrapolated, not measured"
 
 
-def source(layout: Layout) -> str:
+def source(layout: WorkerLayout) -> str:
     """What figures are, in words for a heading."""
     return EXTRAPOLATED if layout.doubts or layout.misfit else MEASURED
 
 
-def workers_table(layout: Layout) -> Table:
+def workers_table(layout: WorkerLayout) -> Table:
     """A row for each worker, and one for all of them."""
     placement, each = layout.placement, (1, PROFILE_ROWS)
     table = Table(title=f"Products {source(layout)}")
@@ -69,7 +69,7 @@ def _room(device: Device, sharing: int) -> str:
     return gib(device.memory) + (f" for {sharing}" if sharing > 1 else "")
 
 
-def reasons(layout: Layout) -> list[str]:
+def reasons(layout: WorkerLayout) -> list[str]:
     """A sentence for each decision; those that are alike are one."""
     placement, counts = layout.placement, dict[tuple[int, str, str], int]()
     for shape, decision in zip(placement.shapes, placement.decisions, strict=True):
@@ -83,7 +83,7 @@ def reasons(layout: Layout) -> list[str]:
     ]
 
 
-def plan_table(plan: Plan, tenants: int, rows: int, kind: str) -> Table:
+def plan_table(plan: CapacityPlan, tenants: int, rows: int, kind: str) -> Table:
     """What tenants would get; ``kind`` of figures, see ``source``."""
     table = Table(title=f"{tenants} tenant{'s'[: tenants != 1]}, {kind}")
     for title in ("", "decoding, a row each", f"tuning, {rows} rows a step"):
@@ -136,15 +136,15 @@ def assumption(costs: Costs = COSTS) -> str:
     )
 
 
-def _busy(forecast: Forecast) -> str:
+def _busy(forecast: CapacityForecast) -> str:
     return f"{forecast.products:.0%}, {forecast.reading:.0%} of it reading weights"
 
 
-def plan_described(plan: Plan) -> dict[str, Any]:
+def plan_described(plan: CapacityPlan) -> dict[str, Any]:
     """For programs."""
     found: dict[str, Any] = {}
     for name in ("decode", "tune"):
-        forecast: Forecast = getattr(plan, name)
+        forecast: CapacityForecast = getattr(plan, name)
         found[name] = forecast._asdict() | {"limit": forecast.limit}
     found["assumed"] = COSTS._asdict()
     for field in dataclasses.fields(plan):

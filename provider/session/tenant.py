@@ -195,7 +195,7 @@ class TenantSession:
         self._answered += 1
         if service.transcript:
             service.transcript.answered(self._number, header.request_id, done.reply_seconds)
-        service.engine.afterwards(partial(service.metrics.answered, self._tenant, header, answer, done))
+        service.engine.defer(partial(service.metrics.answered, self._tenant, header, answer, done))
 
     def _fetch(self, header: Header, payload: torch.Tensor) -> None:
         service = self._service

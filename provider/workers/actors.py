@@ -32,7 +32,7 @@ START_SECONDS = 120.0  # for actors that have room
 _OBJECT_STORE_BYTES = 100 << 20  # of a Ray of our own, which keeps nothing there
 
 
-class Attendant:
+class WorkerSupervisor:
     """An actor: looks after one worker."""
 
     def run(self, environment: Mapping[str, str]) -> None:
@@ -164,7 +164,7 @@ def _actors(workers: int, bundle: Mapping[str, int], opened: ExitStack) -> list[
     for index in range(workers):
         at = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         actor = (
-            ray.remote(Attendant)
+            ray.remote(WorkerSupervisor)
             .options(
                 num_cpus=bundle["CPU"],
                 num_gpus=bundle.get("GPU", 0),

@@ -15,7 +15,7 @@ from provider.engine.lanes import RowRange
 from shared.ring.mask_stream import MaskStream
 from shared.transport.colocated import SharedMemory, aligned
 from shared.wire.header import DTYPES, SEED_BYTES, Operation
-from shared.wire.protocol import Plan, split_blocks
+from shared.wire.protocol import RequestWidths, split_blocks
 
 
 class RequestRows(msgspec.Struct, frozen=True, array_like=True):
@@ -32,7 +32,7 @@ class RequestRows(msgspec.Struct, frozen=True, array_like=True):
         return cls(count, rows.start, rows.request.header.rows) if is_seed(rows) else cls(count)
 
 
-class Batch(msgspec.Struct, frozen=True, array_like=True):
+class WorkerBatch(msgspec.Struct, frozen=True, array_like=True):
     """Rows of requests of one group, direction, members and dtype; seeds are behind the others.
 
     Attributes:
@@ -53,7 +53,7 @@ def is_seed(rows: RowRange) -> bool:
     return rows.request.header.operation == Operation.SEED_EFFECT
 
 
-class Layout:
+class BatchLayout:
     """Where a batch's seeds, rows and answers are.
 
     Args:
@@ -69,7 +69,9 @@ class Layout:
         size: bytes of all.
     """
 
-    def __init__(self, requests: Sequence[RequestRows], dtype: int, plan: Plan, terms: int = 1) -> None:
+    def __init__(
+        self, requests: Sequence[RequestRows], dtype: int, plan: RequestWidths, terms: int = 1
+    ) -> None:
         self._request_rows, self._plan, self._dtype, self.terms = requests, plan, DTYPES[dtype], terms
         self._seeds = [number for number, request in enumerate(requests) if request.of]
         self._rows, item = sum(request.rows for request in requests), self._dtype.itemsize

@@ -23,7 +23,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from provider.engine.loop import Loop
-from provider.workers.link import ALIVE, END, FORGET, MEMORY, Link, Rows
+from provider.workers.link import ALIVE, END, FORGET, MEMORY, Rows, WorkerLink
 from provider.workers.memory import Segment
 from provider.workers.world import CONNECT_SECONDS
 from shared.command_line import version
@@ -75,7 +75,7 @@ class Joined:
 
     pid = 0
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: WorkerLink) -> None:
         self.link = link
 
     def end(self) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from provider.engine.lanes import Answer, BatchResult, RowRange, answer_of
 from provider.engine.loop import Loop
-from provider.workers.batch import Batch, Layout, RequestRows, is_seed
+from provider.workers.batch import BatchLayout, RequestRows, WorkerBatch, is_seed
 from provider.workers.link import BATCH, Assignment, Done, Failure, Rows
 from provider.workers.memory import SegmentPool
 from provider.workers.process import Process, Ready, StartWorker, WorkerProcess
@@ -35,7 +35,7 @@ RETRY_SECONDS = 1.0  # after which a tenant asks again for what a worker did not
 class _UnderWay:
     """A batch that the workers have. ``future`` None: it is lost, though some still write its answers."""
 
-    layout: Layout
+    layout: BatchLayout
     order: list[int]  # of each request, the place of its answer
     answer_bits: list[int]  # of each request
     whole: bool  # it is one request, all of it, and its answer may be read from the memory
@@ -146,7 +146,7 @@ class WorkerLane:
         batch = [batch[number] for number in order]
         requests = [RequestRows.taken(rows) for rows in batch]
         plan = self._shapes[header.group].plan(header.direction, header.members)
-        layout = Layout(requests, header.dtype, plan, self._terms(header.direction))
+        layout = BatchLayout(requests, header.dtype, plan, self._terms(header.direction))
         try:
             segment, memory = self._segments.take(layout.size)
         except (OSError, MemoryError) as error:
@@ -165,7 +165,9 @@ class WorkerLane:
             layout, order, bits, whole and few, memory, future, began, deadline, set(self.workers)
         )
         self._under_way[segment.number] = under_way
-        asked = Batch(segment.number, header.group, header.direction, header.members, header.dtype, requests)
+        asked = WorkerBatch(
+            segment.number, header.group, header.direction, header.members, header.dtype, requests
+        )
         message = msgspec.msgpack.encode(asked)
         for worker in self.workers:
             try:

@@ -109,7 +109,7 @@ class Rows(NamedTuple):
     stop: int
 
 
-class Link(Protocol):
+class WorkerLink(Protocol):
     """One end. One thread at a time may send, and one may receive.
 
     Attributes:

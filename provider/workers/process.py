@@ -26,9 +26,9 @@ from provider.workers.link import (
     Assignment,
     Done,
     Failure,
-    Link,
     Loaded,
     LocalLink,
+    WorkerLink,
 )
 from provider.workers.state import Multiplied
 from shared.errors import SymbiosisError
@@ -77,7 +77,7 @@ class StartedWorker(Protocol):
         pid: of its process, if that is on this machine; 0: it is not.
     """
 
-    link: Link
+    link: WorkerLink
     pid: int
 
     def end(self) -> str:
@@ -90,7 +90,7 @@ class Process:
 
     def __init__(self, stop: threading.Event) -> None:
         ours, theirs = socket.socketpair()
-        self.link: Link = LocalLink(ours, PATIENCE_SECONDS)
+        self.link: WorkerLink = LocalLink(ours, PATIENCE_SECONDS)
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - this program
                 [sys.executable, "-P", "-m", "provider.workers.local", str(theirs.fileno())],
@@ -132,7 +132,7 @@ class WorkerProcess:
 
     def __init__(self, name: str, assignment: Assignment, owner: Owner, start: StartWorker = Process) -> None:
         self.name, self.assignment, self._owner, self._start = name, assignment, owner, start
-        self.link: Link | None = None
+        self.link: WorkerLink | None = None
         self.restarts = 0
         self.why, self.since = "loading", time.time()
         self.multiplied = Multiplied()

@@ -24,7 +24,7 @@ from provider.executor.loading import Numerics, device_of
 from provider.executor.memory_check import memory_errors
 from provider.executor.products import GroupExecutor, check_finite
 from provider.executor.stripes import ALONE, Stripe
-from provider.workers.batch import Batch, Layout
+from provider.workers.batch import BatchLayout, WorkerBatch
 from provider.workers.link import (
     ASSIGNMENT,
     BATCH,
@@ -36,9 +36,9 @@ from provider.workers.link import (
     Assignment,
     Done,
     Failure,
-    Link,
     Loaded,
     Rows,
+    WorkerLink,
 )
 from shared.checkpoint import Checkpoint
 from shared.devices import pin
@@ -103,7 +103,7 @@ class Worker:
     """
 
     def __init__(
-        self, link: Link, adapted: Callable[[Assignment], Assignment] = lambda assignment: assignment
+        self, link: WorkerLink, adapted: Callable[[Assignment], Assignment] = lambda assignment: assignment
     ) -> None:
         self._link, self._adapted = link, adapted
         self._executor: GroupExecutor | None = None
@@ -128,7 +128,7 @@ class Worker:
             if kind == ASSIGNMENT:
                 self._assign(self._adapted(msgspec.msgpack.decode(content, type=Assignment)))
             elif kind == BATCH:
-                self._begin(msgspec.msgpack.decode(content, type=Batch))
+                self._begin(msgspec.msgpack.decode(content, type=WorkerBatch))
             if len(self._begun) > 1:
                 self._finish(*self._begun.popleft())
 
@@ -147,7 +147,7 @@ class Worker:
         self._link.send(SCALES, save(scales))
         self._link.send(LOADED, msgspec.msgpack.encode(loaded))
 
-    def _begin(self, batch: Batch) -> None:
+    def _begin(self, batch: WorkerBatch) -> None:
         """Multiply, or have a GPU do it; what is begun is finished when there is nothing else to begin."""
         began, memory = time.thread_time(), self._link.memory.get(batch.memory)
         if memory is None:
@@ -179,13 +179,13 @@ class Worker:
         wait()
         self._link.send(DONE, msgspec.msgpack.encode(done), rows)
 
-    def _layout(self, batch: Batch) -> Layout:
+    def _layout(self, batch: WorkerBatch) -> BatchLayout:
         plan = self._shapes[batch.group].plan(batch.direction, batch.members)
         terms = self._stripe.count if batch.direction == Direction.BACKWARD else 1
-        return Layout(batch.requests, batch.dtype, plan, terms)
+        return BatchLayout(batch.requests, batch.dtype, plan, terms)
 
     def _multiply(
-        self, batch: Batch, layout: Layout, memory: SharedMemory
+        self, batch: WorkerBatch, layout: BatchLayout, memory: SharedMemory
     ) -> tuple[dict[int, Failure], Callable[[], None] | None]:
         if self._executor is None:
             raise RuntimeError("a batch before there were weights")

@@ -20,7 +20,7 @@ from security.recordings.executors import AuditError
 from security.views.adversaries import View
 from security.views.public_model import PublicModel
 from shared.errors import VerificationError
-from shared.ring.fixed_point import capacity, exponents, steps
+from shared.ring.fixed_point import exponents, max_row_norm, steps
 from shared.wire.header import Direction, Header
 from tenant_sdk.session.session import Session
 
@@ -55,7 +55,7 @@ class AbortOracle:
         self.rows = torch.full((2, info.inputs), 3.0)
         self.rows[1] *= 100
         self.rows[1, 0] = 0.0  # of which a fingerprint that is wrong there says nothing
-        max_norm = capacity(info.bounds[0], info.inputs)
+        max_norm = max_row_norm(info.bounds[0], info.inputs)
         sizes = steps(exponents(self.rows.double().norm(dim=1), max_norm)).log2()
         # In between: too small to be noticed under one row's step, and large enough under the other's.
         wanted = math.log2(tolerance / float(public.scales(group)[0])) - float(sizes.mean())

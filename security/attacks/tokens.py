@@ -14,7 +14,7 @@ import torch
 from security.attacks.base import TokenGuess, cosine, everything, nearest, unit
 from security.views.adversaries import ObservedRequest, View
 from security.views.public_model import PublicModel
-from shared.ring.fixed_point import capacity, exponents, quantize_rows
+from shared.ring.fixed_point import exponents, max_row_norm, quantize_rows
 from shared.wire.header import Direction
 
 DECIDING = 8  # numbers of a row that show whether a mask is the right one
@@ -129,7 +129,7 @@ class MaskReuse:
     def _ring(view: View, learned: torch.Tensor, targets: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
         group = view.public.manifest.groups[0]
         assert group.bounds is not None
-        max_norm = capacity(group.bounds[0], group.inputs)
+        max_norm = max_row_norm(group.bounds[0], group.inputs)
         integers = quantize_rows(known[None], exponents(known[None].double().norm(dim=1), max_norm))
         return subtract_modular(view.first_raw[targets], (view.first_raw[learned] - integers).unique(dim=0))
 

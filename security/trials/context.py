@@ -126,7 +126,7 @@ class Trials:
             server.drain(1.0)
             recording.close()
 
-    def told_apart(
+    def score_guesses(
         self, attack: Any, mode: str, guesses: torch.Tensor, secrets: list[int], sees: str = MALICIOUS
     ) -> Finding:
         """Of guesses at the last secrets, of which there are two and as many of each."""

@@ -209,7 +209,7 @@ class Gateways:
         kinds, works = again
         rows = [during(views[PROVIDER], [work]).of(0)[0].count for work in works]
         guesses = CachedPrefix().attack((rows, kinds[: len(kinds) // 2]), self.rng)
-        result.findings.append(self.trials.told_apart(CachedPrefix, GATEWAY, guesses, kinds, PROVIDER))
+        result.findings.append(self.trials.score_guesses(CachedPrefix, GATEWAY, guesses, kinds, PROVIDER))
         data = {party: _since(executor.newest, before[party]) for party, executor in executors.items()}
         result.figures["gateway, secrets found"] = ByteSearch(self._sought(public, bursts[1])).attack(
             data, self.rng
@@ -281,7 +281,7 @@ class Gateways:
         )
         blocks, several = side((0, 2))
         told = AdaptersInStep().attack((blocks, several[: len(several) // 2]), self.rng)
-        return [of_rows, self.trials.told_apart(AdaptersInStep, GATEWAY, told, several, sees)]
+        return [of_rows, self.trials.score_guesses(AdaptersInStep, GATEWAY, told, several, sees)]
 
     def _boundaries(self, sees: str, view: View, lengths: list[int], works: list[Work]) -> Finding:
         """Where one prompt ends and the next begins, of those that were computed in one request."""
@@ -336,7 +336,7 @@ class Gateways:
         both = []
         for mode, streams in ((GATEWAY, usual), (GATEWAY_LOOKUP, lookup)):
             guesses = SpeculationWatch().attack((streams, kinds[: len(kinds) // 2]), self.rng)
-            both.append(self.trials.told_apart(SpeculationWatch, mode, guesses, kinds, PROVIDER))
+            both.append(self.trials.score_guesses(SpeculationWatch, mode, guesses, kinds, PROVIDER))
         defended, control = both
         steps = [[len(s.rows) for s, kind in zip(lookup, kinds, strict=True) if kind == k] for k in (0, 1)]
         later = sorted({rows for stream in lookup for rows in stream.rows[1:]})

@@ -109,7 +109,9 @@ class HostileProvider:
         half = len(secrets) // 2
         guesses = oracle.attack((observed, secrets[:half]), self.rng)
         mode = f"{ONE_TIME}, verify={verify}" + (", checked with a tolerance" if verify == "off" else "")
-        return self.trials.told_apart(AbortOracle, mode, guesses, secrets), [after for _, after in observed]
+        return self.trials.score_guesses(AbortOracle, mode, guesses, secrets), [
+            after for _, after in observed
+        ]
 
     # -- crafted parameters -----------------------------------------------------------------------
 
@@ -212,7 +214,7 @@ class HostileProvider:
             streams = self._streams(prompts, limits | how)
             view: LabelledStreams = (streams, secrets[: len(secrets) // 2])
             guesses = SpeculationWatch().attack(view, self.rng)
-            finding = self.trials.told_apart(SpeculationWatch, mode, guesses, secrets, PROVIDER)
+            finding = self.trials.score_guesses(SpeculationWatch, mode, guesses, secrets, PROVIDER)
             found.append((finding, {stream.rows for stream in streams}))
         (defended, seen), (control, seen_control) = found
         return [
@@ -258,7 +260,7 @@ class HostileProvider:
             mode = f"{ONE_TIME}, {name}"
             streams = self._streams(prompts, {"max_new_tokens": ANSWER}, **options)
             guesses = TopicFromTraffic().attack((streams, secrets[: len(secrets) // 2]), self.rng)
-            found.append(self.trials.told_apart(TopicFromTraffic, mode, guesses, secrets, PROVIDER))
+            found.append(self.trials.score_guesses(TopicFromTraffic, mode, guesses, secrets, PROVIDER))
         return found
 
     def _streams(

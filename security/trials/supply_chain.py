@@ -41,8 +41,8 @@ from security.verdicts.statistics import rate
 from security.views.adversaries import products_of, requests_of
 from security.views.public_model import PublicModel
 from shared.errors import ConfigurationError, ConnectionLost, ModelMismatch
-from shared.ring.fixed_point import capacity
-from shared.ring.rows import hide
+from shared.ring.fixed_point import max_row_norm
+from shared.ring.rows import quantize_and_mask
 from shared.wire.header import Direction
 from shared.wire.messages import Manifest
 from tenant_sdk.session.session import Session
@@ -144,7 +144,7 @@ class SupplyAttacks:
             rows = [sum(passes[start:end]) for start, end in pairwise(ends)]
             guesses = attack.attack((rows, secrets[: len(secrets) // 2]), self.rng)
             where = mode if mode == ONE_TIME else f"{PLAIN}, nobody attests"
-            found.append(self.trials.told_apart(attack, where, guesses, secrets))
+            found.append(self.trials.score_guesses(attack, where, guesses, secrets))
             seen.append(rows)
         defended, control = found
         return [
@@ -199,7 +199,7 @@ class SupplyAttacks:
                 for start, end in pairwise(ends[tenant])
             ]
             guesses = ServedSpeculation().attack((streams, secrets[: len(secrets) // 2]), self.rng)
-            found.append(self.trials.told_apart(ServedSpeculation, mode, guesses, secrets, PROVIDER))
+            found.append(self.trials.score_guesses(ServedSpeculation, mode, guesses, secrets, PROVIDER))
             seen.append({stream.rows for stream in streams})
         defended, control = found
         return [
@@ -450,7 +450,7 @@ def _integers(manifest: Manifest, rows: torch.Tensor) -> torch.Tensor:
     info = manifest.groups[0]
     assert info.bounds is not None
     found = torch.zeros(rows.shape, dtype=torch.int32)
-    hide([rows], None, capacity(info.bounds[0], info.inputs), found, None)
+    quantize_and_mask([rows], None, max_row_norm(info.bounds[0], info.inputs), found, None)
     return found
 
 

@@ -174,7 +174,7 @@ def _squares(integers: torch.Tensor) -> torch.Tensor:
     return wide.mul_(wide)
 
 
-def capacity(bound: int, width: int, limit: int = LIMIT) -> float:
+def max_row_norm(bound: int, width: int, limit: int = LIMIT) -> float:
     """The largest L2 norm that ``x / step`` may have, before rounding, so that no product overflows.
 
     ``(|x / step| + sqrt(width) / 2) sqrt(bound) <= 2^31 - 1``, where the second term is what rounding
@@ -202,7 +202,7 @@ def exponents(norms: torch.Tensor, max_norm: float) -> torch.Tensor:
 
     Args:
         norms: float64 [T], L2 norms of the rows.
-        max_norm: from ``capacity``.
+        max_norm: from ``max_row_norm``.
 
     Returns:
         int32 [T].

@@ -48,16 +48,40 @@ def _load() -> ctypes.CDLL | None:
     library.ring_multiply.argtypes = [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int]
     library.ring_multiply.argtypes += [c_int, c_int64, c_void_p, c_int64, c_int]
     library.ring_multiply.restype = c_int
-    library.ring_hide.argtypes = [pointers, POINTER(c_int64), c_int64, c_int64, c_int64, c_void_p, c_double]
-    library.ring_hide.argtypes += [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int]
-    library.ring_hide.restype = c_int
-    library.ring_reveal.argtypes = [c_void_p, pointers, c_int64, c_int, c_int64, c_int64, c_void_p, c_void_p]
-    library.ring_reveal.argtypes += [pointers, POINTER(c_int64), c_int64, c_void_p, c_void_p, c_int]
-    library.ring_reveal.restype = c_int64
-    library.ring_cut.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p, c_int]
-    library.ring_cut.restype = None
-    library.ring_less_halves.argtypes = [c_void_p, pointers, c_int64, c_int64, c_float, c_void_p, c_int]
-    library.ring_less_halves.restype = None
+    library.ring_quantize_and_mask.argtypes = [
+        pointers,
+        POINTER(c_int64),
+        c_int64,
+        c_int64,
+        c_int64,
+        c_void_p,
+        c_double,
+    ]
+    library.ring_quantize_and_mask.argtypes += [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int]
+    library.ring_quantize_and_mask.restype = c_int
+    library.ring_unmask_and_dequantize.argtypes = [
+        c_void_p,
+        pointers,
+        c_int64,
+        c_int,
+        c_int64,
+        c_int64,
+        c_void_p,
+        c_void_p,
+    ]
+    library.ring_unmask_and_dequantize.argtypes += [
+        pointers,
+        POINTER(c_int64),
+        c_int64,
+        c_void_p,
+        c_void_p,
+        c_int,
+    ]
+    library.ring_unmask_and_dequantize.restype = c_int64
+    library.ring_take_upper_bits.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p, c_int]
+    library.ring_take_upper_bits.restype = None
+    library.ring_subtract_halves.argtypes = [c_void_p, pointers, c_int64, c_int64, c_float, c_void_p, c_int]
+    library.ring_subtract_halves.restype = None
     library.ring_write.argtypes = [c_void_p, c_int, c_int64, c_int64, c_void_p, c_void_p, pointers]
     library.ring_write.argtypes += [POINTER(c_int64), c_int64, c_int]
     library.ring_write.restype = None
@@ -126,7 +150,7 @@ def all_finite_below(values: torch.Tensor, limit: float) -> bool:
     return bool(LIBRARY.ring_below(_address(values), values.numel(), bits))  # type: ignore[union-attr]
 
 
-def hide(
+def quantize_and_mask(
     blocks: list[torch.Tensor],
     scales: torch.Tensor | None,
     over_room: float,
@@ -136,10 +160,10 @@ def hide(
     expected: torch.Tensor | None,
     integers: torch.Tensor | None,
 ) -> bool:
-    """See ``shared.ring.rows.hide``, whose arguments these are; whether all norms are finite."""
+    """See ``shared.ring.rows.quantize_and_mask``, whose arguments these are; whether all norms are finite."""
     if LIBRARY is None:
         raise RuntimeError("there is no native code")
-    failed = LIBRARY.ring_hide(
+    failed = LIBRARY.ring_quantize_and_mask(
         _pointers(blocks), _widths(blocks), len(blocks), requests.shape[1], len(requests), _address(scales),
         over_room, _address(factor), _address(requests), _address(exponents), _address(expected),
         _address(integers), _threads(requests.numel()),
@@ -147,7 +171,7 @@ def hide(
     return not failed
 
 
-def reveal(
+def unmask_and_dequantize(
     answers: torch.Tensor,
     effects: list[torch.Tensor],
     exponents: torch.Tensor,
@@ -156,11 +180,11 @@ def reveal(
     challenge: torch.Tensor | None,
     expected: torch.Tensor | None,
 ) -> int:
-    """See ``shared.ring.rows.reveal``, whose arguments these are; how many rows are wrong."""
+    """See ``shared.ring.rows.unmask_and_dequantize``, whose arguments these are; how many rows are wrong."""
     if LIBRARY is None:
         raise RuntimeError("there is no native code")
     width = sum(block.shape[1] for block in blocks)
-    wrong: int = LIBRARY.ring_reveal(
+    wrong: int = LIBRARY.ring_unmask_and_dequantize(
         _address(answers), _pointers(effects), len(effects), answers.shape[1] // width, width, len(answers),
         _address(exponents), _address(scales), _pointers(blocks), _widths(blocks), len(blocks),
         _address(challenge), _address(expected), _threads(answers.numel()),
@@ -168,8 +192,8 @@ def reveal(
     return wrong
 
 
-def cut(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """See ``shared.ring.upper_bits.cut``, whose arguments these are; 16 or 24 bits."""
+def take_upper_bits(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """See ``shared.ring.upper_bits.take_upper_bits``, whose arguments these are; 16 or 24 bits."""
     if LIBRARY is None:
         raise RuntimeError("there is no native code")
     rows, columns = numbers.shape
@@ -178,16 +202,18 @@ def cut(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     shape, dtype = ((rows, columns), torch.int16) if bits == 16 else ((rows, 3 * columns), torch.uint8)
     out = torch.empty(shape, dtype=dtype)
     stride = numbers.stride(0)
-    LIBRARY.ring_cut(_address(numbers), rows, stride, columns, bits, _address(out), _threads(numbers.numel()))
+    LIBRARY.ring_take_upper_bits(
+        _address(numbers), rows, stride, columns, bits, _address(out), _threads(numbers.numel())
+    )
     return out
 
 
-def less_halves(answers: torch.Tensor, effects: list[torch.Tensor], offset: float) -> torch.Tensor:
-    """See ``shared.ring.upper_bits.less``, whose arguments these are; contiguous int16."""
+def subtract_halves(answers: torch.Tensor, effects: list[torch.Tensor], offset: float) -> torch.Tensor:
+    """See ``shared.ring.upper_bits.subtract_upper_bits``, whose arguments these are; contiguous int16."""
     if LIBRARY is None:
         raise RuntimeError("there is no native code")
     out = torch.empty(answers.shape)
-    LIBRARY.ring_less_halves(
+    LIBRARY.ring_subtract_halves(
         _address(answers), _pointers(effects), len(effects), answers.numel(), offset, _address(out),
         _threads(answers.numel()),
     )  # fmt: skip

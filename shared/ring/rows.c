@@ -43,7 +43,7 @@ static double step_of(int32_t exponent, int *power)
  * factor, expected[t] = sum round(x / step) * factor, modulo 2^64. integers, if wanted, are round(x / step), none
  * of which is over 2^24. 0, or 1 if a norm is not finite.
  */
-CLONES static int hide_rows(const float *const *blocks, const int64_t *widths, int64_t parts, int64_t columns,
+CLONES static int mask_rows(const float *const *blocks, const int64_t *widths, int64_t parts, int64_t columns,
                             int64_t first, int64_t last, const float *scales, double over_room,
                             const int64_t *factor, int32_t *requests, int32_t *exponents, uint64_t *expected,
                             float *integers)
@@ -87,15 +87,15 @@ CLONES static int hide_rows(const float *const *blocks, const int64_t *widths, i
     return 0;
 }
 
-int ring_hide(const float *const *blocks, const int64_t *widths, int64_t parts, int64_t columns, int64_t rows,
-              const float *scales, double over_room, const int64_t *factor, int32_t *requests,
-              int32_t *exponents, uint64_t *expected, float *integers, int threads)
+int ring_quantize_and_mask(const float *const *blocks, const int64_t *widths, int64_t parts, int64_t columns,
+                           int64_t rows, const float *scales, double over_room, const int64_t *factor,
+                           int32_t *requests, int32_t *exponents, uint64_t *expected, float *integers, int threads)
 {
     int failed = 0;
     int64_t step = (rows + 4 * threads - 1) / (4 * threads);
 #pragma omp parallel for num_threads(threads) schedule(dynamic) reduction(| : failed) if (threads > 1)
     for (int64_t first = 0; first < rows; first += step)
-        failed |= hide_rows(blocks, widths, parts, columns, first, first + step < rows ? first + step : rows,
+        failed |= mask_rows(blocks, widths, parts, columns, first, first + step < rows ? first + step : rows,
                             scales, over_room, factor, requests, exponents, expected, integers);
     return failed;
 }
@@ -137,9 +137,9 @@ WRITE(write_floats, float)
  * wide; effects likewise. With a challenge, sum u * challenge must be expected[t], modulo 2^64. How many rows
  * are wrong.
  */
-CLONES static int64_t reveal_rows(int32_t *answers, const int32_t *const *effects, int64_t sources, int planes,
-                                  int64_t width, int64_t first, int64_t last, const int32_t *exponents, const float *scales,
-                                  float *const *blocks, const int64_t *widths, int64_t parts,
+CLONES static int64_t unmask_rows(int32_t *answers, const int32_t *const *effects, int64_t sources, int planes,
+                                  int64_t width, int64_t first, int64_t last, const int32_t *exponents,
+                                  const float *scales, float *const *blocks, const int64_t *widths, int64_t parts,
                                   const int32_t *challenge, const uint64_t *expected)
 {
     int64_t wrong = 0;
@@ -161,14 +161,15 @@ CLONES static int64_t reveal_rows(int32_t *answers, const int32_t *const *effect
     return wrong;
 }
 
-int64_t ring_reveal(int32_t *answers, const int32_t *const *effects, int64_t sources, int planes, int64_t width,
-                    int64_t rows, const int32_t *exponents, const float *scales, float *const *blocks, const int64_t *widths,
-                    int64_t parts, const int32_t *challenge, const uint64_t *expected, int threads)
+int64_t ring_unmask_and_dequantize(int32_t *answers, const int32_t *const *effects, int64_t sources, int planes,
+                                   int64_t width, int64_t rows, const int32_t *exponents, const float *scales,
+                                   float *const *blocks, const int64_t *widths, int64_t parts,
+                                   const int32_t *challenge, const uint64_t *expected, int threads)
 {
     int64_t wrong = 0, step = (rows + 4 * threads - 1) / (4 * threads);
 #pragma omp parallel for num_threads(threads) schedule(dynamic) reduction(+ : wrong) if (threads > 1)
     for (int64_t first = 0; first < rows; first += step)
-        wrong += reveal_rows(answers, effects, sources, planes, width, first, first + step < rows ? first + step : rows,
+        wrong += unmask_rows(answers, effects, sources, planes, width, first, first + step < rows ? first + step : rows,
                              exponents, scales, blocks, widths, parts, challenge, expected);
     return wrong;
 }
@@ -195,7 +196,8 @@ CLONES static void cut_rows(const int32_t *numbers, int64_t stride, int64_t colu
     }
 }
 
-void ring_cut(const int32_t *numbers, int64_t rows, int64_t stride, int64_t columns, int bits, uint8_t *out, int threads)
+void ring_take_upper_bits(const int32_t *numbers, int64_t rows, int64_t stride, int64_t columns, int bits,
+                          uint8_t *out, int threads)
 {
     int64_t step = (rows + 4 * threads - 1) / (4 * threads);
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
@@ -204,8 +206,8 @@ void ring_cut(const int32_t *numbers, int64_t rows, int64_t stride, int64_t colu
 }
 
 /* Halves of answers less those of effects, modulo 2^16, as floats with an offset: shared/ring/upper_bits.py. */
-CLONES static void less_halves(const int16_t *answers, const int16_t *const *effects, int64_t sources, int64_t first,
-                               int64_t last, float offset, float *out)
+CLONES static void subtract_halves(const int16_t *answers, const int16_t *const *effects, int64_t sources,
+                                   int64_t first, int64_t last, float offset, float *out)
 {
     if (sources == 1) {
         const int16_t *effect = effects[0];
@@ -221,13 +223,13 @@ CLONES static void less_halves(const int16_t *answers, const int16_t *const *eff
     }
 }
 
-void ring_less_halves(const int16_t *answers, const int16_t *const *effects, int64_t sources, int64_t count,
-                      float offset, float *out, int threads)
+void ring_subtract_halves(const int16_t *answers, const int16_t *const *effects, int64_t sources, int64_t count,
+                          float offset, float *out, int threads)
 {
     int64_t step = (count + threads - 1) / threads;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int64_t first = 0; first < count; first += step)
-        less_halves(answers, effects, sources, first, first + step < count ? first + step : count, offset, out);
+        subtract_halves(answers, effects, sources, first, first + step < count ? first + step : count, offset, out);
 }
 
 /* The same for products that are floats already. */

@@ -36,7 +36,7 @@ def all_finite_below(values: torch.Tensor, limit: float = math.inf) -> bool:
     return bool((values.abs() < limit).all())
 
 
-def hide(
+def quantize_and_mask(
     blocks: list[torch.Tensor],
     scales: torch.Tensor | None,
     max_norm: float,
@@ -74,7 +74,7 @@ def hide(
     found = torch.empty(len(requests), dtype=torch.int32)
     expected = None if factor is None else torch.empty(len(requests), dtype=torch.int64)
     if ring_native.LIBRARY is not None:
-        fine = ring_native.hide(
+        fine = ring_native.quantize_and_mask(
             blocks, scales, MARGIN / max_norm, requests, found, factor, expected, integers
         )
         return (found, expected) if fine else None
@@ -97,7 +97,7 @@ def hide(
     return found, expected
 
 
-def reveal(
+def unmask_and_dequantize(
     answers: torch.Tensor,
     effects: list[torch.Tensor],
     exponents: torch.Tensor,
@@ -111,11 +111,11 @@ def reveal(
     Args:
         answers: contiguous int32 [T, P N], the products with the planes side by side; changed.
         effects: of each mask source, contiguous int32 [T, P N].
-        exponents: from ``hide``.
+        exponents: from ``quantize_and_mask``.
         scales: float32 [N], or None backward, where they went into the rows.
         blocks: contiguous float32 [T, N_b] to write into, side by side one row.
         challenge: int32 [P N] of a fingerprint, or None.
-        expected: from ``hide``.
+        expected: from ``quantize_and_mask``.
 
     Returns:
         How many rows fail ``sum u * challenge == expected`` modulo 2^64.
@@ -136,7 +136,9 @@ def reveal(
     _check(challenge, torch.int32, (columns,))
     _check(expected, torch.int64, (rows,))
     if ring_native.LIBRARY is not None:
-        return ring_native.reveal(answers, effects, exponents, scales, blocks, challenge, expected)
+        return ring_native.unmask_and_dequantize(
+            answers, effects, exponents, scales, blocks, challenge, expected
+        )
     wrong = 0
     step = max(1, CHUNK_ELEMENTS // answers.shape[1])
     for first in range(0, len(answers), step):
@@ -157,7 +159,7 @@ def write_products(
 
     Args:
         products: contiguous float32 [T, P N], with the planes side by side.
-        exponents, scales, blocks: see ``reveal``.
+        exponents, scales, blocks: see ``unmask_and_dequantize``.
 
     Raises:
         ValueError: tensors of other dtypes or shapes.

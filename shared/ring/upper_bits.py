@@ -14,7 +14,7 @@ from shared.ring import native as ring_native
 from shared.wire.header import CUT_DTYPES, EXACT
 
 
-def cut(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+def take_upper_bits(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     """The upper bits of integers, packed.
 
     Args:
@@ -27,15 +27,15 @@ def cut(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == EXACT:
         return numbers
     if numbers.device.type == "cpu" and ring_native.LIBRARY is not None:
-        return ring_native.cut(numbers, bits)
+        return ring_native.take_upper_bits(numbers, bits)
     if bits == 16:
         return (numbers >> 16).to(torch.int16)
     parts = numbers.contiguous().view(torch.uint8).view(*numbers.shape, 4)
     return parts[:, :, 1:].reshape(len(numbers), -1)
 
 
-def widened(upper: torch.Tensor, bits: int) -> torch.Tensor:
-    """Integers with these upper bits, int32 [T, N], the others 0: what ``cut`` leaves of a number."""
+def widen_upper_bits(upper: torch.Tensor, bits: int) -> torch.Tensor:
+    """Integers with these upper bits, int32 [T, N], the others 0."""
     if bits == EXACT:
         return upper
     if bits == 16:
@@ -46,14 +46,14 @@ def widened(upper: torch.Tensor, bits: int) -> torch.Tensor:
     return parts.view(torch.int32).view(rows, width)
 
 
-def less(answers: torch.Tensor, effects: list[torch.Tensor], bits: int) -> torch.Tensor:
+def subtract_upper_bits(answers: torch.Tensor, effects: list[torch.Tensor], bits: int) -> torch.Tensor:
     """Products from the upper bits of answers and effects, as multiples of ``2^(32 - bits)``, without bias.
 
     Each number is within one unit of the product, and within one more for each effect after the first.
 
     Args:
-        answers: contiguous, from ``cut``, on the CPU: of ``y + sum of effects``.
-        effects: of each mask source, contiguous, from ``cut``; none: the rows were not masked.
+        answers: contiguous, from ``take_upper_bits``, on the CPU: of ``y + sum of effects``.
+        effects: of each mask source, contiguous, from ``take_upper_bits``; none: the rows were not masked.
         bits: 16 or 24.
 
     Returns:
@@ -69,15 +69,15 @@ def less(answers: torch.Tensor, effects: list[torch.Tensor], bits: int) -> torch
     unit = 1 << EXACT - bits
     offset = (1 - len(effects)) / 2 * (unit - 1) / unit
     if bits == 16 and ring_native.LIBRARY is not None:
-        return ring_native.less_halves(answers, effects, offset)
-    rest = widened(answers, bits)
+        return ring_native.subtract_halves(answers, effects, offset)
+    rest = widen_upper_bits(answers, bits)
     for effect in effects:
-        rest = rest - widened(effect, bits)
+        rest = rest - widen_upper_bits(effect, bits)
     return (rest >> EXACT - bits).float().add_(offset)
 
 
 def cut_share(sources: int) -> float:
-    """Variance that bounds what ``less`` adds to a product, of a number, in squared units.
+    """Variance that bounds what ``subtract_upper_bits`` adds to a product, of a number, in squared units.
 
     With one effect, a number p of [0, 1) becomes 0 or 1. The variance is at most 1/4, and by Hoeffding's
     lemma the error is sub-Gaussian with 1/4, whatever p is. Each further effect adds what is uniform on a

@@ -39,7 +39,7 @@ RETRY_SECONDS = 1.0
 
 
 @dataclass
-class Link:
+class SharedMemoryLink:
     """An open session as its tenant has it: socket, pipes and memory."""
 
     opened: Opened  # what the executor said
@@ -82,7 +82,7 @@ class Link:
                 os.close(each)
 
 
-def open_link(url: str, token: str, timeout: float) -> Link:
+def open_link(url: str, token: str, timeout: float) -> SharedMemoryLink:
     """Open a session with an executor on this machine.
 
     Args:
@@ -117,7 +117,9 @@ def open_link(url: str, token: str, timeout: float) -> Link:
         # A session that broke has ended; but -1, which says so, throws away what has arrived.
         sock.set(zmq.RECONNECT_IVL, 3_600_000)
         sock.connect(f"{SCHEME}{directory / opened.session}")
-        return Link(opened, sock, pipes[0], pipes[1], descriptor, SharedMemory(descriptor, opened.size))
+        return SharedMemoryLink(
+            opened, sock, pipes[0], pipes[1], descriptor, SharedMemory(descriptor, opened.size)
+        )
     except BaseException as error:
         sock.close()
         for each in (*pipes, descriptor):

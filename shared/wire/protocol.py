@@ -35,7 +35,7 @@ MAX_NAME = 256  # characters of any name in a manifest, all of them printable: m
 MAX_GROUPS, MAX_PARAMETERS, MAX_AXES = 1 << 16, 1 << 20, 8
 
 
-class Plan(NamedTuple):
+class RequestWidths(NamedTuple):
     """Widths of one kind of request: direction and members are given."""
 
     request_columns: int  # D forward, the sum of the members' O backward
@@ -65,16 +65,16 @@ class GroupShape:
         """The widths in a manifest's entry."""
         return cls(info.inputs, [m.outputs for m in info.members], planes=RINGS.get(numerics, 0))
 
-    def _plan(self, direction: int, members: int) -> Plan:
+    def _plan(self, direction: int, members: int) -> RequestWidths:
         widths = tuple(self.outputs[i] for i in member_indices(members))
         if self.planes:
             ends = (self.inputs, sum(widths))
             request, answer = ends if direction == Direction.FORWARD else ends[::-1]
             answer *= self.planes
-            return Plan(request, answer, (request,), (answer,))
+            return RequestWidths(request, answer, (request,), (answer,))
         if direction == Direction.FORWARD:
-            return Plan(self.inputs, sum(widths), (self.inputs,), widths)
-        return Plan(sum(widths), self.inputs, widths, (self.inputs,))
+            return RequestWidths(self.inputs, sum(widths), (self.inputs,), widths)
+        return RequestWidths(sum(widths), self.inputs, widths, (self.inputs,))
 
 
 def split_blocks(payload: torch.Tensor, widths: tuple[int, ...]) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ import zmq
 from shared.errors import ConnectionLost, RequestRefused, SymbiosisError, WireError
 from shared.forks import register_for_fork
 from shared.transport.colocated import END, MAX_IN_FLIGHT, MEMORY, MEMORY_BYTE, PLACES, aligned
-from shared.transport.colocated_session import RETRY_SECONDS, Link, open_link
+from shared.transport.colocated_session import RETRY_SECONDS, SharedMemoryLink, open_link
 from shared.wire.header import HEADER_BYTES, Header, Operation, parse_header
 from shared.wire.websocket import Incoming
 from tenant_sdk.connection.channel import Channel, Pending
@@ -73,7 +73,7 @@ class ColocatedChannel(Channel):
         timeout: seconds without any progress after which requests fail and the channel closes.
     """
 
-    def __init__(self, link: Link, peer: str, timeout: float) -> None:
+    def __init__(self, link: SharedMemoryLink, peer: str, timeout: float) -> None:
         super().__init__(peer, timeout)
         # All of these are the leader's.
         self._link, self._sock, self._requests, self._answers = link, link.sock, link.requests, link.answers

@@ -24,7 +24,7 @@ from shared.wire.header import (
     RequestClass,
 )
 from shared.wire.messages import Fetch, FileInfo, ParameterInfo, encode
-from shared.wire.protocol import GroupShape, Plan
+from shared.wire.protocol import GroupShape, RequestWidths
 from shared.wire.websocket import Incoming, tensor_bytes
 from tenant_sdk.connection.channel import Channel, Pending, copy_error
 from tenant_sdk.connection.clock import CLOCK, Clock
@@ -158,7 +158,7 @@ class RemoteExecutor:
 
         Returns:
             Whose result are writable tensors in the blocks' dtype that nobody else holds: one [T, O_m] for
-            each member forward, one [T, D] backward; of cut answers as in ``shared.ring.upper_bits.cut``.
+            each member forward, one [T, D] backward; cut answers are as ``take_upper_bits`` makes them.
 
         Raises:
             ValueError: blocks of other shapes, or without rows.
@@ -258,7 +258,9 @@ class RemoteExecutor:
         """Of each number of an answer, as it travels."""
         return answer_bits if self.ring else 8 * self.wire_dtype.itemsize
 
-    def _count(self, operation: Operation, rows: int, plan: Plan, answer_bytes: int, seconds: float) -> None:
+    def _count(
+        self, operation: Operation, rows: int, plan: RequestWidths, answer_bytes: int, seconds: float
+    ) -> None:
         stats, itemsize = self.stats, self.wire_dtype.itemsize
         with stats.lock:
             stats.seconds_waiting += seconds
@@ -313,7 +315,7 @@ class RemoteExecutor:
     ) -> torch.Tensor:
         """The product of the mask that a seed expands to (``shared.ring.mask_stream``).
 
-        ``rows`` is at most ``max_rows``. The result is as ``shared.ring.upper_bits.cut`` makes it.
+        ``rows`` is at most ``max_rows``. The result is as ``take_upper_bits`` makes it.
         """
         request = Header(
             Operation.SEED_EFFECT, direction, DTYPE_CODES[self.wire_dtype], group, rows=rows, members=members,

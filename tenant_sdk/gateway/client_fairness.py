@@ -5,16 +5,17 @@ clients of a gateway take turns with what a step has: sequences, adapters, and r
 
 These rules say what one client can take:
 
-- ``arrivals``: connections, with a key and without; times and sizes of headers; answers that are not read.
-- ``front``: bodies that arrive; requests for adapters and figures under way; one tokenizing request and one
-  large body at a time.
+- ``connection_limits``: connections, with a key and without; times and sizes of headers; answers that are not
+  read.
+- ``http_frontend``: bodies that arrive; requests for adapters and metrics under way; one tokenizing request
+  and one large body at a time.
 - ``admission``: sequences under way (``Queue``).
 - ``requests``, ``constraints``: the size of each field of a request, and of an answer.
-- ``grammars``: time and memory for compiling a constraint; ``trials``: one at a time.
+- ``grammars``: time and memory for compiling a constraint; ``constraint_checks``: one at a time.
 - ``structured``: compiled constraints that are kept, 64 in all; a further one replaces one of the client that
   has the most.
 - ``calls``: the part of an answer in which calls of tools are looked for, and how often.
-- ``turns``: one at a time of the server's threads for tokenizing.
+- ``round_robin``: one at a time of the server's threads for tokenizing.
 - ``endpoints``: names of adapters; one change of them at a time.
 - here: ``Reservations`` of all that is counted; sequences, their adapters and their memory
   (``next_admissions``, ``next_preemptions``); of a step the time (``Steps``), attention

@@ -21,7 +21,7 @@ from shared.wire.header import Direction
 from shared.wire.messages import Manifest, Member, ParameterInfo
 from tenant_sdk.model.checkpointing import forget_products, keep_products
 from tenant_sdk.model.mixtures import (
-    Placement,
+    ExpertPlacement,
     attach_experts,
     detach_experts,
     fits,
@@ -50,7 +50,7 @@ def attach_layers(
     exclude: Sequence[str] = (),
     probe: bool = True,
     held: Sequence[ParameterInfo] = (),
-    placement: Placement = Placement(),  # noqa: B008 -- a value
+    placement: ExpertPlacement = ExpertPlacement(),  # noqa: B008 -- a value
 ) -> int:
     """Replace every served linear layer of a model, and the weights of its experts.
 
@@ -256,7 +256,7 @@ def _probe(group: Group, index: int, layer: nn.Module, *, own: bool = False) -> 
         )
 
 
-def _warn_about_local(model: nn.Module, placement: Placement, exclude: Sequence[str]) -> None:
+def _warn_about_local(model: nn.Module, placement: ExpertPlacement, exclude: Sequence[str]) -> None:
     """Name the parameters of three axes that stay here, and what experts take: most weights of a mixture."""
     experts = {name: each.weight for name, each in own_projections(model).items()}
     known = set(map(id, experts.values())) | {

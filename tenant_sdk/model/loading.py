@@ -33,7 +33,7 @@ from tenant_sdk.model.layer_replacement import (
     own_head,
     plan_layers,
 )
-from tenant_sdk.model.mixtures import Placement, expert_parameters
+from tenant_sdk.model.mixtures import ExpertPlacement, expert_parameters
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.model.tokenizer import build_tokenizer
 from tenant_sdk.model.virtual import Group
@@ -116,7 +116,7 @@ def _dtype(given: torch.dtype | str) -> torch.dtype:
 def load_model(
     remote: RemoteExecutor,
     groups: Sequence[Group],
-    placement: Placement,
+    placement: ExpertPlacement,
     /,
     *,
     dtype: torch.dtype | str,
@@ -177,7 +177,7 @@ def _check_memory(
     apart: Sequence[tuple[Group, int]],
     dtype: torch.dtype,
     experts: Collection[str],
-    placement: Placement,
+    placement: ExpertPlacement,
 ) -> None:
     """Refuse to download more than this machine has memory for.
 

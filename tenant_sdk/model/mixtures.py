@@ -22,7 +22,7 @@ from tenant_sdk.trust.attestation import base_model
 _BEFORE = "_implementation_before"  # of a module: what multiplied its experts before they were attached
 
 
-class Placement(NamedTuple):
+class ExpertPlacement(NamedTuple):
     """Where experts are multiplied: at the executor or here, and there with which padding."""
 
     remote: bool = True

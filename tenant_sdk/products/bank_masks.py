@@ -12,7 +12,7 @@ import torch
 
 from shared.forks import ForkGuard, register_for_fork
 from shared.ring.mask_stream import MaskStream
-from shared.ring.upper_bits import cut
+from shared.ring.upper_bits import take_upper_bits
 from shared.wire.header import SEED_BYTES, RequestClass
 from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.channel import Entropy
@@ -117,7 +117,7 @@ class _BankMask:
 
     def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
         self.fork_guard.check()
-        yield slice(0, len(self.picked)), [cut(self.bank[self.picked], self.answer_bits)]
+        yield slice(0, len(self.picked)), [take_upper_bits(self.bank[self.picked], self.answer_bits)]
 
     def exact_effects(self) -> list[torch.Tensor]:
         return [self.bank[self.picked]]

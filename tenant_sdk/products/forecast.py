@@ -94,7 +94,7 @@ class Forecast:
                 return Order(key, wanted)
         return None
 
-    def spare_order(
+    def idle_prefetch(
         self,
         stock: Mapping[ProductKey, int],
         *,
@@ -122,7 +122,7 @@ class Forecast:
             last = order.key
         return keys
 
-    def surplus(self, stock: Mapping[ProductKey, int], batch_rows: int) -> list[ProductKey]:
+    def evictable(self, stock: Mapping[ProductKey, int], batch_rows: int) -> list[ProductKey]:
         """Kinds of which there is more than ``next_order`` leads to: the tenant does something else now."""
         coming = self.round()
         return [

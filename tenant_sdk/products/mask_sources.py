@@ -12,7 +12,7 @@ from shared.errors import ModelMismatch
 from shared.ring.fixed_point import bounds
 from shared.ring.mask_stream import MaskStream
 from shared.ring.product import PlaneProducts, group_planes
-from shared.ring.upper_bits import cut
+from shared.ring.upper_bits import take_upper_bits
 from shared.wire.header import DTYPE_NAMES, EXACT, RINGS, Direction, Operation, RequestClass, member_indices
 from shared.wire.messages import Manifest
 from shared.wire.protocol import GroupShape
@@ -162,7 +162,7 @@ class LocalRing:
         """See SeedSource."""
         shape = GroupShape.of(self._groups[group], self._numerics)
         mask = MaskStream(seed).draw(rows, shape.plan(direction, members).request_columns)
-        return cut(self.effect(group, direction, members, [mask])[0], answer_bits)
+        return take_upper_bits(self.effect(group, direction, members, [mask])[0], answer_bits)
 
     def effect(
         self, group: int, direction: Direction, members: int, masks: list[torch.Tensor]

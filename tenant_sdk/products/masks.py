@@ -431,7 +431,7 @@ class OneTimeMasks:
             return order if self._make_room(order) else None
         if not self._fill_when_idle or self._clock() < self._taken_at + IDLE_SECONDS:
             return None
-        order = forecast.spare_order(stock, **limits)
+        order = forecast.idle_prefetch(stock, **limits)
         # Nothing is thrown away for what is not needed next.
         return order if order is not None and self._size(order) <= self._remaining_bytes else None
 
@@ -467,7 +467,7 @@ class OneTimeMasks:
                 )
             return False
         if size > self._remaining_bytes:
-            for key in self._forecast.surplus(self._stock, self.batch_rows):
+            for key in self._forecast.evictable(self._stock, self.batch_rows):
                 self._store[key].popleft()
         return size <= self._remaining_bytes
 

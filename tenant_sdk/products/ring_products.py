@@ -13,12 +13,18 @@ import torch
 
 from shared.errors import ModelMismatch, NonFiniteError, SymbiosisError, VerificationError
 from shared.forks import ForkGuard
-from shared.ring.fixed_point import LIMIT, Bounds, capacity
-from shared.ring.rows import CHUNK_ELEMENTS, all_finite_below, hide, reveal, write_products
-from shared.ring.upper_bits import cut, less
+from shared.ring.fixed_point import LIMIT, Bounds, max_row_norm
+from shared.ring.rows import (
+    CHUNK_ELEMENTS,
+    all_finite_below,
+    quantize_and_mask,
+    unmask_and_dequantize,
+    write_products,
+)
+from shared.ring.upper_bits import subtract_upper_bits, take_upper_bits
 from shared.wire.header import EXACT, Direction, Operation, RequestClass, member_indices
 from shared.wire.messages import GroupInfo
-from shared.wire.protocol import Plan
+from shared.wire.protocol import RequestWidths
 from tenant_sdk.connection.channel import copy_error
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor, check_shapes
 from tenant_sdk.products.answer_bits import AnswerBits
@@ -60,7 +66,7 @@ class RingGroup:
         self._chosen: dict[int, torch.Tensor] = {}
 
     def max_norm(self, direction: Direction, units: int = 0) -> float:
-        """Of rows, see ``capacity``; what rounding may add to a product is ``units``.
+        """Of rows, see ``max_row_norm``; what rounding may add to a product is ``units``.
 
         Raises:
             ModelMismatch: no row fits.
@@ -68,7 +74,7 @@ class RingGroup:
         norm = self._norms.get((direction, units))
         if norm is None:
             try:
-                norm = self._norms[direction, units] = capacity(*self._ends[direction], LIMIT - units)
+                norm = self._norms[direction, units] = max_row_norm(*self._ends[direction], LIMIT - units)
             except ValueError as error:
                 raise ModelMismatch(f"the executor's bounds are impossible: {error}") from error
         return norm
@@ -113,7 +119,7 @@ class RingProducts:
         masks: what hides the rows.
         verifier: None: answers are not checked.
         scales: of a group, [O], once they are known to be the right ones.
-        unforeseen: groups that are asked for in no order that the last pass told.
+        unpredictable: groups that are asked for in no order that the last pass told.
         answers: ``exact``, ``half`` or ``auto``.
     """
 
@@ -123,12 +129,12 @@ class RingProducts:
         masks: Masks,
         verifier: Verifier | None,
         scales: Callable[[int], torch.Tensor],
-        unforeseen: Collection[int] = (),
+        unpredictable: Collection[int] = (),
         answers: str = "exact",
     ) -> None:
         self._answer_bits = AnswerBits(answers, remote.manifest.numerics)
         self._remote, self._masks, self._verifier, self._scales = remote, masks, verifier, scales
-        self._unforeseen = unforeseen
+        self._unforeseen = unpredictable
         self._groups: dict[int, RingGroup] = {}
         self._exact_only = set[tuple[int, Direction, int]]()  # kinds of which a right answer seemed wrong
         self._failed: VerificationError | None = None
@@ -208,7 +214,7 @@ class RingProducts:
         ring, rounded = self._group(key.group), check.rounded
         integers = torch.empty(request.shape) if rounded else None
         units = max(1, self._masks.sources) << EXACT - key.answer_bits if key.answer_bits < EXACT else 0
-        hidden = hide(
+        hidden = quantize_and_mask(
             [block.contiguous() for block in rows],
             None if key.direction == Direction.FORWARD else ring.scales_of(key.members),
             ring.max_norm(key.direction, units),
@@ -302,7 +308,7 @@ class RingProducts:
             if key.answer_bits < EXACT:
                 if self._reveal_rounded(key, answer[part], there, piece, part, scales, parts, check.rounded):
                     doubted.add(first)
-            elif reveal(
+            elif unmask_and_dequantize(
                 answer[part],
                 there,
                 piece.exponents[part],
@@ -331,7 +337,7 @@ class RingProducts:
         step = max(1, CHUNK_ELEMENTS // answer.shape[1])
         for first in range(0, len(answer), step):
             at = slice(first, first + step)
-            products = less(answer[at], [effect[at] for effect in effects], key.answer_bits)
+            products = subtract_upper_bits(answer[at], [effect[at] for effect in effects], key.answer_bits)
             if fingerprint is not None and sums is not None:
                 wrong += wrong_rows(fingerprint, products, sums[at])
             write_products(products, exponents[at], scales, [block[at] for block in blocks])
@@ -347,10 +353,10 @@ class RingProducts:
             return  # answers are not checked
         (whole,) = self._remote.submit(Operation.PRODUCT, *key.product, [piece.sent]).result()
         effects = piece.mask.exact_effects()
-        same = torch.equal(cut(whole, key.answer_bits), answer)
+        same = torch.equal(take_upper_bits(whole, key.answer_bits), answer)
         for part, there in piece.mask.effects():
             for effect, again in zip(there, effects, strict=True):
-                same = same and torch.equal(cut(again[part], key.answer_bits), effect)
+                same = same and torch.equal(take_upper_bits(again[part], key.answer_bits), effect)
         for effect in effects:
             whole.sub_(effect)
         right = torch.equal((whole.long() * check.exact.challenge).sum(1), piece.expected)
@@ -385,7 +391,7 @@ class RingProducts:
         except VerificationError as error:
             raise self._fail(error) from None
 
-    def _plan(self, key: ProductKey) -> Plan:
+    def _plan(self, key: ProductKey) -> RequestWidths:
         return self._remote.shapes[key.group].plan(key.direction, key.members)
 
     def _fail(self, error: VerificationError) -> VerificationError:

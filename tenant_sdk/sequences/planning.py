@@ -56,7 +56,7 @@ class Shapes:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """How a batch is tuned with.
 
     Attributes:
@@ -106,7 +106,7 @@ def plan_step(
     window: int | None = None,
     packed: bool = False,
     given: float | None = None,
-) -> Plan:
+) -> MemoryPlan:
     """The fastest way for a batch in so much memory.
 
     Args:
@@ -148,16 +148,16 @@ def plan_step(
     raise ConfigurationError(error)
 
 
-def _plans(shapes: Shapes, length: int, batch: int, window: int | None) -> list[Plan]:
+def _plans(shapes: Shapes, length: int, batch: int, window: int | None) -> list[MemoryPlan]:
     """All ways, the fastest first."""
     tokens, layers = length * batch, shapes.layers
     kept = tokens * layers * (shapes.hidden + shapes.attended)
     answers = tokens * layers * shapes.answers
     whole = tokens * (shapes.saved + length * shapes.pair)  # a layer's activations
-    plans: list[Plan] = []
+    plans: list[MemoryPlan] = []
 
     def add(slack: float, memory: int, **options: object) -> None:
-        plans.append(Plan(memory=int(slack * memory), **options))  # type: ignore[arg-type]
+        plans.append(MemoryPlan(memory=int(slack * memory), **options))  # type: ignore[arg-type]
 
     if window is None:
         asked = ASKED * tokens * shapes.answers

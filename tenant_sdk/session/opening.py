@@ -116,7 +116,7 @@ def _open_executors(
             check_agreement(remotes[-1].url, remotes[-1].manifest, provider.manifest)
     if config.privacy == "one-time" and len(parties) > 1:
         for party in parties:
-            party.meet_replicas()
+            party.probe_replicas()
     if not config.allow_transcript:
         _check_not_recorded(remotes)
     return remotes
@@ -151,9 +151,9 @@ def _products(
         scales = _agreed_scales(remotes, stored.scales if stored else local.scales if local else None)
         verifier = _verifier(config, provider, sources, stored)
         # Which experts come next depends on the text, unless all are asked each time.
-        unforeseen = _experts(provider.manifest) if config.where_experts == "routed" else frozenset()
+        unpredictable = _experts(provider.manifest) if config.where_experts == "routed" else frozenset()
         masks = _masks(config, provider, sources)
-        inner = RingProducts(provider, masks, verifier, scales, unforeseen, config.answers)
+        inner = RingProducts(provider, masks, verifier, scales, unpredictable, config.answers)
     elif config.privacy == "plain":
         inner = PlainProducts(provider)
     else:

@@ -76,7 +76,7 @@ class ReplicatedExecutor:
         digest = "" if self._of else config.digest or ""
         return RemoteExecutor(self._find, dtype, stats, patience, url_of(self._targets[0]), digest)
 
-    def meet_replicas(self) -> None:
+    def probe_replicas(self) -> None:
         """Look at every replica, and send it nothing: one that shows another party's operator ends it here.
 
         What cannot be reached now is compared when it is connected to.

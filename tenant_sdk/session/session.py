@@ -22,7 +22,7 @@ from tenant_sdk.connection.stats import Stats
 from tenant_sdk.model import loading as model_loading
 from tenant_sdk.model.experts import Padding
 from tenant_sdk.model.layer_replacement import attach_layers, detach_layers, warn_if_trained
-from tenant_sdk.model.mixtures import Placement
+from tenant_sdk.model.mixtures import ExpertPlacement
 from tenant_sdk.model.naming import base_of_peer, find_base, name_model
 from tenant_sdk.model.virtual import Group
 from tenant_sdk.products.products import Products
@@ -283,8 +283,8 @@ class Session:
         )
 
     @property
-    def _placement(self) -> Placement:
-        return Placement(self.experts != "local", self._padding)
+    def _placement(self) -> ExpertPlacement:
+        return ExpertPlacement(self.experts != "local", self._padding)
 
     def _check_head(self, offload_head: bool) -> None:
         if offload_head and not any(group.head for group in self.manifest.groups):

@@ -17,7 +17,7 @@ from datetime import date
 from typing import Any
 
 from shared.errors import ConfigurationError, Placeholder
-from tenant_sdk.tuning.message_parts import MessagePart, Placeholders
+from tenant_sdk.tuning.message_parts import MessagePart, TemplateProbe
 
 IGNORED = -100  # a label that takes no part in the loss
 Example = dict[str, list[int]]  # input_ids and, as long, labels: the same ids, or IGNORED
@@ -197,7 +197,7 @@ class _Chat:
         self.tokenizer, self.day, self.where = of.tokenizer, of.day, where
         self.tools = tools or None  # a template may write that there are tools, though the list is empty
         self.messages = self._in_form(messages)
-        self.placeholders = Placeholders(self.messages, self.tools)
+        self.placeholders = TemplateProbe(self.messages, self.tools)
         self.ends = [end for end in map(of.tokenizer.decode, of.ends) if end]
 
     def asked(self, at: int) -> str:
@@ -327,7 +327,7 @@ class _Chat:
         at = next((at for at, message in enumerate(messages) if message.get("tool_calls")), None)
         if at is not None:
             for form in (messages, [_with_texts(message) for message in messages]):
-                placeholders = Placeholders(form, None)
+                placeholders = TemplateProbe(form, None)
                 try:
                     rendering = self.written([*form[:at], placeholders.messages[at]])
                 except ConfigurationError:

@@ -20,7 +20,7 @@ from tenant_sdk.model.recording import CopyStore, OnHost, Store
 from tenant_sdk.sequences.chunked_loss import ChunkedLoss, Loss, items_of, shifted
 from tenant_sdk.sequences.encrypted_file import EncryptedFile
 from tenant_sdk.sequences.measuring import FRACTION, free_disk, memory_left, shapes_of
-from tenant_sdk.sequences.planning import GIB, Place, Plan, plan_step
+from tenant_sdk.sequences.planning import GIB, MemoryPlan, Place, plan_step
 from tenant_sdk.sequences.stack import NotInParts, Stack, instead
 from tenant_sdk.sequences.windows import Batch, ReferenceStore, Run, Stores, WindowedLoss
 from tenant_sdk.trust.attestation import base_model
@@ -44,7 +44,7 @@ class LongTuning:
     """
 
     def __init__(self, model: nn.Module, folder: Path | None, max_length: int) -> None:
-        self.plan, self._model, self._folder, self._max_length = Plan(), model, folder, max_length
+        self.plan, self._model, self._folder, self._max_length = MemoryPlan(), model, folder, max_length
         self._stack = stack = Stack(model, self._passed_by)
         self._said: set[str] = set()
         self._spill: EncryptedFile | None = None
@@ -78,7 +78,7 @@ class LongTuning:
             (keep_products if self._attached else forget_products)(self._model)
         self._spill = None
 
-    def use(self, plan: Plan) -> None:
+    def use(self, plan: MemoryPlan) -> None:
         """Do as another plan says from now on."""
         self.plan = plan
         if Place.DISK in (plan.answers, plan.states) and self._spill is None:
@@ -307,7 +307,7 @@ def _in_parts(model: nn.Module) -> Iterator[None]:
         raise NotInParts(f"{type(model).__name__} cannot be cut into windows: {error}") from error
 
 
-def _compare(tuning: LongTuning, plan: Plan, model: nn.Module, ids: torch.Tensor) -> None:
+def _compare(tuning: LongTuning, plan: MemoryPlan, model: nn.Module, ids: torch.Tensor) -> None:
     """Refuse a model, perhaps in PEFT's wrapper, whose loss, or gradients, the plan would change.
 
     Raises:
@@ -335,12 +335,12 @@ def _compare(tuning: LongTuning, plan: Plan, model: nn.Module, ids: torch.Tensor
     try:
         with _in_parts(tuning._model):
             expected = look()
-            tuning.plan = Plan(
+            tuning.plan = MemoryPlan(
                 chunked_loss=True, window=None if plan.window is None else TRIED_WINDOW, answers=Place.MEMORY
             )
             got = look()
     finally:
-        tuning.plan = Plan()
+        tuning.plan = MemoryPlan()
         for module, was in training.items():
             module.training = was
     for mine, other in ((got[:1], expected[:1]), (got[1:], expected[1:])):

@@ -50,7 +50,7 @@ class MessagePart:
         return sorted({form.strip() for form in forms}, key=len, reverse=True)
 
 
-class Placeholders:
+class TemplateProbe:
     """A conversation with placeholders for its parts: ``messages``, ``tools``.
 
     A part is the content of a message, and of an assistant's also the reasoning, and each call's name and

@@ -18,7 +18,7 @@ from conftest import RING, Executor
 
 from provider.config import ServeConfig
 from provider.serve.provider import Provider
-from provider.workers.actors import Attendant, check_ray, placed
+from provider.workers.actors import WorkerSupervisor, check_ray, placed
 from provider.workers.world import World
 from shared.errors import ConfigurationError, SymbiosisError
 
@@ -147,7 +147,7 @@ def test_workers_of_actors_give_the_bits_of_one_process(
     actors = []
 
     def run(environment: Mapping[str, str]) -> None:
-        actors.append(threading.Thread(target=Attendant().run, args=[environment]))
+        actors.append(threading.Thread(target=WorkerSupervisor().run, args=[environment]))
         actors[-1].start()
 
     actor(ray).run.options.return_value.remote.side_effect = run

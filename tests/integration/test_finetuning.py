@@ -23,7 +23,7 @@ import tenant_sdk
 from shared.errors import (
     ConfigurationError,
 )
-from tenant_sdk.sequences.planning import Plan
+from tenant_sdk.sequences.planning import MemoryPlan
 from tenant_sdk.tuning import trainer
 from tenant_sdk.tuning.adapters import METHODS, default_rate
 from tenant_sdk.tuning.conversations import whole
@@ -344,9 +344,9 @@ def test_long_examples_fit_into_memory(
     assert any("nothing special is needed" in each for each in said)
     asked: list[dict[str, Any]] = []
 
-    def plan(*_: Any, **more: Any) -> Plan:
+    def plan(*_: Any, **more: Any) -> MemoryPlan:
         asked.append(more)
-        return Plan(chunked_loss=True, checkpointed=packing, window=None if packing else 8)
+        return MemoryPlan(chunked_loss=True, checkpointed=packing, window=None if packing else 8)
 
     monkeypatch.setattr("tenant_sdk.tuning.long_sequences.plan_step", plan)
     got, said = train(session, dataclasses.replace(usual, output=tmp_path / "fit", held_out=(data,)))

@@ -28,7 +28,7 @@ from transformers import TrainerCallback
 
 import tenant_sdk
 from shared.errors import ConfigurationError, SymbiosisError
-from tenant_sdk.sequences.planning import Plan
+from tenant_sdk.sequences.planning import MemoryPlan
 from tenant_sdk.tuning.adapters import METHODS
 from tenant_sdk.tuning.finetuning import TrainingReport
 from tenant_sdk.tuning.options import TrainingOptions
@@ -183,7 +183,7 @@ def test_packed_records_and_windows(
     window: int | None, session: tenant_sdk.Session, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if window:
-        plan = Plan(chunked_loss=True, window=window)
+        plan = MemoryPlan(chunked_loss=True, window=window)
         monkeypatch.setattr("tenant_sdk.tuning.long_sequences.plan_step", lambda *_, **__: plan)
     training = options(
         records(text.parent, 8),

@@ -16,8 +16,8 @@ from conftest import RING, TENANT
 import tenant_sdk
 from provider.config import ServeConfig
 from provider.serve.provider import Provider
-from provider.workers.batch import Batch, Layout
-from provider.workers.link import ASSIGNMENT, BATCH, FORGET, MEMORY, Assignment, Link, LocalLink, Rows
+from provider.workers.batch import BatchLayout, WorkerBatch
+from provider.workers.link import ASSIGNMENT, BATCH, FORGET, MEMORY, Assignment, LocalLink, Rows, WorkerLink
 from provider.workers.memory import Segment
 from security.recordings.transcript import read_transcript
 from security.views.adversaries import requests_of, worker_view
@@ -31,12 +31,12 @@ class Crossing:
     """All that is sent to workers: messages, and a batch's memory when it is given away."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.messages: list[tuple[Link, int, bytes]] = []
-        self.batches: list[tuple[Link, Batch, torch.Tensor]] = []
+        self.messages: list[tuple[WorkerLink, int, bytes]] = []
+        self.batches: list[tuple[WorkerLink, WorkerBatch, torch.Tensor]] = []
         self.memory: list[bytes] = []
         self.beside_rows = 0  # bytes that are not 0 in memory that nobody had used before
-        self._assignments: dict[Link, Assignment] = {}
-        self._used: set[tuple[Link, int]] = set()
+        self._assignments: dict[WorkerLink, Assignment] = {}
+        self._used: set[tuple[WorkerLink, int]] = set()
         send, lend, crossing = LocalLink.send, LocalLink.lend, self
 
         def sent(link: LocalLink, kind: int, content: bytes = b"", rows: Rows | None = None) -> None:
@@ -44,7 +44,7 @@ class Crossing:
             if kind == ASSIGNMENT:
                 crossing._assignments[link] = msgspec.msgpack.decode(content, type=Assignment)
             if rows is not None:
-                crossing._batch(link, msgspec.msgpack.decode(content, type=Batch), rows)
+                crossing._batch(link, msgspec.msgpack.decode(content, type=WorkerBatch), rows)
             send(link, kind, content, rows)
 
         def lent(link: LocalLink, segment: Segment) -> None:
@@ -54,10 +54,10 @@ class Crossing:
         patch.setattr(LocalLink, "send", sent)
         patch.setattr(LocalLink, "lend", lent)
 
-    def _batch(self, link: Link, batch: Batch, rows: Rows) -> None:
+    def _batch(self, link: WorkerLink, batch: WorkerBatch, rows: Rows) -> None:
         assignment = self._assignments[link]
         shape = GroupShape.of(assignment.groups[batch.group], assignment.numerics)
-        layout = Layout(batch.requests, batch.dtype, shape.plan(batch.direction, batch.members))
+        layout = BatchLayout(batch.requests, batch.dtype, shape.plan(batch.direction, batch.members))
         whole = rows.memory.whole.copy()
         self.memory.append(whole.tobytes())
         (block,) = layout.requests(rows.memory)
@@ -66,7 +66,7 @@ class Crossing:
             self._used.add((link, batch.memory))
             self.beside_rows += int(whole[layout.sent :].any())
 
-    def rows(self, link: Link) -> Counted:
+    def rows(self, link: WorkerLink) -> Counted:
         """All that one worker was given to multiply."""
         found = Counted()
         for whose, batch, rows in self.batches:
@@ -145,7 +145,7 @@ def check_messages(crossing: Crossing, token: str, workers: int) -> None:
         if kind == ASSIGNMENT:
             assert msgspec.msgpack.encode(msgspec.msgpack.decode(content, type=Assignment)) == content
         elif kind == BATCH:  # which has no field for who asks, nor how urgent it is
-            assert msgspec.msgpack.encode(msgspec.msgpack.decode(content, type=Batch)) == content
+            assert msgspec.msgpack.encode(msgspec.msgpack.decode(content, type=WorkerBatch)) == content
     everything = [content for _, _, content in crossing.messages] + crossing.memory
     for secret in (token, TENANT, "symbiosis-tenant", "127.0.0.1"):
         assert not any(secret.encode() in each for each in everything), secret

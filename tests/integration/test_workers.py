@@ -31,7 +31,7 @@ from provider.workers.memory import SegmentPool
 from provider.workers.pool import Sharding, WorkerPool
 from provider.workers.process import Process
 from shared.errors import WireError
-from shared.ring.upper_bits import cut
+from shared.ring.upper_bits import take_upper_bits
 from shared.wire.header import (
     ANSWER_BITS,
     DTYPE_CODES,
@@ -132,7 +132,7 @@ def test_batches_of_answers_of_all_widths(both: tuple[BaseExecutor, Engine, Work
                 futures = [each.submit_threadsafe("a", 1, one, payload) for one in asked]
                 for one, future in zip(asked, futures, strict=True):
                     answer = torch.cat([block.reshape(-1) for block in future.result(SECONDS).blocks])
-                    assert torch.equal(answer, cut(whole, one.answer_bits).view(-1))
+                    assert torch.equal(answer, take_upper_bits(whole, one.answer_bits).view(-1))
     finally:
         alone.close()
 

@@ -23,7 +23,7 @@ from security.attacks.tokens import (
 )
 from security.views.adversaries import ObservedRequest, View
 from security.views.public_model import PublicModel
-from shared.ring.fixed_point import capacity, exponents, quantize_rows
+from shared.ring.fixed_point import exponents, max_row_norm, quantize_rows
 from shared.wire.header import Direction
 
 RNG = np.random.default_rng(0)
@@ -130,7 +130,9 @@ def test_a_strong_adapter_on_a_ring() -> None:
     delta = normal(len(up), 8) @ normal(8, up.shape[1])
     delta *= 3 * (x @ up.T).norm() / (x @ delta.T).norm()
     z = silu(x @ gate.T) * (x @ (up + delta).T)
-    max_norms = [capacity(public.manifest.groups[g].bounds[0], r.shape[1]) for g, r in ((into, x), (out, z))]
+    max_norms = [
+        max_row_norm(public.manifest.groups[g].bounds[0], r.shape[1]) for g, r in ((into, x), (out, z))
+    ]
     view = View(public, [seen(on_ring(x, max_norms[0]), into), seen(on_ring(z, max_norms[1]), out)])
     stolen = AdapterExtraction(0).attack(view, RNG)
     assert stolen.rank == 8

@@ -8,7 +8,7 @@ import pytest
 
 from provider.engine.latency import LatencyModel, Shape
 from provider.planning.capacity import PlacedLanes, Tenants, plan
-from provider.planning.options import Link
+from provider.planning.options import NetworkLink
 from provider.planning.simulation import Costs, Product
 from provider.workers.planner import Device, Placement, place
 from provider.workers.survey import latency_of
@@ -57,7 +57,12 @@ def test_what_the_policy_learns_changes_no_product() -> None:
     placement, near = lanes(1, FAST, SLOW)
     before = copy.deepcopy([near.latency[worker].line(0, Direction.FORWARD) for worker in range(2)])
     found = plan(
-        near, WIRE, itemsize=4, link=Link(1e-3, 1e6), tenants=Tenants(4, 8), costs=Costs(1e-4, 1e-9, 1e-4)
+        near,
+        WIRE,
+        itemsize=4,
+        link=NetworkLink(1e-3, 1e6),
+        tenants=Tenants(4, 8),
+        costs=Costs(1e-4, 1e-9, 1e-4),
     )
     assert before == [near.latency[worker].line(0, Direction.FORWARD) for worker in range(2)]
     assert found.token_bytes == (4 * 8 * 64, 4 * 4 * (128 + 64))

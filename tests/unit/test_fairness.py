@@ -25,7 +25,7 @@ from provider.engine.scheduler import (
     BatchKey,
     LatencyObjective,
     Opportunistic,
-    Work,
+    QueuedRequest,
     bounded_class,
 )
 from shared.wire.header import Direction
@@ -77,10 +77,10 @@ def test_whoever_always_asks_for_the_first_group_does_not_starve_who_passes_thro
 
     @dataclass
     class Stubborn(Tenant):
-        def next(self, now: float) -> Work:
+        def next(self, now: float) -> QueuedRequest:
             self.group += 1
             key = BatchKey(0, Direction.FORWARD, 0b11, self.group % 7)
-            return Work(self.name, key, self.rows, DECODE, 1 / GROUPS, now)
+            return QueuedRequest(self.name, key, self.rows, DECODE, 1 / GROUPS, now)
 
     person = Tenant("person", 1, DECODE, think=0.0005)
     simulate(Opportunistic(model()), [person], 10.0)

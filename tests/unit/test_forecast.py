@@ -72,11 +72,11 @@ def test_when_idle_as_many_rounds_as_the_budget_takes() -> None:
     made = forecast((A, 2), (B, 3), (A, 2))
     stock: dict[ProductKey, int] = {}
     limits: dict[str, Any] = {"budget_bytes": 1000, "row_bytes": lambda _: 10, "batch_rows": 8}
-    while (order := made.spare_order(stock, **limits)) is not None:
+    while (order := made.idle_prefetch(stock, **limits)) is not None:
         stock[order.key] = stock.get(order.key, 0) + order.rows
         assert abs(stock.get(A, 0) - stock.get(B, 0)) <= 32  # all kinds alike
     assert stock == {A: 50, B: 50}
-    assert forecast((A, 2)).spare_order({}, **limits) is None
+    assert forecast((A, 2)).idle_prefetch({}, **limits) is None
 
 
 def test_a_new_habit_replaces_the_old() -> None:
@@ -91,10 +91,10 @@ def test_what_the_new_habit_does_not_need_is_surplus() -> None:
     made = forecast((A, 1), (B, 1), (A, 1), (C, 1), (D, 8), (C, 1))
     assert made.round() == {D: 8, C: 1}
     stock = {A: 1, B: 0, C: 8, D: 17}
-    assert made.surplus(stock, batch_rows=4) == [A, D]
-    assert made.surplus({**stock, C: 9}, batch_rows=4) == [A, C, D]
-    assert made.surplus({}, batch_rows=4) == []
-    assert forecast().surplus({A: 1}, batch_rows=4) == [A]
+    assert made.evictable(stock, batch_rows=4) == [A, D]
+    assert made.evictable({**stock, C: 9}, batch_rows=4) == [A, C, D]
+    assert made.evictable({}, batch_rows=4) == []
+    assert forecast().evictable({A: 1}, batch_rows=4) == [A]
 
 
 def test_small_requests_are_ordered_for_as_many_rows_as_there_were() -> None:
@@ -146,4 +146,4 @@ def test_whatever_was_asked(
         assert before < max(largest[order.key], batch_rows)
         ordered[order.key] = before + order.rows
     assert ordered.keys() <= largest.keys()
-    assert not set(made.surplus(ordered, batch_rows)) & set(ordered)
+    assert not set(made.evictable(ordered, batch_rows)) & set(ordered)

@@ -29,7 +29,7 @@ SUBPACKAGES = {
         "command_line",
         "forks",
         "latency",
-        "reminder",
+        "log_rate_limit",
         "memory",
         "devices",
         "imports",
@@ -61,7 +61,7 @@ SUBPACKAGES = {
         "inprocess",
         "dev",
         "cli",
-        "tethered",
+        "exit_with_parent",
     ],
     "tenant_sdk": [
         "terminal",

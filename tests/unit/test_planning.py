@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import ConfigurationError
-from tenant_sdk.sequences.planning import GIB, WINDOWS, Place, Plan, Shapes, plan_step
+from tenant_sdk.sequences.planning import GIB, WINDOWS, MemoryPlan, Place, Shapes, plan_step
 
 # A Llama of 12 layers, d = 768, and one of 32 layers, d = 4096, in float32.
 SMALL = Shapes(
@@ -22,12 +22,14 @@ MUCH = 1 << 50
 HAS = 0.5  # GiB that the process has
 
 
-def plan(length: int, memory_gib: float, shapes: Shapes = SMALL, batch: int = 1, disk: int = MUCH) -> Plan:
+def plan(
+    length: int, memory_gib: float, shapes: Shapes = SMALL, batch: int = 1, disk: int = MUCH
+) -> MemoryPlan:
     return plan_step(shapes, length, batch, int(memory_gib * GIB), disk, given=memory_gib + HAS)
 
 
 def test_nothing_is_done_where_all_fits() -> None:
-    assert plan(512, 8) == Plan(memory=plan(512, 8).memory)
+    assert plan(512, 8) == MemoryPlan(memory=plan(512, 8).memory)
     assert "nothing special is needed" in plan(512, 8).sentence(512)
 
 

@@ -16,9 +16,9 @@ from shared.ring.fixed_point import (
     MAX_NORM,
     Bounds,
     bounds,
-    capacity,
     dequantize,
     exponents,
+    max_row_norm,
     quantize_rows,
     quantize_weight,
     squared_norms,
@@ -83,7 +83,7 @@ def test_bounds_of_many_extreme_elements() -> None:
 @given(bound=st.integers(0, 1 << 45), width=st.integers(1, 1 << 31))
 def test_capacity_leaves_room_for_rounding(bound: int, width: int) -> None:
     try:
-        max_norm = capacity(bound, width)
+        max_norm = max_row_norm(bound, width)
     except ValueError:
         assert bound**0.5 * (width**0.5 / 2 + 1) > LIMIT * (1 - 1e-9)
         return
@@ -93,9 +93,9 @@ def test_capacity_leaves_room_for_rounding(bound: int, width: int) -> None:
 
 
 def test_what_is_too_wide() -> None:
-    assert 2**17 - 65 < capacity((1 << 14) * 16_384, 16_384) < 2**17 - 64
+    assert 2**17 - 65 < max_row_norm((1 << 14) * 16_384, 16_384) < 2**17 - 64
     with pytest.raises(ValueError, match="too wide"):
-        capacity(1 << 45, 1 << 31)
+        max_row_norm(1 << 45, 1 << 31)
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_no_rows() -> None:
 
 def largest_product(rows: torch.Tensor, planes: torch.Tensor, limit: Bounds) -> int:
     """The largest absolute product of the integers of float rows with any row of both planes."""
-    integers = quantize_rows(rows, exponents(norms_of(rows), capacity(limit.forward, rows.shape[1])))
+    integers = quantize_rows(rows, exponents(norms_of(rows), max_row_norm(limit.forward, rows.shape[1])))
     return int((integers.long() @ planes.flatten(0, 1).long().T).abs().max())
 
 
@@ -186,7 +186,7 @@ def test_rows_parallel_to_a_row_of_the_weight_do_not_overflow(
     largest = largest_product(rows, planes, limit)
     assert largest <= LIMIT
     if (
-        capacity(limit.forward, inputs) < MAX_NORM
+        max_row_norm(limit.forward, inputs) < MAX_NORM
     ):  # at most an eighth of an octave is given away, and rounding
         assert largest > LIMIT / 2
 
@@ -196,7 +196,7 @@ def test_the_longest_rows_that_fit_just_fit(inputs: int) -> None:
     """Lengths that step through the last floats below the largest norm of an exponent."""
     planes = torch.full((2, 1, inputs), -127, dtype=torch.int8)
     limit = bounds(planes)
-    max_norm = capacity(limit.forward, inputs)
+    max_norm = max_row_norm(limit.forward, inputs)
     element = torch.tensor(max_norm / inputs**0.5).float()
     steps = [element]
     for _ in range(20):
@@ -297,7 +297,7 @@ def layer(rows: torch.Tensor, weight: torch.Tensor, count: int, *, forward: bool
     if not forward:
         rows, planes = rows * scales, planes.transpose(1, 2)
     limit = bounds(planes).forward
-    e = exponents(norms_of(rows), capacity(limit, rows.shape[1]))
+    e = exponents(norms_of(rows), max_row_norm(limit, rows.shape[1]))
     u = quantize_rows(rows, e).long() @ planes.long().transpose(1, 2)
     assert int(u.abs().max()) <= LIMIT
     out = torch.empty(u.shape[1:])

@@ -33,12 +33,12 @@ MULTIPLIED = [integers(2, 6), integers(6, 3, dtype=torch.int8), integers(2, 3)]
 
 def hide(tensors: list[torch.Tensor]) -> None:
     block, scales, *others = tensors
-    native.hide([block], scales, 1.0, *others)
+    native.quantize_and_mask([block], scales, 1.0, *others)
 
 
 def reveal(tensors: list[torch.Tensor]) -> None:
     answers, effect, exponents, scales, block, *others = tensors
-    native.reveal(answers, [effect], exponents, scales, [block], *others)
+    native.unmask_and_dequantize(answers, [effect], exponents, scales, [block], *others)
 
 
 def multiply(tensors: list[torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shared.ring import native as ring_native
 from shared.ring import rows as ring_rows
 from shared.ring.fixed_point import LIMIT, MAX_NORM, dequantize, steps
-from shared.ring.rows import hide, reveal
+from shared.ring.rows import quantize_and_mask, unmask_and_dequantize
 
 NATIVE = pytest.mark.skipif(ring_native.LIBRARY is None, reason="there is no native code here")
 FLOAT_MAX = float(torch.finfo(torch.float32).max)
@@ -87,7 +87,7 @@ def test_integers_are_added_to_masks(
     scales = torch.rand(columns, generator=generator) if scaled else None
     factor = longs(generator, columns) if checked else None
     requests, blocks = mask.clone(), blocks_of(rows, widths)
-    result = hide(blocks, scales, max_norm, requests, factor)
+    result = quantize_and_mask(blocks, scales, max_norm, requests, factor)
     assert result is not None
     exponents, expected = result
     assert (exponents.dtype, exponents.shape) == (torch.int32, (count,))
@@ -118,7 +118,7 @@ def test_integers_are_the_same_bits_both_ways(scaled: bool) -> None:
             torch.set_num_threads(number)
             try:
                 masked = mask.clone()
-                result = hide(blocks_of(rows, [100, 233]), scales, NORM, masked, factor)
+                result = quantize_and_mask(blocks_of(rows, [100, 233]), scales, NORM, masked, factor)
             finally:
                 torch.set_num_threads(threads)
             assert result is not None
@@ -134,15 +134,15 @@ def test_integers_are_the_same_bits_both_ways(scaled: bool) -> None:
 @pytest.mark.parametrize("at", [0, 199])
 def test_rows_that_are_not_finite(bad: float, at: int) -> None:
     rows = torch.ones((200, 300))
-    assert hide([rows], None, NORM, torch.zeros((200, 300), dtype=torch.int32), None) is not None
+    assert quantize_and_mask([rows], None, NORM, torch.zeros((200, 300), dtype=torch.int32), None) is not None
     rows[at, 7] = bad
-    assert hide([rows], None, NORM, torch.zeros((200, 300), dtype=torch.int32), None) is None
+    assert quantize_and_mask([rows], None, NORM, torch.zeros((200, 300), dtype=torch.int32), None) is None
 
 
 def test_rows_that_scales_make_infinite() -> None:
     rows, scales = torch.full((2, 3), 1e38), torch.tensor([1.0, 2.0, 4.0])
-    assert hide([rows], None, NORM, torch.zeros((2, 3), dtype=torch.int32), None) is not None
-    assert hide([rows], scales, NORM, torch.zeros((2, 3), dtype=torch.int32), None) is None
+    assert quantize_and_mask([rows], None, NORM, torch.zeros((2, 3), dtype=torch.int32), None) is not None
+    assert quantize_and_mask([rows], scales, NORM, torch.zeros((2, 3), dtype=torch.int32), None) is None
 
 
 @given(seed=SEEDS, count=st.integers(2, 9))
@@ -150,11 +150,11 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(seed: int, count: int) -> N
     generator = seeded(seed)
     rows, factor = float_rows(generator, count, 21), longs(generator, 21)
     together = torch.zeros((count, 21), dtype=torch.int32)
-    result = hide(blocks_of(rows, [21]), None, NORM, together, factor)
+    result = quantize_and_mask(blocks_of(rows, [21]), None, NORM, together, factor)
     assert result is not None
     for i in range(count):
         alone = torch.zeros((1, 21), dtype=torch.int32)
-        one = hide(blocks_of(rows[i : i + 1], [21]), None, NORM, alone, factor)
+        one = quantize_and_mask(blocks_of(rows[i : i + 1], [21]), None, NORM, alone, factor)
         assert one is not None
         assert torch.equal(alone[0], together[i])
         assert one[0][0] == result[0][i]
@@ -165,11 +165,14 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(seed: int, count: int) -> N
 
 def test_no_rows() -> None:
     none = torch.empty((0, 4), dtype=torch.int32)
-    result = hide([torch.empty((0, 4))], None, NORM, none, None)
+    result = quantize_and_mask([torch.empty((0, 4))], None, NORM, none, None)
     assert result is not None
     assert result[0].shape == (0,)
     answers = torch.empty((0, 6), dtype=torch.int32)
-    assert reveal(answers, [answers.clone()], result[0], None, [torch.empty((0, 3))], None, None) == 0
+    assert (
+        unmask_and_dequantize(answers, [answers.clone()], result[0], None, [torch.empty((0, 3))], None, None)
+        == 0
+    )
 
 
 # -- answers to rows -------------------------------------------------------------------------------
@@ -201,7 +204,7 @@ def test_effects_come_off_and_answers_become_floats(
     before = [effect.clone() for effect in effects]
     # Blocks that are not next to each other in memory.
     blocks = [torch.full((count, width), float("nan")) for width in widths]
-    assert reveal(answers, effects, powers, scales, blocks, None, None) == 0
+    assert unmask_and_dequantize(answers, effects, powers, scales, blocks, None, None) == 0
     assert torch.equal(answers, plain)
     assert torch.equal(torch.cat(blocks, 1).view(torch.int32), expected.view(torch.int32))
     assert all(torch.equal(a, b) for a, b in zip(effects, before, strict=True))
@@ -225,7 +228,7 @@ def test_wrong_rows_are_counted(seed: int, count: int, half: int, wrong: int) ->
             changed += bool(challenge[at])
             answers[i, at] ^= 1 << int(torch.randint(0, 31, (1,), generator=generator))
     block = torch.empty((count, half))
-    assert reveal(answers, [effect], powers, None, [block], challenge, expected) == changed
+    assert unmask_and_dequantize(answers, [effect], powers, None, [block], challenge, expected) == changed
 
 
 @pytest.mark.parametrize("scaled", [True, False])
@@ -243,7 +246,10 @@ def test_floats_are_the_same_bits_both_ways(scaled: bool, planes: int) -> None:
             torch.set_num_threads(number)
             blocks, changed = [torch.empty((300, 11)), torch.empty((300, 100))], answers.clone()
             try:
-                assert reveal(changed, [effect], powers, scales, blocks, challenge, expected) == 150
+                assert (
+                    unmask_and_dequantize(changed, [effect], powers, scales, blocks, challenge, expected)
+                    == 150
+                )
             finally:
                 torch.set_num_threads(threads)
             found.append((changed, *(block.view(torch.int32) for block in blocks)))
@@ -268,12 +274,12 @@ def test_masks_leave_no_trace(seed: int, sources: int, forward: bool) -> None:
     results = []
     for masks in ([], [integers(generator, 5, 12) for _ in range(sources)]):
         requests = sum(masks, torch.zeros((5, 12), dtype=torch.int32))
-        result = hide(blocks_of(rows, [5, 7]), None, NORM, requests, factor)
+        result = quantize_and_mask(blocks_of(rows, [5, 7]), None, NORM, requests, factor)
         assert result is not None
         answers = (requests.long() @ planes.T).to(torch.int32)
         effects = [(mask.long() @ planes.T).to(torch.int32) for mask in masks]
         blocks = [torch.empty((5, 3)), torch.empty((5, 4))]
-        assert reveal(answers, effects, result[0], scales, blocks, challenge, result[1]) == 0
+        assert unmask_and_dequantize(answers, effects, result[0], scales, blocks, challenge, result[1]) == 0
         results.append(torch.cat(blocks, 1))
     assert torch.equal(results[0].view(torch.int32), results[1].view(torch.int32))
 
@@ -283,13 +289,13 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     x, wide = torch.ones(2, 6), torch.ones(2, 9)
     request, factor = torch.zeros((2, 6), dtype=torch.int32), torch.ones(6, dtype=torch.int64)
     hidden = (None, NORM, request, factor)
-    assert hide([x], *hidden) is not None
+    assert quantize_and_mask([x], *hidden) is not None
     for blocks in ([wide], [x, x], [x[:1]], [x.double()], [torch.ones(6, 2).T], []):
         with pytest.raises(ValueError, match=r"wanted|as wide as"):
-            hide(blocks, *hidden)
+            quantize_and_mask(blocks, *hidden)
     for changes in ((torch.ones(5), NORM, request, factor), (None, NORM, request, factor[:5])):
         with pytest.raises(ValueError, match="wanted"):
-            hide([x], *changes)
+            quantize_and_mask([x], *changes)
     good = {
         "answers": torch.zeros((2, 12), dtype=torch.int32),
         "effects": [torch.zeros((2, 12), dtype=torch.int32)],
@@ -299,7 +305,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         "challenge": torch.zeros(12, dtype=torch.int32),
         "expected": torch.zeros(2, dtype=torch.int64),
     }
-    assert reveal(**good) == 0  # type: ignore[arg-type]
+    assert unmask_and_dequantize(**good) == 0  # type: ignore[arg-type]
     for name, value in (
         ("answers", torch.zeros((2, 10), dtype=torch.int32)),
         ("effects", [torch.zeros((2, 12), dtype=torch.bfloat16)]),
@@ -311,21 +317,21 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         ("expected", torch.zeros(1, dtype=torch.int64)),
     ):
         with pytest.raises(ValueError, match=r"wanted|as wide as"):
-            reveal(**(good | {name: value}))  # type: ignore[arg-type]
+            unmask_and_dequantize(**(good | {name: value}))  # type: ignore[arg-type]
 
 
 def test_rows_of_another_device_are_refused() -> None:
     """Native code would read where they are not; those of ``meta`` are nowhere."""
     x, request = torch.ones(2, 6), torch.zeros((2, 6), dtype=torch.int32)
     with pytest.raises(ValueError, match="not of meta"):
-        hide([x.to("meta")], None, NORM, request, None)
+        quantize_and_mask([x.to("meta")], None, NORM, request, None)
     with pytest.raises(ValueError, match="not of meta"):
-        hide([x], None, NORM, request.to("meta"), None)
+        quantize_and_mask([x], None, NORM, request.to("meta"), None)
     answers, exponents = torch.zeros((2, 12), dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="not of meta"):
-        reveal(answers, [answers.to("meta")], exponents, None, [x], None, None)
+        unmask_and_dequantize(answers, [answers.to("meta")], exponents, None, [x], None, None)
     with pytest.raises(ValueError, match="not of meta"):
-        reveal(answers, [], exponents, None, [x.to("meta")], None, None)
+        unmask_and_dequantize(answers, [], exponents, None, [x.to("meta")], None, None)
 
 
 def test_native_code_that_cannot_be_used_is_done_without(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from memory_sources import Entropy
 
-from shared.ring.upper_bits import cut, less
+from shared.ring.upper_bits import subtract_upper_bits, take_upper_bits
 from tenant_sdk.products.forecast import ProductKey
 from tenant_sdk.products.rounded import (
     CHALLENGES,
@@ -51,9 +51,13 @@ def rounded(
     for _ in range(sources):
         mask = integers(2**31 - 1, rows, OUTPUTS)
         answer = answer + mask
-        effects.append(cut(mask.to(torch.int32), 16))
+        effects.append(take_upper_bits(mask.to(torch.int32), 16))
     wrapped = ((answer + 2**31) % 2**32 - 2**31).to(torch.int32)
-    return fingerprint, less(cut(wrapped, 16), effects, 16), expected_sums(fingerprint, x.float())
+    return (
+        fingerprint,
+        subtract_upper_bits(take_upper_bits(wrapped, 16), effects, 16),
+        expected_sums(fingerprint, x.float()),
+    )
 
 
 @pytest.mark.parametrize("sources", [0, 1, 2, 3])

@@ -38,8 +38,8 @@ from provider.engine.scheduler import (
     Lockstep,
     Opportunistic,
     Policy,
+    QueuedRequest,
     Unbatched,
-    Work,
     bounded_class,
     make_policy,
     rows_of,
@@ -245,12 +245,12 @@ def test_the_time_factor_follows_what_tokens_take() -> None:
     for group in [0, 1, 2, 3] * 20:  # twice as long as they may
         made.answered("a", group, 0.05)
     assert (made.met, made.late) == (0, 19)
-    assert made.time_factor < 0.2
+    assert made.decode_slack < 0.2
     for group in [0, 1, 2, 3] * 1000:  # in time: room again, but carefully
         made.answered("b", group, 0.01)
-        assert made.time_factor < 1 or made.met > 100
+        assert made.decode_slack < 1 or made.met > 100
     assert (made.met, made.late) == (999, 19)
-    assert made.time_factor == DecodedTokens.MAX_FACTOR
+    assert made.decode_slack == DecodedTokens.MAX_FACTOR
 
 
 def test_sessions_of_one_tenant_have_tokens_of_their_own() -> None:
@@ -357,7 +357,7 @@ def test_every_row_is_served_once_and_the_queue_ends_empty(
     requests: list[tuple[int, int, int, RequestClass, float, bool]], name: str
 ) -> None:
     policy, now = make_policy(name, model(), LatencyObjective()), 0.0
-    rows: dict[Work, int] = defaultdict(int)
+    rows: dict[QueuedRequest, int] = defaultdict(int)
     asked = []
 
     def serve() -> Iterator[None]:

@@ -9,8 +9,8 @@ import pytest
 from provider.engine.latency import LatencyModel, Shape
 from provider.engine.scheduler import Opportunistic, Policy, Unbatched
 from provider.planning.capacity import pass_steps
-from provider.planning.options import Link, parse_assumed, parse_network
-from provider.planning.simulation import Costs, Forecast, Load, Product, Simulation
+from provider.planning.options import NetworkLink, parse_assumed, parse_network
+from provider.planning.simulation import CapacityForecast, Costs, Load, Product, Simulation
 from shared.errors import ConfigurationError
 from shared.wire.header import Direction, RequestClass
 from shared.wire.protocol import GroupShape
@@ -19,7 +19,7 @@ GROUPS, FREE = 4, Costs(0.0, 0.0, 0.0)
 SHAPES = [GroupShape(10, (10, 20), planes=1)] * GROUPS
 FORWARD = pass_steps(SHAPES, 4)
 BOTH = pass_steps(SHAPES, 4, (Direction.FORWARD, Direction.BACKWARD))
-FAST = Link(0.0, 1e12)
+FAST = NetworkLink(0.0, 1e12)
 
 
 @dataclass
@@ -43,11 +43,11 @@ def forecast(
     tenants: int = 1,
     rows: int = 1,
     lanes: Lanes | None = None,
-    link: Link = FAST,
+    link: NetworkLink = FAST,
     costs: Costs = FREE,
     policy: Policy | None = None,
     machines: int = 0,
-) -> Forecast:
+) -> CapacityForecast:
     what = RequestClass.DECODE if rows == 1 else RequestClass.FINETUNING
     load = Load(tenants, rows, what, FORWARD if rows == 1 else BOTH, machines)
     return Simulation(policy or Unbatched(), lanes or Lanes(), link, costs, load).run(4.0)
@@ -68,7 +68,7 @@ def test_bytes_of_a_pass() -> None:
 
 
 def test_one_tenant_waits_for_each_of_its_requests() -> None:
-    costs, link = Costs(2e-3, 1e-6, 3e-3, 2e-6), Link(5e-3, 1e6)
+    costs, link = Costs(2e-3, 1e-6, 3e-3, 2e-6), NetworkLink(5e-3, 1e6)
     expected = 2 * 5e-3 + 160e-6 + 2e-3 + 160e-6 + 3e-3 + 320e-6 + 1.1e-3
     found = forecast(costs=costs, link=link)
     assert found.pass_seconds == pytest.approx(GROUPS * expected)
@@ -80,7 +80,7 @@ def test_one_tenant_waits_for_each_of_its_requests() -> None:
 @pytest.mark.parametrize(
     ("given", "rate", "limit"),
     [
-        ({"link": Link(0.0, 40e3)}, 1 / GROUPS / 3e-3, "network down"),
+        ({"link": NetworkLink(0.0, 40e3)}, 1 / GROUPS / 3e-3, "network down"),
         ({"costs": Costs(0.01, 0.0, 0.0)}, 1 / GROUPS / 0.01, "requests"),
         ({"costs": Costs(0.0, 1e-4, 0.0)}, 1 / GROUPS / 16e-3, "requests"),
         ({}, 1 / GROUPS / 1.1e-3, "memory bandwidth"),
@@ -97,7 +97,7 @@ def test_many_tenants_reach_what_the_busiest_can(given: dict[str, object], rate:
 
 def test_tuning_up_the_network() -> None:
     """Backward more goes up than down: in all as much."""
-    found = forecast(4, 100, Lanes(1e-6, 1e-9), Link(0.0, 1e6))
+    found = forecast(4, 100, Lanes(1e-6, 1e-9), NetworkLink(0.0, 1e6))
     assert found.passes_per_second == pytest.approx(1 / (GROUPS * 100 * 160e-6), rel=0.05)
     assert found.limit.startswith("network")
 
@@ -120,8 +120,8 @@ def test_a_product_may_be_on_its_way_while_another_is_multiplied() -> None:
 
 
 def test_networks_and_devices_as_people_write_them() -> None:
-    assert parse_network("10Gbit,0.5ms") == Link(0.25e-3, 1.25e9)
-    assert parse_network("1 Gbit/s, 2s") == Link(1.0, 1.25e8)
+    assert parse_network("10Gbit,0.5ms") == NetworkLink(0.25e-3, 1.25e9)
+    assert parse_network("1 Gbit/s, 2s") == NetworkLink(1.0, 1.25e8)
     assert parse_assumed(["cuda=1e9,2e12,3"]) == {"cuda": [1e9, 2e12, 3.0]}
     for wrong in ("10Gbit", "fast,1ms", "0Gbit,1ms", "1Gbit,-1ms", "nanGbit,1ms", "1Gbit,1", ""):
         with pytest.raises(ConfigurationError, match="must be bits a second"):

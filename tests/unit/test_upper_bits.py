@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shared.ring import native
-from shared.ring.upper_bits import cut, cut_share, less, widened
+from shared.ring.upper_bits import cut_share, subtract_upper_bits, take_upper_bits, widen_upper_bits
 from shared.wire.header import ANSWER_BITS, CUT_DTYPES, EXACT
 
 
@@ -29,23 +29,23 @@ def test_what_is_cut_is_the_upper_bits(
     """In native code and in torch, of whole tensors and of columns of wider ones."""
     wide = numbers(shape[0], shape[1] + 5)
     for given in (numbers(*shape), wide[:, 2 : 2 + shape[1]]):
-        packed = [cut(given, bits)]
+        packed = [take_upper_bits(given, bits)]
         with monkeypatch.context() as patch:
             patch.setattr(native, "LIBRARY", None)
-            packed.append(cut(given, bits))
+            packed.append(take_upper_bits(given, bits))
         assert torch.equal(*packed)
         assert packed[0].nbytes == given.numel() * bits // 8
-        assert torch.equal(widened(packed[0], bits), given >> EXACT - bits << EXACT - bits)
+        assert torch.equal(widen_upper_bits(packed[0], bits), given >> EXACT - bits << EXACT - bits)
 
 
 @pytest.mark.parametrize("bits", [16, 24])
 @pytest.mark.parametrize("sources", [0, 1, 2, 3])
 def test_native_code_and_torch_agree(bits: int, sources: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = [cut(numbers(9, 33, seed), bits) for seed in range(sources + 1)]
-    found = [less(packed[0], packed[1:], bits)]
+    packed = [take_upper_bits(numbers(9, 33, seed), bits) for seed in range(sources + 1)]
+    found = [subtract_upper_bits(packed[0], packed[1:], bits)]
     with monkeypatch.context() as patch:
         patch.setattr(native, "LIBRARY", None)
-        found.append(less(packed[0], packed[1:], bits))
+        found.append(subtract_upper_bits(packed[0], packed[1:], bits))
     assert torch.equal(*found)
 
 
@@ -82,7 +82,7 @@ def test_products_up_to_the_limit_do_not_wrap(bits: int) -> None:
     for seed in range(50):
         mask = numbers(1, 7, seed)
         answer = (extreme + mask.long()).to(torch.int32)
-        found = less(cut(answer, bits), [cut(mask, bits)], bits)
+        found = subtract_upper_bits(take_upper_bits(answer, bits), [take_upper_bits(mask, bits)], bits)
         assert ((found.double() - extreme.double() / unit).abs() < 1).all()
 
 
@@ -90,4 +90,4 @@ def test_wrong_tensors_are_refused() -> None:
     good = torch.zeros((2, 6), dtype=CUT_DTYPES[16])
     for answers, effects in ((good, [good[:1]]), (good.int(), []), (good.T, []), (good, [good.int()])):
         with pytest.raises(ValueError, match="contiguous"):
-            less(answers, effects, 16)
+            subtract_upper_bits(answers, effects, 16)

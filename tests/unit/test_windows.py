@@ -22,7 +22,7 @@ from shared.errors import ConfigurationError
 from tenant_sdk.model.prompt_adapters import fit_prompt_adapters
 from tenant_sdk.model.recording import CopyStore
 from tenant_sdk.sequences.encrypted_file import EncryptedFile
-from tenant_sdk.sequences.planning import Place, Plan
+from tenant_sdk.sequences.planning import MemoryPlan, Place
 from tenant_sdk.sequences.windows import SavedTensors
 
 CLOSE = 1e-5  # float32: the order of additions
@@ -53,7 +53,7 @@ def windows(model: nn.Module, window: int | None, **options: Any) -> tenant_sdk.
     """In windows, or the loss by chunks alone."""
     tuning = tenant_sdk.long_tuning(model, LENGTH, window=window or 1, **options)
     if window is None:
-        tuning.use(Plan(chunked_loss=True))
+        tuning.use(MemoryPlan(chunked_loss=True))
     return tuning
 
 
@@ -243,7 +243,7 @@ def test_on_disk_and_asked_again() -> None:
         (Place.DISK, Place.MEMORY),
         (Place.NOWHERE, Place.DISK),
     ):
-        tuning.use(Plan(chunked_loss=True, window=16, answers=answers, states=states))
+        tuning.use(MemoryPlan(chunked_loss=True, window=16, answers=answers, states=states))
         assert worst_error(step(model, **batch())[1], expected) < CLOSE
     assert tuning._spill is not None
     taken = tuning._spill.nbytes
@@ -282,7 +282,7 @@ def test_checkpointing_that_a_plan_switched_on_goes_with_it() -> None:
     own = set(vars(model.base_model.model))
     for answers in (Place.MEMORY, Place.DISK):
         tuning = windows(model, None)
-        tuning.use(Plan(chunked_loss=True, checkpointed=True, answers=answers))
+        tuning.use(MemoryPlan(chunked_loss=True, checkpointed=True, answers=answers))
         got_loss, got = step(model, **batch())
         assert got_loss == pytest.approx(loss, abs=1e-5)
         assert worst_error(got, expected) < CLOSE

@@ -19,7 +19,7 @@ from ring_numbers import GRADIENTS, INTEGERS, PLANES, SEED, masks, planes, produ
 
 from shared.errors import WireError
 from shared.ring.mask_stream import MaskStream
-from shared.ring.upper_bits import cut
+from shared.ring.upper_bits import take_upper_bits
 from shared.wire.header import (
     ANSWER_BITS,
     DTYPE_CODES,
@@ -95,7 +95,7 @@ def message(
         content = {"seed": payload.hex()}
     else:
         bits = header.answer_bits if header.cut else EXACT
-        blocks = [cut(block, bits) for block in payload]
+        blocks = [take_upper_bits(block, bits) for block in payload]
         shown = [block >> EXACT - bits if header.cut else block for block in payload]
         content = {"blocks": [{"shape": list(block.shape), "values": block.tolist()} for block in shown]}
     plain = joined(encode_message(header, blocks))
