@@ -37,7 +37,6 @@ $(VENV)/.installed: pyproject.toml setup.py shared/ring/product.c shared/ring/pr
 	@echo 'Installing into $(VENV); this takes a minute or a few.'
 	@$(PYTHON) -m venv $(VENV)
 	@.ci/install $(VENV) -c constraints.txt -e '.[dev]'
-	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true # packages have files for other Pythons
 	@touch $@
 
 $(TOKENIZERS)/.installed: requirements-tokenizers.txt tests/real_tokenizers.py $(VENV)/.installed

@@ -23,7 +23,7 @@ from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
-from vllm.parser import ParserManager
+from vllm.parser import ParserManager, abstract_parser
 from vllm.parser.harmony import HarmonyParser
 from vllm.v1.structured_output import backend_guidance
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
@@ -195,6 +195,10 @@ class Endpoints:
         if not GuidanceBackend.is_tokenizer_supported(tokenizer) or tokenizer.eos_token_id is None:
             gateway.say("this model's tokenizer takes no structured outputs; requests for them are refused")
             return
+        # vLLM makes of each constraint a tag that includes the channels of such a model, which was not tried.
+        if engine.model_config.hf_config.model_type == "gpt_oss":
+            gateway.say("models of this kind take no structured outputs here; requests for them are refused")
+            return
         rules, file = copy(tokenizer.backend_tokenizer), gateway.folder / "grammars.json"
         rules.no_padding()
         rules.no_truncation()
@@ -202,7 +206,7 @@ class Endpoints:
         tokens = max(engine.model_config.get_vocab_size(), len(tokenizer))
         gateway.constraint_checker = ConstraintChecker(file, tokens, tokenizer.eos_token_id)
         await gateway.constraint_checker.start()
-        backend_guidance.validate_guidance_grammar = lambda *_, **__: None
+        leave_constraints_alone()
 
     async def _announce(self) -> None:
         """Say so when requests are answered."""
@@ -504,6 +508,16 @@ def _bound_parsers(state: State) -> None:
         if not issubclass(reads, HarmonyParser):
             collects = tools.engine_based_streaming or tools is forced.tool_parser_cls
             setattr(holder, name, bounded(reads, forced, DeltaMessage, collects=collects))
+
+
+def leave_constraints_alone() -> None:
+    """Have vLLM look at no constraint in the thread of all clients, which may take minutes.
+
+    Beside strict tools, it asks whether xgrammar supports the constraint. The answer matters for constraints
+    on calls alone, which ``serving`` turns off.
+    """
+    backend_guidance.validate_guidance_grammar = lambda *_, **__: None
+    abstract_parser._xgrammar_supports = lambda *_: False
 
 
 def _count_no_combinations(engine: EngineClient) -> None:

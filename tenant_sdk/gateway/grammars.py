@@ -75,10 +75,11 @@ def trial(tokenizer: llguidance.LLTokenizer, given: Constraint) -> str:
     except ValueError as error:
         return " ".join(str(error).split())[:400]
     chance = random.Random(0)  # noqa: S311 - no secret
-    for step in range(STEPS):
+    for _ in range(STEPS):
         allowed = bytearray(matcher.compute_bitmask())
         if matcher.is_error():
-            return "no text matches it" if not step else _sentence(matcher)
+            why = _sentence(matcher)
+            return "no text matches it" if why.startswith("NoExtension") else why
         allowed[tokenizer.eos_token // 8] &= ~(1 << tokenizer.eos_token % 8)
         some = [at for at, bits in enumerate(allowed) if bits]
         if not some:

@@ -284,6 +284,30 @@ class ChatMessage(Struct):
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES)]
 Tools = Annotated[list[Tool], Meta(max_length=64)]
 ForTemplate = Annotated[dict[Short, Plain], Meta(max_length=16)]
+# vLLM and transformers take these beside a template's variables; `padding` to any length takes all memory.
+NO_VARIABLES = frozenset(
+    {
+        "model_config",
+        "tokenizer",
+        "self",
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "kwargs",
+    }
+)
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -658,6 +682,8 @@ def _wrong(
         return f"tools have {TOOLS_BYTES} bytes at most"
     if len(msgspec.json.encode(_given(options))) > FIELDS_BYTES:
         return f"chat_template_kwargs have {FIELDS_BYTES} bytes at most"
+    if named := NO_VARIABLES & _given(options or {}).keys():
+        return f"chat_template_kwargs: {min(named)} is no variable of a template"
     for message in messages:
         for call in _given(message.tool_calls) or []:
             try:

@@ -22,7 +22,8 @@ from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.grammars import compiled
 from tenant_sdk.gateway.round_robin import Threads, current_client
 
-REMEMBERED = 64  # compiled constraints, of all clients
+MAX_COMPILED = 64  # constraints that are kept, of all clients; each has some MiB of its lexer's states
+MAX_COMPILED_OF_A_CLIENT = 8
 ANSWER_SECONDS = 2.0  # of a processor, for all of an answer
 SHARED = 16  # sequences that have one compiled; they share the states of its lexer, which have a limit
 _asking: ContextVar[str] = ContextVar("asking", default="")  # the client whose constraint is compiled
@@ -122,7 +123,10 @@ class LimitedGuidance(GuidanceBackend):  # type: ignore[misc]
             kept, uses = compiled(self.ll_tokenizer, given), 0
         with self._lock:
             self._kept[client, given] = kept, uses + 1
-            if len(self._kept) > REMEMBERED:
+            of_client = [each for each in self._kept if each[0] == client]
+            if len(of_client) > MAX_COMPILED_OF_A_CLIENT:
+                del self._kept[of_client[0]]
+            elif len(self._kept) > MAX_COMPILED:
                 del self._kept[replaced(self._kept)]
         return kept.deep_copy()
 

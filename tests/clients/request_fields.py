@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 
 os.environ |= {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"}
 
+from transformers import PreTrainedTokenizerBase
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -17,8 +19,10 @@ from vllm.entrypoints.serve.tokenize.protocol import (
     TokenizeChatRequest,
     TokenizeCompletionRequest,
 )
+from vllm.renderers.hf import safe_apply_chat_template
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+APPLY = (safe_apply_chat_template, PreTrainedTokenizerBase.apply_chat_template)
 app = build_app(make_arg_parser(FlexibleArgumentParser()).parse_args([]), ("generate",))
 fields = {
     "/v1/completions": CompletionRequest.model_fields,
@@ -31,6 +35,7 @@ print(
     json.dumps(
         {
             "fields": {path: sorted(each) for path, each in fields.items()},
+            "of_templates": [name for each in APPLY for name in inspect.signature(each).parameters],
             "paths": sorted({route.path for route in app.routes if hasattr(route, "path")}),
         }
     )

@@ -14,11 +14,12 @@ os.environ["VLLM_ENFORCE_STRICT_TOOL_CALLING"] = "0"  # as ``tenant_sdk.gateway.
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser import ParserManager
+from vllm.v1.structured_output import backend_xgrammar
 
 from tenant_sdk.gateway import folder
 from tenant_sdk.gateway.calls import GROWTH, JSON_CALLS
 from tenant_sdk.gateway.constraints import call_of, one_call_of
-from tenant_sdk.gateway.endpoints import _bound_parsers
+from tenant_sdk.gateway.endpoints import _bound_parsers, leave_constraints_alone
 
 PART = 4  # characters of a token
 SCHEMA = {
@@ -123,6 +124,25 @@ def constrained(name: str) -> list[bool]:
     return made
 
 
+def strict() -> bool:
+    """Whether a constraint beside a strict tool stays as it is, and xgrammar has not looked at it."""
+
+    def looked(_: Any) -> None:
+        raise AssertionError("xgrammar takes time squared in the bounds of a pattern")
+
+    leave_constraints_alone()
+    backend_xgrammar.validate_xgrammar_grammar = looked
+    _, kind = parsers(JSON_CALLS)
+    tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}
+    pattern = {"type": "string", "pattern": "^[a-z]{0,16000}$"}
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [tool]}
+    body["structured_outputs"] = {"json": {"type": "object", "properties": {"code": pattern}}}
+    request = ChatCompletionRequest.model_validate(body)
+    given = request.structured_outputs.json
+    adjusted = kind(Tokenizer(), request.tools).adjust_request(request)
+    return adjusted.structured_outputs is not None and adjusted.structured_outputs.json == given
+
+
 names = [name for _, name in folder._CALLS]
 said = {
     "streams": {
@@ -131,5 +151,6 @@ said = {
         "calls by tokens": same("llama3_json", "auto", LLAMA, collects=False),
     },
     "constrained": {name: constrained(name) for name in names},
+    "strict": strict(),
 }
 print(json.dumps(said))

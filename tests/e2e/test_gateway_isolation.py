@@ -22,6 +22,8 @@ from gateways import RunningGateway, chat_model, gateway, needed, ran
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tenant_sdk.gateway.requests import NO_VARIABLES
+
 pytestmark = needed
 
 KEYS = ("a-key-that-is-nobody-s", "another-that-is-nobody-s")
@@ -125,6 +127,11 @@ USUAL: dict[str, dict[str, Any]] = {
     "/tokenize": {"model": "base", "prompt": "And"},
     "/detokenize": {"model": "base", "tokens": [1]},
 }
+
+
+def test_templates_get_variables_alone(vllm: dict[str, Any]) -> None:
+    """No option of the functions that apply them: one pads a prompt until memory ends."""
+    assert set(vllm["of_templates"]) <= NO_VARIABLES
 
 
 @pytest.mark.parametrize("path", USUAL)
@@ -291,6 +298,7 @@ def test_calls_are_found_as_without_bounds() -> None:
     assert all(said["streams"].values()), said
     assert len(said["constrained"]) == 8
     assert all(each == [True] * 4 for each in said["constrained"].values()), said
+    assert said["strict"]
 
 
 @pytest.mark.parametrize(

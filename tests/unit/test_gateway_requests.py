@@ -149,6 +149,8 @@ def test_what_is_refused(path: str, field: str, value: Any) -> None:
         (CHAT, {"tools": [DEEP], "tool_choice": chosen("deep")}, "nests more than"),
         (CHAT, {"tools": [TOOL]}, "tools"),
         (CHAT, {"chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs"),
+        (CHAT, {"chat_template_kwargs": {"tokenize": True, "max_length": 2**31}}, "no variable"),
+        (RESPONSES, {"chat_template_kwargs": {"padding": "max_length"}}, "padding is no variable"),
         (CHAT, {"messages": CALLED}, "arguments"),
         (RESPONSES, {"store": True}, "store: this gateway keeps neither answers"),
         (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id: this gateway keeps neither"),
