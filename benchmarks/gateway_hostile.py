@@ -194,6 +194,33 @@ class Hostile:
                 PLAIN | {"structured_outputs": {"json": {"properties": members}}, "max_tokens": 1},
             )
 
+    async def left(self) -> None:
+        """Schemas that take long to compile and have passed, of clients that leave at once."""
+        for at in range(7):
+            members = {f"p{i}": {"type": "integer", "multipleOf": 997 + 97 * at + i} for i in range(70)}
+            body = PLAIN | {"structured_outputs": {"json": {"properties": members}}, "max_tokens": 1}
+            await self._post("/v1/completions", body, 0.2)
+
+    async def items(self) -> None:
+        """Responses of as many messages as are taken, most of them empty."""
+        messages = [{"role": "user", "content": "x" if at > 1000 else ""} for at in range(1020)]
+        await self._post("/v1/responses", {"model": "base", "input": messages, "max_output_tokens": 1})
+
+    async def strict(self) -> None:
+        """Tools beside a pattern that another library would take long to read."""
+        tool = {"type": "function", "function": {"name": "f", "parameters": LONG_TEXT, "strict": True}}
+        pattern = {"type": "string", "pattern": "^[a-z]{0,8000}$"}
+        schema = {"name": "s", "schema": {"type": "object", "properties": {"code": pattern}}}
+        form = {"type": "json_schema", "json_schema": schema}
+        await self._post(
+            "/v1/chat/completions", CHAT | {"tools": [tool], "response_format": form, "max_tokens": 9}
+        )
+
+    async def padding(self) -> None:
+        """Of a prompt, to a length that takes all memory."""
+        options = {"tokenize": True, "padding": "max_length", "max_length": 2_000_000}
+        await self._post("/v1/chat/completions", CHAT | {"chat_template_kwargs": options, "max_tokens": 9})
+
     async def repeated(self) -> None:
         """Prompts that are repeated in each of many answers, and not read."""
         body = PLAIN | {"prompt": ["\x01" * 500] * 2, "n": 32, "echo": True, "max_tokens": 1}
@@ -309,6 +336,10 @@ async def measure(hostile: Hostile, url: str, rounds: int, requests: int, words:
         "figures": (hostile.figures, 4),
         "long answers": (hostile.long_answers, 2),
         "constraints that passed": (hostile.passed, 4),
+        "constraints, clients that leave": (hostile.left, 16),
+        "responses of many items": (hostile.items, 8),
+        "strict tools beside patterns": (hostile.strict, 4),
+        "padding of prompts": (hostile.padding, 4),
         "prompts that are repeated": (hostile.repeated, 1),
         "calls that are read": (hostile.calls, 8),
     }
