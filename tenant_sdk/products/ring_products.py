@@ -330,7 +330,7 @@ class RingProducts:
         blocks: list[torch.Tensor],
         fingerprint: RoundedFingerprint | None,
     ) -> int:
-        """See ``shared.ring.rows.reveal``; how many rows are wrong."""
+        """See ``shared.ring.rows.unmask_and_dequantize``; how many rows are wrong."""
         exponents = piece.exponents[part] + 8 * (EXACT - key.answer_bits)
         sums = None if piece.sums is None else piece.sums[part]
         wrong = 0
