@@ -43,7 +43,7 @@ def helm(values: dict[str, Any] | None = None) -> dict[str, Any]:
         input=json.dumps(values or {}),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stderr

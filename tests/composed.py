@@ -123,7 +123,7 @@ class Composed:
         assert status is None, f"{service} ended with {status}:\n{self.log(service)}"
         kind, *command = self.services[service]["healthcheck"]["test"]
         assert kind == "CMD"
-        done = subprocess.run(self.words(service, command), capture_output=True, timeout=60, check=False)
+        done = subprocess.run(self.words(service, command), capture_output=True, timeout=800, check=False)
         return done.returncode == 0
 
     def stop(self, service: str) -> int:

@@ -105,7 +105,7 @@ class MemorySource:
         """See SeedSource."""
         key = ProductKey(group, direction, members, answer_bits)
         self.orders.append(Order(key, rows, seed))
-        assert self.gate.wait(60)
+        assert self.gate.wait(800)
         if self.closed:
             raise ConnectionLost("the source is closed")
         if self.error is not None:

@@ -34,7 +34,7 @@ chat = {"stream": True, **asked, "stream_options": {"include_usage": True}}
 
 
 def post(path: str, body: dict[str, Any]) -> httpx.Response:
-    answer = client.post(path, content=json.dumps(body), timeout=60)
+    answer = client.post(path, content=json.dumps(body), timeout=800)
     answer.raise_for_status()
     return answer
 

@@ -24,7 +24,7 @@ def test_an_executor_of_an_audit_has_workers(tmp_path: Path) -> None:
         parties = Parties(made, made, made, MODEL)
         with parties.connect(ONE_TIME, "tenant", mask_sources=[f"local:{MODEL}"]) as session:
             session.load_model(progress=False)
-        with urllib.request.urlopen(f"{made.admin_url}/status.json", timeout=60) as page:
+        with urllib.request.urlopen(f"{made.admin_url}/status.json", timeout=800) as page:
             assert [worker["up"] for worker in json.load(page)["workers"]] == [True, True]
     finally:
         made.stop()

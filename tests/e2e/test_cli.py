@@ -108,7 +108,7 @@ def test_from_certificates_to_a_generated_text(
 
     assert served.process is not None
     served.process.send_signal(signal.SIGTERM)
-    assert served.process.wait(30) == 0
+    assert served.process.wait(800) == 0
 
 
 def test_a_disk_that_takes_no_large_file(tmp_path: Path, serve: Callable[..., Executor]) -> None:

@@ -55,7 +55,7 @@ def asked(composed: Composed, service: str, port: int, path: str) -> tuple[int, 
     """Status and text of a page; 0 if nobody answers. A service that has ended is an error."""
     assert composed.processes[service].poll() is None, composed.log(service)
     try:
-        with urllib.request.urlopen(f"http://{composed.address[service]}:{port}{path}", timeout=20) as page:
+        with urllib.request.urlopen(f"http://{composed.address[service]}:{port}{path}", timeout=800) as page:
             return page.status, page.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -111,7 +111,7 @@ def forwarding(composed: Composed) -> Iterator[None]:
         finally:
             listener.shutdown(socket.SHUT_RDWR)
             for thread in threads:
-                thread.join(10)
+                thread.join(800)
 
 
 @contextmanager
@@ -203,7 +203,7 @@ def test_compose_understands_its_file_as_the_tests_do(tmp_path: Path) -> None:
     file.write_text(re.sub(r"(?m)^name: .*$", "", text))  # the first version of Compose does not know it
     command = [COMPOSE, "--file", file, "config"]
     done = subprocess.run(
-        command, env=os.environ | variables, capture_output=True, text=True, timeout=60, check=False
+        command, env=os.environ | variables, capture_output=True, text=True, timeout=800, check=False
     )
     assert done.returncode == 0, done.stderr
     theirs, ours = yaml.safe_load(done.stdout), yaml.safe_load(interpolated(text, variables))

@@ -27,7 +27,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 def test_its_failure(tmp_path: Path) -> None:
     fails = start("--output", tmp_path / "fails", "--model", tmp_path / "no-model", "--no-gateway", *SMALL)
-    out, _ = fails.communicate(timeout=300)
+    out, _ = fails.communicate(timeout=800)
     assert fails.returncode == 1
     assert "the demo failed; the executors' last lines" in out
     assert "error: " in out
@@ -46,7 +46,7 @@ def test_the_demo_with_a_gateway(tmp_path: Path) -> None:
 
 def keeps_its_promises(tmp_path: Path, *alone: str) -> None:
     well = start("--output", tmp_path / "well", *SMALL, *alone)
-    out, _ = well.communicate(timeout=300)
+    out, _ = well.communicate(timeout=800)
     assert well.returncode == 0, out
     assert "executors stopped by SIGTERM" in out
     for promise in (
@@ -90,7 +90,7 @@ def keeps_its_promises(tmp_path: Path, *alone: str) -> None:
 def test_workers_give_the_same_adapter(tmp_path: Path) -> None:
     for name, more in (("one", ()), ("shared", ("--workers", "2"))):
         process = start("--output", tmp_path / name, "--no-gateway", *more, *SMALL)
-        out, _ = process.communicate(timeout=300)
+        out, _ = process.communicate(timeout=800)
         assert process.returncode == 0, out
     one, other = (tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("one", "shared"))
     assert one.read_bytes() == other.read_bytes()

@@ -52,7 +52,7 @@ def test_dashboard_and_alerts_name_metrics_that_there_are(
     serve_process: Callable[..., Executor], checkpoint: Callable[[str], Path]
 ) -> None:
     executor = serve_process(checkpoint("llama"))
-    there = shown(urllib.request.urlopen(executor.admin_url + "/metrics", timeout=20).read().decode())
+    there = shown(urllib.request.urlopen(executor.admin_url + "/metrics", timeout=800).read().decode())
     variables = "".join(
         each["definition"] for each in DASHBOARD["templating"]["list"] if "definition" in each
     )
@@ -117,10 +117,10 @@ def test_systemd_understands_the_unit_and_finds_it_safe(tmp_path: Path) -> None:
     assert ANALYZE is not None
     unit = tmp_path / UNIT.name
     unit.write_text(re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", UNIT.read_text()))
-    done = subprocess.run([ANALYZE, "verify", unit], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([ANALYZE, "verify", unit], capture_output=True, text=True, timeout=800, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     command = [ANALYZE, "security", "--offline=true", "--threshold=20", unit]  # of 100, least is best
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stdout
 
 

@@ -234,5 +234,5 @@ assert not reserve.release() and count() == before
 
 def test_the_reserve() -> None:
     """In a process of its own: other tests' threads open and close descriptors at any time."""
-    done = subprocess.run([sys.executable, "-c", ONE_AT_A_TIME], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", ONE_AT_A_TIME], capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr

@@ -117,19 +117,19 @@ def running(
         # An engine that dies ends the gateway, with a status that has it started again.
         engine = subprocess.check_output(["pgrep", "-P", str(it.process.pid), "-f", "EngineCore"])
         os.kill(int(engine), signal.SIGKILL)
-        assert it.process.wait(60) == 1
+        assert it.process.wait(800) == 1
         assert "vLLM's engine ended by itself" in it.said
 
 
 @pytest.fixture(scope="module")
 def client(running: RunningGateway) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key=KEY, max_retries=0, timeout=60) as opened:
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key=KEY, max_retries=0, timeout=800) as opened:
         yield opened
 
 
 def get(running: RunningGateway, path: str) -> Any:
     request = urllib.request.Request(running.url + path, headers={"Authorization": f"Bearer {KEY}"})
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=800) as answer:
         text = answer.read().decode()
     return text if path == "/metrics" else json.loads(text)
 
@@ -138,7 +138,7 @@ def refused(url: str, key: str = "") -> int:
     """The status of a refusal."""
     try:
         urllib.request.urlopen(
-            urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"}), timeout=30
+            urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"}), timeout=800
         )
     except urllib.error.HTTPError as error:
         with error:
@@ -147,12 +147,12 @@ def refused(url: str, key: str = "") -> int:
 
 
 def metric(executor: Executor, name: str) -> float:
-    with urllib.request.urlopen(f"{executor.admin_url}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"{executor.admin_url}/metrics", timeout=800) as answer:
         found = re.findall(rf"(?m)^{name}(?:{{.*}})? (\S+)$", answer.read().decode())
     return sum(map(float, found))
 
 
-def until(true: Callable[[], bool], what: str, seconds: float = 300.0) -> None:
+def until(true: Callable[[], bool], what: str, seconds: float = 800.0) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, what
@@ -422,7 +422,7 @@ def test_other_paths_are_not_there(client: openai.OpenAI, running: RunningGatewa
 def test_no_page_of_elsewhere_can_read(running: RunningGateway) -> None:
     headers = {"Authorization": f"Bearer {KEY}", "Origin": "https://elsewhere.example"}
     request = urllib.request.Request(f"{running.url}/v1/models", headers=headers)
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=800) as answer:
         assert answer.headers["access-control-allow-origin"] is None
 
 
@@ -498,7 +498,7 @@ def test_adapters_come_and_go_under_load(
 def test_adapters_by_request(client: openai.OpenAI, running: RunningGateway, adapters: Path) -> None:
     def ask(method: str, where: str, **body: str) -> tuple[int, dict[str, Any]]:
         with closing(
-            http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=60)
+            http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=800)
         ) as connection:
             connection.request(method, where, json.dumps(body), {"Authorization": f"Bearer {KEY}"})
             answer = connection.getresponse()
@@ -633,7 +633,7 @@ def test_guesses_change_neither_tokens_nor_rows(
     options = ("--speculate", "prompt-lookup", "--draft-tokens", 3)
     with (
         gateway(provider, masks, tmp_path / "guessing", *options, TMPDIR=str(tmp_path)) as it,
-        openai.OpenAI(base_url=f"{it.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+        openai.OpenAI(base_url=f"{it.url}/v1", api_key="none", max_retries=0, timeout=800) as client,
     ):
         whole, taken = local(model), list[int]()
         for prompt in ("one two three four one two three four one two three four one two", PROMPTS[0]):
@@ -652,7 +652,7 @@ def test_guesses_change_neither_tokens_nor_rows(
 
         assert list(tmp_path.glob("symbiosis-gateway-*"))
         it.process.terminate()
-        assert it.process.wait(30) == 0
+        assert it.process.wait(800) == 0
         assert not list(tmp_path.glob("symbiosis-gateway-*"))
 
 

@@ -88,7 +88,7 @@ class Client:
 
     def ask(self, path: str, body: Any = None, method: str = "POST") -> tuple[int, bytes]:
         sent = body if isinstance(body, (str, type(None))) else json.dumps(body)
-        with closing(http.client.HTTPConnection(self._address, timeout=120)) as connection:
+        with closing(http.client.HTTPConnection(self._address, timeout=800)) as connection:
             connection.request(method, path, sent, self._headers)
             answer = connection.getresponse()
             return answer.status, answer.read()

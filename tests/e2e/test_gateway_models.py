@@ -165,11 +165,11 @@ def check(
                 assert said.logprobs is not None
                 # Rows have 24 bits of an activation; the largest difference seen is 1.3e-4.
                 assert said.logprobs.token_logprobs == pytest.approx(logarithms, abs=1e-3)
-        with urllib.request.urlopen(f"{running.url}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"{running.url}/metrics", timeout=800) as answer:
             metrics: str = answer.read().decode()
         if adapted:
             away = urllib.request.Request(f"{running.url}/v1/adapters/one", method="DELETE")
-            urllib.request.urlopen(away, timeout=30).close()
+            urllib.request.urlopen(away, timeout=800).close()
             eventually(lambda: not list(folder.glob("symbiosis-gateway-*/adapters/*")))
     return metrics
 

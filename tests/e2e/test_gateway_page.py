@@ -106,7 +106,7 @@ def dumped(url: str, folder: Path) -> str:
     command += ["--disable-quic", "--no-first-run", "--disable-background-networking"]
     command += ["--disable-component-update", "--disable-sync"]
     command += [f"--user-data-dir={folder}", "--virtual-time-budget=3000", "--dump-dom", url]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=800, check=True).stdout
     return re.sub("<script>.*</script>", "", dom, flags=re.DOTALL)
 
 

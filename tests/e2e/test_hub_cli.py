@@ -72,7 +72,7 @@ def test_from_a_hub_to_an_adapter_that_needs_no_executor(
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=800,
         check=False,
     )
     assert "torch.Size([1, 5," in done.stdout, done.stderr

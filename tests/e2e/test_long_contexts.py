@@ -68,7 +68,7 @@ def script(folder: Path, *arguments: object) -> list[str]:
 
 def generated(folder: Path, *arguments: object) -> tuple[float, float, Sequence[str]]:
     """MiB before and at most, and the tokens."""
-    done = subprocess.run(script(folder, *arguments), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(script(folder, *arguments), capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
     before, most, *tokens = done.stdout.split()
     return float(before), float(most), tokens

@@ -26,7 +26,7 @@ CLASSES = {"decode", "prefill", "finetuning"}
 
 
 def page(executor: Executor, path: str) -> str:
-    return urllib.request.urlopen(executor.admin_url + path, timeout=20).read().decode()  # type: ignore[no-any-return]
+    return urllib.request.urlopen(executor.admin_url + path, timeout=800).read().decode()  # type: ignore[no-any-return]
 
 
 def used(text: str, classes: set[str] = CLASSES) -> dict[str, float]:

@@ -73,7 +73,7 @@ def dumped(admin: AdminServer, folder: Path) -> str:
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     command += [f"--user-data-dir={folder}", "--virtual-time-budget=3000", "--dump-dom"]
     command.append(f"http://127.0.0.1:{admin.port}/")
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=800, check=True).stdout
 
 
 @contextmanager
@@ -131,7 +131,7 @@ def test_tokens_of_an_interval() -> None:
 
 
 def get(admin: AdminServer, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
-    with closing(http.client.HTTPConnection("127.0.0.1", admin.port, timeout=20)) as client:
+    with closing(http.client.HTTPConnection("127.0.0.1", admin.port, timeout=800)) as client:
         client.request("GET", path, headers=headers)
         answer = client.getresponse()
         return answer.status, dict(answer.getheaders()), answer.read()
@@ -159,7 +159,7 @@ def test_nothing_is_changed_there() -> None:
     with shown(Status(metrics, {}), metrics) as admin:
         for path in ("/readyz", "/metrics", "/"):
             for method in ("POST", "PUT", "DELETE"):
-                with closing(http.client.HTTPConnection("127.0.0.1", admin.port, timeout=20)) as client:
+                with closing(http.client.HTTPConnection("127.0.0.1", admin.port, timeout=800)) as client:
                     client.request(method, path)
                     answer = client.getresponse()
                     assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD")
@@ -182,7 +182,7 @@ def test_the_admin_port_is_where_it_was_told(
     admin = AdminServer(Metrics(), 0, health, host=host)
     try:
         assert admin.url == f"{url}{admin.port}"
-        assert urllib.request.urlopen(admin.url + "/readyz", timeout=20).read() == b"ready\n"
+        assert urllib.request.urlopen(admin.url + "/readyz", timeout=800).read() == b"ready\n"
         assert ("may read the admin pages" in caplog.text) == open_to_others
     finally:
         admin.close()

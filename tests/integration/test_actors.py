@@ -164,6 +164,6 @@ def test_workers_of_actors_give_the_bits_of_one_process(
                 outputs.append(session.load_model(progress=False)(torch.arange(20).view(1, -1)).logits)
     assert torch.equal(*outputs)
     for thread in actors:
-        thread.join(60)
+        thread.join(800)
         assert not thread.is_alive()  # the executor said that there is nothing more to do
     ray.shutdown.assert_called_once_with()

@@ -145,7 +145,7 @@ def test_an_executor_that_is_full(llama: Executor) -> None:
         thread = threading.Thread(target=turn_away, daemon=True)
         thread.start()
         found = failure(llama, f"wss://127.0.0.1:{listener.getsockname()[1]}")
-        thread.join(10)
+        thread.join(800)
     assert "closed the connection before TLS began, as an executor does that is full" in found.detail
     assert "try again" in found.remedy
 
@@ -242,7 +242,7 @@ def test_a_port_of_something_else(llama: Executor) -> None:
         thread = threading.Thread(target=answer, args=(listener,), daemon=True)
         thread.start()
         found = failure(llama, f"wss://127.0.0.1:{listener.getsockname()[1]}")
-        thread.join(10)
+        thread.join(800)
     assert found.step == "tls"
     assert found.remedy == "is this the executor's port?"
 

@@ -244,7 +244,7 @@ def test_a_child_in_a_process_id_namespace_of_its_own(
     """Process 1 of a container forks process 1 of another."""
     unshare = ["unshare", "--pid", "--fork", "--kill-child"]
     try:
-        tried = subprocess.run([*unshare, "true"], capture_output=True, text=True, timeout=60)
+        tried = subprocess.run([*unshare, "true"], capture_output=True, text=True, timeout=800)
         problem = tried.stderr
     except FileNotFoundError as error:
         problem = str(error)

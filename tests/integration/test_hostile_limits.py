@@ -251,7 +251,7 @@ def test_files_and_parameters_count_as_well(checkpoint: Callable[[str], Path]) -
 
     def answers(session: TenantSession, asked: Incoming) -> Header:
         service.engine.loop.call(lambda: session.answer(asked))
-        return sent.get(timeout=60)
+        return sent.get(timeout=800)
 
     for each in (session, other):
         assert answers(each, message(Operation.HELLO, hello, 1)).operation == Operation.WELCOME
@@ -293,7 +293,7 @@ def test_who_leaves_gives_back_what_it_had(checkpoint: Callable[[str], Path]) ->
 
     for each in (first, under_way):
         service.engine.loop.call(lambda each=each: gone.answer(each))  # type: ignore[misc]
-    assert lane.busy.wait(60)
+    assert lane.busy.wait(800)
     service.engine.loop.call(lambda: gone.answer(queued))
     service.engine.loop.call(gone.close)
     for late in (arriving, Incoming(fetch, torch.frombuffer(bytearray(body), dtype=torch.uint8))):

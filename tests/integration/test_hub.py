@@ -41,7 +41,7 @@ def ask(url: str, cache: Path, how: str, *names: str, **more: str) -> list[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stderr

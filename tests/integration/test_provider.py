@@ -124,7 +124,7 @@ def test_until_all_is_loaded_it_is_alive_and_not_ready(
 
 
 def ask(provider: Provider, path: str) -> tuple[int, str]:
-    page = http.client.HTTPConnection(provider.admin_url.removeprefix("http://"), timeout=20)
+    page = http.client.HTTPConnection(provider.admin_url.removeprefix("http://"), timeout=800)
     with contextlib.closing(page):
         page.request("GET", path)
         answer = page.getresponse()

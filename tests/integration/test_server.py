@@ -72,7 +72,7 @@ def ask(session: Session, rows: int = 1) -> torch.Tensor:
 
 def get(url: str, path: str) -> tuple[int, str]:
     """Status and body of a page of the admin port."""
-    with contextlib.closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)) as client:
+    with contextlib.closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=800)) as client:
         client.request("GET", path)
         response = client.getresponse()
         return response.status, response.read().decode()

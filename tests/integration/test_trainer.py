@@ -107,7 +107,7 @@ class Killer(TrainerCallback):
         self._executor.process.kill()
 
     def _requests(self) -> float:
-        text = urllib.request.urlopen(f"{self._executor.admin_url}/metrics", timeout=10).read().decode()
+        text = urllib.request.urlopen(f"{self._executor.admin_url}/metrics", timeout=800).read().decode()
         return sum(
             float(line.rpartition(" ")[2])
             for line in text.splitlines()

@@ -108,7 +108,7 @@ def test_everybody_gets_their_own_answer(
             before = [payload.clone() for _, payload in asked]
             futures = [engine.submit_threadsafe(f"tenant {number % 5}", number, *each) for each in asked]
             for (header, payload), original, future in zip(asked, before, futures, strict=True):
-                done = future.result(60)
+                done = future.result(800)
                 got, expected = joined(done), alone(base, header, original)
                 assert torch.equal(payload, original)
                 assert got.dtype == expected.dtype
@@ -126,7 +126,7 @@ def test_everybody_gets_their_own_answer(
 
     with ThreadPoolExecutor(TENANTS) as threads:
         for each in [threads.submit(tenant, number) for number in range(TENANTS)]:
-            each.result(120)
+            each.result(800)
     assert engine.waiting == 0
 
 
@@ -154,7 +154,7 @@ class CountedLane(ProcessLane):
 
     def multiply(self, batch: Sequence[RowRange]) -> BatchResult:
         self.entered.set()
-        assert self.go.wait(60)
+        assert self.go.wait(800)
         return super().multiply(batch)
 
 
@@ -183,13 +183,13 @@ def waiting(engine: Engine, count: int) -> None:
 def test_what_arrives_during_a_product_shares_the_next(counted: Counted) -> None:
     engine, lane, base = counted
     first = engine.submit_threadsafe("first", 0, *rows_of_group_0(base, 1))
-    assert lane.entered.wait(60)
+    assert lane.entered.wait(800)
     asked = [rows_of_group_0(base, 1 + i, i) for i in range(6)]
     later = [engine.submit_threadsafe(f"tenant {i}", i, *each) for i, each in enumerate(asked)]
     waiting(engine, 7)
     lane.go.set()
-    first.result(60)
-    answers = [joined(each.result(60)) for each in later]
+    first.result(800)
+    answers = [joined(each.result(800)) for each in later]
     assert lane.rows == [1, 1 + 2 + 3 + 4 + 5 + 6]
     for (header, payload), answer in zip(asked, answers, strict=True):
         assert torch.equal(answer, alone(base, header, payload))
@@ -200,7 +200,7 @@ def test_a_session_has_many_requests_under_way_and_an_early_answer(counted: Coun
     engine, lane, base = counted
     order: list[str] = []
     first = engine.submit_threadsafe("a", 1, *rows_of_group_0(base, 1))
-    assert lane.entered.wait(60)
+    assert lane.entered.wait(800)
     large, small = rows_of_group_0(base, 4000), rows_of_group_0(base, 1, 7)
     futures = {
         "large": engine.submit_threadsafe("a", 1, *large),
@@ -210,9 +210,9 @@ def test_a_session_has_many_requests_under_way_and_an_early_answer(counted: Coun
         future.add_done_callback(lambda _, name=name: order.append(name))  # type: ignore[misc]
     waiting(engine, 3)
     lane.go.set()
-    first.result(60)
+    first.result(800)
     for future in futures.values():
-        future.result(60)
+        future.result(800)
     assert order == ["small", "large"]
 
 
@@ -221,23 +221,23 @@ def test_a_product_without_memory_fails_whoever_asked_for_too_much(counted: Coun
     engine, lane, base = counted
     lane.most = 10
     first = engine.submit_threadsafe("first", 0, *rows_of_group_0(base, 1))
-    assert lane.entered.wait(60)
+    assert lane.entered.wait(800)
     asked = [rows_of_group_0(base, rows, rows) for rows in (3, 16, 4)]
     later = [
         engine.submit_threadsafe(f"tenant {header.rows}", 0, header, payload) for header, payload in asked
     ]
     waiting(engine, 4)
     lane.go.set()
-    first.result(60)
+    first.result(800)
     with pytest.raises(MemoryError):
-        later[1].result(60)
+        later[1].result(800)
     for at in (0, 2):
-        assert torch.equal(joined(later[at].result(60)), alone(base, *asked[at]))
+        assert torch.equal(joined(later[at].result(800)), alone(base, *asked[at]))
     assert lane.rows[:2] == [1, 23]
     assert engine.waiting == 0
     header, payload = rows_of_group_0(base, 5)
     assert torch.equal(
-        joined(engine.submit_threadsafe("next", 0, header, payload).result(60)), alone(base, header, payload)
+        joined(engine.submit_threadsafe("next", 0, header, payload).result(800)), alone(base, header, payload)
     )
 
 
@@ -255,9 +255,9 @@ def test_rows_that_are_no_numbers_fail_alone(checkpoint: Callable[[str], Path], 
     waiting(engine, 4)
     lane.go.set()
     with pytest.raises(WireError, match="NaN"):
-        asked[2].result(60)
+        asked[2].result(800)
     for at in (0, 1, 3):
-        torch.testing.assert_close(joined(asked[at].result(60)), alone(base, header, good))
+        torch.testing.assert_close(joined(asked[at].result(800)), alone(base, header, good))
 
 
 def test_a_divided_request_that_fails_leaves_nothing_behind(
@@ -267,7 +267,7 @@ def test_a_divided_request_that_fails_leaves_nothing_behind(
     base = BaseExecutor(checkpoint("llama"), numerics="ring")
     engine = engines(base, lambda _: policy(base))
     chat, large = rows_of_group_0(base, 1), rows_of_group_0(base, 100)
-    engine.submit_threadsafe("chat", 0, *chat).result(60)  # somebody decodes: products are short
+    engine.submit_threadsafe("chat", 0, *chat).result(800)  # somebody decodes: products are short
     honest = base.compute
 
     def once(*_: object) -> list[torch.Tensor]:
@@ -281,10 +281,10 @@ def test_a_divided_request_that_fails_leaves_nothing_behind(
 
     base.compute = second_fails  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
-        engine.submit_threadsafe("large", 0, *large).result(60)
+        engine.submit_threadsafe("large", 0, *large).result(800)
     base.compute = honest  # type: ignore[method-assign]
     assert engine.waiting == 0
-    assert len(joined(engine.submit_threadsafe("large", 0, *large).result(60)))
+    assert len(joined(engine.submit_threadsafe("large", 0, *large).result(800)))
 
 
 def test_a_scheduler_that_fails_keeps_nobody_waiting(ring: BaseExecutor, engines: Engines) -> None:
@@ -301,9 +301,9 @@ def test_a_scheduler_that_fails_keeps_nobody_waiting(ring: BaseExecutor, engines
     asked = rows_of_group_0(ring, 2)
     for each in [engine.submit_threadsafe(f"tenant {i}", i, *asked) for i in range(4)]:
         with pytest.raises(RuntimeError, match="the scheduler failed"):
-            each.result(60)
+            each.result(800)
     broken.fails = False
-    assert len(engine.submit_threadsafe("next", 0, *asked).result(60).blocks) == 1
+    assert len(engine.submit_threadsafe("next", 0, *asked).result(800).blocks) == 1
 
 
 def test_who_was_multiplied_gets_the_answer_though_the_scheduler_fails(
@@ -324,18 +324,18 @@ def test_who_leaves_is_not_multiplied(counted: Counted) -> None:
     """What a lane has comes back to it all the same, and is nobody's answer."""
     engine, lane, base = counted
     with_lane = engine.submit_threadsafe("a", 1, *rows_of_group_0(base, 1))
-    assert lane.entered.wait(60)
+    assert lane.entered.wait(800)
     waits = engine.submit_threadsafe("a", 1, *rows_of_group_0(base, 5))
     others = engine.submit_threadsafe("b", 2, *rows_of_group_0(base, 3))
     waiting(engine, 3)
     engine.loop.call(lambda: engine.session_ended("a", 1))
     with pytest.raises(ConnectionResetError):
-        waits.result(60)
+        waits.result(800)
     assert not with_lane.done()  # its rows are in use
     lane.go.set()
     with pytest.raises(ConnectionResetError):
-        with_lane.result(60)
-    others.result(60)
+        with_lane.result(800)
+    others.result(800)
     assert lane.rows == [1, 3]
     assert engine.waiting == 0
 
@@ -344,12 +344,12 @@ def test_answers_hold_no_memory_of_others(counted: Counted) -> None:
     """A tenant that does not read its answer keeps that one alone in memory."""
     engine, lane, base = counted
     first = engine.submit_threadsafe("first", 0, *rows_of_group_0(base, 1))
-    assert lane.entered.wait(60)
+    assert lane.entered.wait(800)
     later = [engine.submit_threadsafe(f"tenant {rows}", 0, *rows_of_group_0(base, rows)) for rows in (1, 200)]
     waiting(engine, 3)
     lane.go.set()
-    first.result(60)
-    small = later[0].result(60).blocks
+    first.result(800)
+    small = later[0].result(800).blocks
     assert [block.untyped_storage().nbytes() for block in small] == [block.nbytes for block in small]
 
 
@@ -359,16 +359,16 @@ def test_two_lanes_have_batches_under_way_together(ring: BaseExecutor) -> None:
     latency = LatencyModel(shapes_of(ring.manifest.groups))
     engine = Engine(lanes, Opportunistic(latency), latency, lane_of=lambda group: group % 2)
     held = engine.submit_threadsafe("a", 0, *rows_of_group_0(ring, 1))
-    assert lanes[0].entered.wait(60)  # type: ignore[attr-defined]
+    assert lanes[0].entered.wait(800)  # type: ignore[attr-defined]
     width = ring.manifest.groups[1].inputs
     header = Header(Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.int32], 1, 1, 3, width, 1)
     rows = MaskStream(bytes(32)).draw(3, width)
     assert torch.equal(
-        joined(engine.submit_threadsafe("a", 0, header, rows).result(60)), alone(ring, header, rows)
+        joined(engine.submit_threadsafe("a", 0, header, rows).result(800)), alone(ring, header, rows)
     )
     assert not held.done()
     lanes[0].go.set()  # type: ignore[attr-defined]
-    held.result(60)
+    held.result(800)
     engine.close()
 
 
@@ -397,11 +397,11 @@ def test_a_batch_that_waits_for_another_took_only_its_own_time(base: BaseExecuto
     policy.finished = lambda batch, took, now: seconds.append(took)  # type: ignore[method-assign]
     engine = Engine([lane], policy, latency, clock=lambda: now[0])
     futures = [engine.submit_threadsafe(name, name, *rows_of_group_0(base, 3)) for name in "ab"]
-    assert lane.full.wait(60)
+    assert lane.full.wait(800)
     for at, (batch, future), asked in zip((1.0, 1.5), lane.under_way, futures, strict=True):
         now[0] = at
         future.set_result(lane.multiply(batch))
-        asked.result(60)
+        asked.result(800)
     engine.close()
     assert seconds == [1.0, 0.5]
 
@@ -431,12 +431,12 @@ def test_who_waits_for_a_lane_that_is_away_is_told(base: BaseExecutor) -> None:
     now[0] = 1.2
     wait_for(engine)
     with pytest.raises(WireError, match="group 0 is being started again; ask again") as refused:
-        early.result(60)
+        early.result(800)
     assert (refused.value.code, refused.value.retry_after) == ("restarting", AWAY_SECONDS)
     assert not late.done()
     lane.away = False
     wait_for(engine)
-    assert torch.equal(joined(late.result(60)), alone(base, header, payload))
+    assert torch.equal(joined(late.result(800)), alone(base, header, payload))
     engine.close()
 
 
@@ -445,7 +445,7 @@ def wait_for(engine: Engine) -> None:
     for _ in range(2):
         there = threading.Event()
         engine.loop.call(there.set)
-        assert there.wait(60)
+        assert there.wait(800)
 
 
 def test_a_profile_forecasts_products(ring: BaseExecutor) -> None:
@@ -468,6 +468,6 @@ def test_every_product_is_counted_before_the_end(base: BaseExecutor, engines: En
         ended.set()
 
     engine.loop.call(lambda: engine.submit("tenant", 0, header, payload, answered))
-    assert ended.wait(30)
+    assert ended.wait(800)
     engine.close()  # waits for the thread
     assert counted == [header.rows]

@@ -498,22 +498,22 @@ def test_threads_are_shared_in_turns() -> None:
         finally:
             current_client.reset(token)
 
-    long = [of("hostile", lambda: go.wait(60)) for _ in range(9)]
+    long = [of("hostile", lambda: go.wait(800)) for _ in range(9)]
     long[5].cancel()
     plain = [of("plain", lambda: done.append("plain")) for _ in range(3)]
     last = of("hostile", lambda: done.append("hostile"))
     for each in plain:
-        each.result(60)
+        each.result(800)
     assert done == ["plain"] * 3
     go.set()
-    last.result(60)
+    last.result(800)
     assert done[-1] == "hostile"
     assert isinstance(of("plain", lambda: 1 // 0).exception(60), ZeroDivisionError)
     go.clear()
-    begun, waits = (of("plain", lambda: go.wait(60)) for _ in range(2))
+    begun, waits = (of("plain", lambda: go.wait(800)) for _ in range(2))
     threads.shutdown(wait=False)
     go.set()
-    assert begun.result(60)
+    assert begun.result(800)
     assert waits.cancelled()
 
 

@@ -38,7 +38,7 @@ def run(program: str, *arguments: str, columns: str = "200") -> tuple[list[str],
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": columns},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=800,
         check=False,
     )
     said, _, imported = done.stdout.rpartition("IMPORTED")
@@ -64,7 +64,7 @@ logging.StreamHandler.emit = lambda self, record: stop(self, record.getMessage()
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=800,
         check=False,
     )
     said, _, imported = done.stdout.partition("IMPORTED")

@@ -89,7 +89,7 @@ class MemoryExecutor:
     def effect(
         self, group: int, direction: Direction, members: int, masks: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        assert self.gate.wait(30)
+        assert self.gate.wait(800)
         if self.refuse_effects:
             raise RequestRefused("busy", "come back later")
         self.effects += 1
@@ -380,7 +380,7 @@ def test_rotation_after_rows_in_the_background() -> None:
     assert masks_now(bank) is first
     assert next_bank(bank) is coming  # asked for once
     executor.gate.set()
-    coming.result(30)
+    coming.result(800)
     use(bank, 1)
     assert masks_now(bank) is not first
     assert relative_error(masks_now(bank), first) > 1.0
@@ -399,7 +399,7 @@ def test_rotation_after_time() -> None:
     assert next_bank(bank) is None
     now += 1.0
     use(bank, 1)
-    next_bank(bank).result(30)
+    next_bank(bank).result(800)
     use(bank, 1)
     assert masks_now(bank) is not first
     now += 60.0
@@ -419,7 +419,7 @@ def test_results_are_right_across_rotations() -> None:
             assert relative_error(result, expected) < TOLERANCE
         waiting = bank._banks[0, direction].next
         if waiting is not None:
-            waiting.result(30)
+            waiting.result(800)
     assert executor.effects > 10
     bank.close()
 
@@ -432,13 +432,13 @@ def test_a_failed_fetch_is_told_once_and_tried_again() -> None:
     executor.refuse_effects = True
     use(bank, 1)
     with pytest.raises(RequestRefused):
-        next_bank(bank).result(30)
+        next_bank(bank).result(800)
     with pytest.raises(RequestRefused, match="come back later"):
         use(bank, 1)
     executor.refuse_effects = False
     use(bank, 1)
     assert masks_now(bank) is first
-    next_bank(bank).result(30)
+    next_bank(bank).result(800)
     use(bank, 1)
     assert masks_now(bank) is not first
     bank.close()
@@ -459,7 +459,7 @@ def test_threads_share_one_bank() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(800)
     assert len(errors) == 16
     assert max(errors) < TOLERANCE
     assert bank._banks[0, FORWARD].rows == 8 * 5

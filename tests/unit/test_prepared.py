@@ -38,7 +38,7 @@ def test_it_says_and_returns_the_same(
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
         ) as process:
-            done.append((*process.communicate(timeout=120), process.returncode))
+            done.append((*process.communicate(timeout=800), process.returncode))
             assert forked(process) == (allowed == "yes")
     assert done[0] == done[1]
 
@@ -58,7 +58,7 @@ def test_it_has_its_folder_variables_and_session(tmp_path: Path) -> None:
         assert os.readlink(f"/proc/{process.pid}/cwd") == str(tmp_path)
         assert os.getsid(process.pid) == process.pid
         process.kill()
-        assert process.wait(60) == -signal.SIGKILL
+        assert process.wait(800) == -signal.SIGKILL
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
 
@@ -74,4 +74,4 @@ def test_others_are_executed(tmp_path: Path) -> None:
             command, env={**os.environ, **more}, stdout=subprocess.DEVNULL, text=True
         ) as process:
             assert not forked(process)
-            assert process.wait(120) == 0
+            assert process.wait(800) == 0

@@ -294,5 +294,5 @@ print("end")
 
 def test_a_program_that_closes_nothing_ends_while_a_pool_waits() -> None:
     """As the pools of mask sources do, whose threads Python joins."""
-    done = subprocess.run([sys.executable, "-c", UNCLOSED], capture_output=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", UNCLOSED], capture_output=True, timeout=800, check=True)
     assert done.stdout == b"end\n"

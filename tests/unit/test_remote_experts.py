@@ -109,7 +109,7 @@ def test_what_first_requests_wait_for_is_waited_for_together(mixture: Mixture) -
     together, submit = threading.Barrier(3), mixture.memory.submit
 
     def first(*arguments: Any) -> PendingProduct:
-        together.wait(30)  # passed only when all three are here
+        together.wait(800)  # passed only when all three are here
         return submit(*arguments)
 
     mixture.memory.submit = first  # type: ignore[method-assign]

@@ -30,7 +30,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
 def run_checker(*arguments: Path) -> subprocess.CompletedProcess[str]:
     """The checker as a program of its own; -I keeps the project off its path."""
     command = [sys.executable, "-I", str(CHECKER), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=800)
 
 
 def test_the_file_is_what_the_code_makes_now(scripts: tuple[ModuleType, ModuleType]) -> None:
