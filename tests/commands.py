@@ -18,7 +18,7 @@ BASE_MODEL = ROOT / "examples" / "base_model"
 TRAIN, HELD_OUT = (ROOT / "examples" / "data" / f"clinic_notes_{name}.txt" for name in ("train", "heldout"))
 # Short processes on a machine with few cores: a second thread costs more than it brings.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
-SECONDS = 300
+SECONDS = 800
 
 
 def start(

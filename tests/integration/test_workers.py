@@ -44,7 +44,7 @@ from shared.wire.header import (
 )
 from shared.wire.protocol import GroupShape
 
-SECONDS = 60.0
+SECONDS = 800.0
 
 
 DIVIDED = [("llama", RING, 3, 1), ("gpt2", RING, 4, 2), ("llama", "float32", 2, 2)]
