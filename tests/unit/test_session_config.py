@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import typer
+from option_reference import reference
 
 import tenant_sdk
 from shared.command_line import CommandLine
 from shared.errors import ConfigurationError
 from shared.secrets import Secret
-from tenant_sdk.command_line.reference import reference
 from tenant_sdk.connection.urls import is_local, party_name, replicas_of
 from tenant_sdk.gateway.connection import read, written
 from tenant_sdk.gateway.options import GatewayOptions
@@ -149,7 +149,7 @@ class Extended(config.SessionConfig):
 config.SessionConfig = Extended
 from typer.testing import CliRunner
 import tenant_sdk
-from tenant_sdk.command_line import main as cli, reference
+from tenant_sdk.command_line import main as cli
 from tenant_sdk.session import opening
 from shared.errors import ConfigurationError
 
@@ -159,7 +159,9 @@ def open_session(config):
     raise ConfigurationError("enough")
 opening.open_session = open_session
 
-profile = sys.argv[1]
+profile, tests = sys.argv[1:]
+sys.path.append(tests)
+from option_reference import reference
 common = ["--profile", profile, "--prompt", "x"]
 print([str(CliRunner().invoke(cli.app, ["generate", *common, *more]).exception) for more in (
     [], ["--chatter", "3"], ["--chatter", "-1"])])
@@ -168,7 +170,7 @@ for given in ({}, {"chatter": 4}):
         tenant_sdk.connect(profile=profile, **given)
     except ConfigurationError as error:
         print(error)
-print(opened, "`--chatter COUNT`" in reference.reference())
+print(opened, "`--chatter COUNT`" in reference())
 """
 
 
@@ -179,7 +181,10 @@ def test_a_new_option_is_one_field(tmp_path: Path) -> None:
         'provider = "wss://a"\ntoken_command = ["echo", "t"]\nprivacy = "plain"\nchatter = 2\n'
     )
     said = subprocess.run(
-        [sys.executable, "-c", NEW_OPTION, str(profile)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", NEW_OPTION, str(profile), str(Path(__file__).parents[1])],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert said.stdout.splitlines() == [
         "['enough', 'enough', '--chatter -1 must be at least 0']",
@@ -191,7 +196,7 @@ def test_a_new_option_is_one_field(tmp_path: Path) -> None:
 
 def test_the_reference_is_that_of_the_fields() -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "options.md"
-    assert page.read_text() == reference(), f"python -m tenant_sdk.command_line.reference > {page}"
+    assert page.read_text() == reference(), f"python tests/option_reference.py > {page}"
 
 
 def test_a_gateways_worker_is_given_all_but_secrets(tmp_path: Path) -> None:

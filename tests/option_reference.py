@@ -1,4 +1,4 @@
-"""Writes docs/reference/options.md: ``python -m tenant_sdk.command_line.reference``."""
+"""Writes docs/reference/options.md: ``python tests/option_reference.py``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
+from provider.config import ServeConfig
+from provider.planning.options import PlanOptions
 from shared.options import Field, fields_of, secret_ways, shown_default
 from tenant_sdk.command_line.context_options import AnswerOptions, ContextOptions, PromptOptions
 from tenant_sdk.gateway.options import GatewayOptions
@@ -15,7 +17,7 @@ from tenant_sdk.tuning.sampling import Sampling
 
 _INTRODUCTION = """# Options
 
-`python -m tenant_sdk.command_line.reference` writes this page from the fields of the options.
+`python tests/option_reference.py` writes this page from the fields of the options.
 
 ## Of a session
 
@@ -34,6 +36,8 @@ _OTHERS = {
     "Of `symbiosis-tenant generate`": (PromptOptions, Sampling, ContextOptions, ModelOptions),
     "Of `symbiosis-tenant chat`": (AnswerOptions, Sampling, ContextOptions, ModelOptions),
     "Of `symbiosis-tenant serve`": (GatewayOptions,),
+    "Of `symbiosis-provider serve`": (ServeConfig,),
+    "Of `symbiosis-provider plan`": (PlanOptions,),
 }
 
 
@@ -74,6 +78,8 @@ def _cells(field: Field) -> Iterator[str]:
 
 
 def _flags(field: Field) -> str:
+    if field.option.argument:
+        return f"`{field.name.upper()}`"
     unit = "VAR" if field.option.confidential else field.option.unit.replace("|", " or ")
     return ", ".join(f"`{f'{flag} {unit}'.strip()}`" for flag in field.flags)
 
