@@ -217,10 +217,14 @@ class TrainingCheckpoints:
     def keep(self, name: str, value: Any) -> None:
         """Note a figure that a resumed training need not measure again."""
         kept = {**(_read_json(self._settings_file) or {}), name: value}
-        partial = self._settings_file.with_suffix(".partial")
         with disk_errors(self.folder, "a figure", "Then run again."):
-            partial.write_text(json.dumps(kept, indent=1))
-            partial.replace(self._settings_file)
+            self._write(kept)
+
+    def _write(self, settings: Mapping[str, Any]) -> None:
+        """As a whole or not at all: this process may be killed meanwhile."""
+        partial = self._settings_file.with_suffix(".partial")
+        partial.write_text(json.dumps(settings, indent=1))
+        partial.replace(self._settings_file)
 
     def begin(self, *, resume: bool) -> Path | None:
         """Make the folder, or look into the one of an interrupted training.
@@ -238,7 +242,7 @@ class TrainingCheckpoints:
             with disk_errors(self.folder, "checkpoints", "Then run again."):
                 self.folder.mkdir(mode=0o700, exist_ok=True)
                 check_tree(self.folder)  # somebody else may have made it just now
-                self._settings_file.write_text(json.dumps(self._settings, indent=1))
+                self._write(self._settings)
             return None
         before = _read_json(self._settings_file)
         if before is None:

@@ -131,6 +131,23 @@ def test_checkpoints_of_an_interrupted_training(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_settings_are_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is killed while it writes them."""
+    checkpoints, write = TrainingCheckpoints(tmp_path / "adapter", {"steps": 4}), Path.write_text
+
+    def killed(path: Path, text: str) -> None:
+        write(path, text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.begin(resume=False)
+    monkeypatch.undo()
+    with pytest.raises(ConfigurationError, match="there is nothing to resume"):
+        checkpoints.begin(resume=True)
+    assert checkpoints.begin(resume=False) is None
+
+
 def test_a_folder_with_digits_of_another_script_is_no_checkpoint(tmp_path: Path) -> None:
     """Python's ``isdigit`` takes them, and ``int`` does not."""
     other = tmp_path / "run.checkpoints" / "checkpoint-²"

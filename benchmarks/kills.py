@@ -1,0 +1,232 @@
+"""Kills the parties of a training at random moments, and compares the adapters with an undisturbed one.
+
+    python benchmarks/kills.py --kills 100
+
+A tenant trains an adapter under one-time masks, through a provider with two workers and a mask source that has
+an authority and a token of its own. All are real processes over TLS. A seed draws victims and moments. The
+victim gets SIGKILL, and starts again, or SIGSTOP for some seconds. A new training begins until there were
+enough kills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from common import provider
+from rich.console import Console
+from rich.table import Table
+
+from shared.launching import Program, free_port
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL, TEXT = ROOT / "examples" / "base_model", ROOT / "examples" / "data" / "clinic_notes_train.txt"
+STEPS, SAVE_STEPS = 30, 4
+STOP_SECONDS = 5.0
+PATIENCE = 120  # seconds for which a tenant waits for a party that is started again
+VICTIMS = ("provider", "worker", "mask source", "tenant", "stopped provider", "stopped mask source")
+NONE_YET = "there is nothing to resume"
+console = Console(width=None if sys.stdout.isatty() else 120)
+
+
+class Party:
+    """A provider or a mask source, which can be killed and comes back at its port."""
+
+    def __init__(self, work: Path, *options: str) -> None:
+        self._work, self._options, self._port = work, options, free_port()
+        work.mkdir()
+        provider("certs", str(work / "tls"))
+        self.token = provider("token", "add", "tenant", "--token-file", str(work / "tokens.json"))
+        self.url, self.ca = f"wss://127.0.0.1:{self._port}", work / "tls" / "ca.pem"
+        self.start()
+
+    def start(self) -> None:
+        """Serve, and return when tenants can connect."""
+        ready, tls, tokens = (self._work / name for name in ("ready.json", "tls", "tokens.json"))
+        command = [
+            sys.executable,
+            "-m",
+            "provider.cli",
+            "serve",
+            MODEL,
+            "--tls-dir",
+            tls,
+            "--token-file",
+            tokens,
+        ]
+        command += ["--port", self._port, "--ready-file", ready, *self._options]
+        self.program = Program(command, ready, self._work / "log")
+        self.admin = json.loads(self.program.wait_until_ready())["admin_url"]
+
+    def kill(self) -> None:
+        """End it at once, and start it again."""
+        self.program.process.kill()
+        self.program.process.wait()
+        self.start()
+
+    def pause(self) -> None:
+        """Stop it for some seconds."""
+        self.program.process.send_signal(signal.SIGSTOP)
+        time.sleep(STOP_SECONDS)
+        self.program.process.send_signal(signal.SIGCONT)
+
+    def kill_worker(self, which: int) -> None:
+        """End one of its workers, which it starts again itself."""
+        with urllib.request.urlopen(f"{self.admin}/status.json", timeout=60) as answer:  # noqa: S310
+            workers = json.load(answer)["workers"]
+        with suppress(ProcessLookupError):
+            os.kill(workers[which % len(workers)]["pid"], signal.SIGKILL)
+
+
+class Training:
+    """A training in a process of its own, which is resumed after each kill."""
+
+    def __init__(self, work: Path, profile: Path) -> None:
+        self._work, self._profile, self._resume = work, profile, False
+        work.mkdir()
+        self.log, self.adapter = work / "log", work / "adapter"
+        self.start()
+
+    def start(self) -> None:
+        """Begin, or go on."""
+        command = [
+            sys.executable,
+            "-m",
+            "tenant_sdk.command_line.main",
+            "finetune",
+            "--profile",
+            self._profile,
+        ]
+        command += ["--data", TEXT, "--output", self.adapter, "--steps", STEPS, "--save-steps", SAVE_STEPS]
+        command += ["--batch-size", 2, "--sequence-length", 16, "--rank", 4, *["--resume"] * self._resume]
+        with self.log.open("ab") as output:
+            words = [*map(str, command)]
+            self.process = subprocess.Popen(words, stdout=output, stderr=output)
+
+    def kill(self) -> None:
+        """End it at once, and go on from its last checkpoint."""
+        self.process.kill()
+        self.process.wait()
+        self._resume = True
+        self.start()
+
+    def ended(self) -> bool:
+        """Whether it is complete; one that had kept nothing begins again.
+
+        Raises:
+            SystemExit: it failed.
+        """
+        status = self.process.poll()
+        if status and NONE_YET in self.log.read_text()[-3000:] and self._resume:
+            self._resume = False
+            self.start()
+            return False
+        if status:
+            raise SystemExit(f"the training failed with status {status}:\n{self.log.read_text()[-3000:]}")
+        return status == 0
+
+    def digest(self) -> str:
+        """Of the adapter's weights."""
+        return hashlib.sha256((self.adapter / "adapter_model.safetensors").read_bytes()).hexdigest()
+
+
+def hit(victim: str, parties: dict[str, Party], training: Training, draw: random.Random) -> None:
+    """Kill or stop one of them."""
+    if victim == "tenant":
+        training.kill()
+    elif victim == "worker":
+        parties["provider"].kill_worker(draw.randrange(2))
+    elif victim.startswith("stopped "):
+        parties[victim.removeprefix("stopped ")].pause()
+    else:
+        parties[victim].kill()
+
+
+def write_profile(folder: Path, parties: dict[str, Party]) -> Path:
+    """Options of a session with these parties."""
+    served, source = parties["provider"], parties["mask source"]
+    for name, party in (("provider", served), ("source", source)):
+        (folder / f"{name}.token").write_text(party.token)
+        (folder / f"{name}.token").chmod(0o600)
+    lines = [
+        f'provider = "{served.url}"',
+        f'ca = "{served.ca}"',
+        f'token_file = "{folder}/provider.token"',
+        'allow_same = ["all"]',
+        f"patience = {PATIENCE}",
+        "[[mask_sources]]",
+        f'url = "{source.url}"',
+        f'ca = "{source.ca}"',
+        f'token_file = "{folder}/source.token"',
+    ]
+    path = folder / "profile.toml"
+    path.write_text("\n".join(lines) + "\n")
+    path.chmod(0o600)
+    return path
+
+
+def main() -> None:
+    """Train undisturbed, then kill; print a table, write kills.json."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0, help="of victims and moments")
+    parser.add_argument("--output", type=Path, default=Path("out/kills.json"))
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    draw, hits, adapters = random.Random(options.seed), Counter[str](), []
+    with tempfile.TemporaryDirectory() as name, ExitStack() as ends:
+        work = Path(name)
+        parties = {
+            "provider": Party(work / "provider", "--workers", "2"),
+            "mask source": Party(work / "source"),
+        }
+        for party in parties.values():
+            ends.callback(lambda party=party: party.program.stop())
+        profile = write_profile(work, parties)
+        training, began = Training(work / "undisturbed", profile), time.monotonic()
+        while not training.ended():
+            time.sleep(0.05)
+        usual, right = time.monotonic() - began, training.digest()
+        console.print(f"undisturbed: {usual:.0f} s")
+        while hits.total() < options.kills:
+            training = Training(work / f"training-{len(adapters)}", profile)
+            ends.callback(training.process.kill)
+            while not training.ended():
+                # Some come before the first step, and some while a checkpoint or the adapter is written.
+                pause = time.monotonic() + draw.uniform(0.05, usual / 2)
+                while time.monotonic() < pause and not training.ended():
+                    time.sleep(0.01)
+                if hits.total() < options.kills and not training.ended():
+                    victim = draw.choice(VICTIMS)
+                    hit(victim, parties, training, draw)
+                    hits[victim] += 1
+                    console.print(f"{hits.total()} of {options.kills}: {victim}")
+            adapters.append(training.digest())
+    table = Table(title=f"{hits.total()} kills and stops in {len(adapters)} trainings")
+    for victim in VICTIMS:
+        table.add_column(victim, justify="right")
+    table.add_row(*(str(hits[victim]) for victim in VICTIMS))
+    console.print(table)
+    equal = sum(each == right for each in adapters)
+    console.print(f"{equal} of {len(adapters)} adapters equal the undisturbed one, bit for bit")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps({"hits": hits, "adapters": len(adapters), "equal": equal}, indent=1))
+    sys.exit(equal != len(adapters))
+
+
+if __name__ == "__main__":
+    main()
