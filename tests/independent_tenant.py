@@ -1,12 +1,13 @@
 """A second tenant: one product on a ring, from the rows to the answer, written from the documents alone.
 
-The documents are ``shared/PROTOCOL.md``, ``docs/explanation/privacy.md`` and ``docs/explanation/numerics.md``. Nothing
-here comes from the product, so that a mistake there is not made here again. It is slow, and has one way to do each
-thing. Header, layout and AES are those of ``vectors/check_vectors.py``, which has the same rule; the frames are those
-of the ``websockets`` library.
+The documents are ``shared/PROTOCOL.md``, and of ``docs/explanation`` ``privacy.md`` and ``numerics.md``.
+Nothing here comes from the product, so that a mistake there is not made here again. It is slow, and has one
+way to do each thing. Header, layout and AES are those of ``vectors/check_vectors.py``, which has the same
+rule. The ``websockets`` library makes the frames. One part is left out: the trial of a fingerprint on random
+rows, which needs nothing that is not here.
 
-Shapes: T rows, D inputs of the group, C columns of the rows (D, or backward the selected members' outputs), P planes, A
-columns of the answer on one plane.
+Shapes: T rows, D inputs of the group, C columns of the rows (D, or backward the selected members' outputs), P
+planes, A columns of the answer on one plane.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from websockets.uri import parse_uri
 FORWARD, BACKWARD = 1, 2
 EXACT, HALF = 32, {"ring": 16, "ring-fine": 24}  # answer_bits
 LARGEST = 2**31 - 1
-LARGEST_NORM = 2**24  # of a row of integers
+LARGEST_NORM = 2.0**24  # of a row of integers
+MARGIN = 1 + 2.0**-30  # a sum of squares in binary64 depends on the order of the terms
 CHALLENGES = 32  # of a half answer
 TAIL = 10 * math.log(2)  # a right row is doubted with a probability of 2^-10 at most
-DIGIT = 8  # bits of a challenge in one row
+DIGIT = 12  # bits of a challenge in one row
 
 
 class Wrong(Exception):
@@ -134,9 +136,9 @@ class Connection:
         """A parameter of float32 with one axis, whose hash is that of the manifest."""
         (told,) = [each for each in self.manifest["parameters"] if each["name"] == name]
         (length,) = told["shape"]
-        _, body = self._fetch("parameter", name, length)
+        header, body = self._fetch("parameter", name, length)
         hashed = hashlib.sha256(f"{told['dtype']} {length} ".encode() + body).hexdigest()
-        wire.expect((hashed, told["dtype"]) == (told["sha256"], "float32"), "another parameter")
+        wire.expect((hashed, header["columns"]) == (told["sha256"], 1), "another parameter")
         return np.frombuffer(body, "<f4")
 
     def product(self, request: Request, operation: int, payload: bytes, bits: int) -> np.ndarray:
@@ -195,26 +197,26 @@ def signed(numbers: np.ndarray, bits: int) -> np.ndarray:
 
 
 def step(norm: float, columns: int, bound: int, room: int) -> float:
-    """The smallest c that suits a row of this norm: (‖x/c‖ + √C/2) β ≤ room, of the form m/16 · 2^p."""
-    most = min(room / math.sqrt(bound), LARGEST_NORM) if bound else LARGEST_NORM
-    most -= math.sqrt(columns) / 2
+    """The smallest c = m/16 · 2^p, m from 8 to 15, with (‖x/c‖ + √C/2) β ≤ room."""
     if norm == 0:
-        return 1.0
-    _, exponent = math.frexp(norm / most)
-    candidates = [m / 16 * 2.0**p for p in range(exponent - 2, exponent + 3) for m in range(9, 16)]
-    return min(c for c in candidates if norm / c <= most)
+        return 2.0**-513
+    most = room / math.sqrt(bound) - math.sqrt(columns) / 2 if bound else LARGEST_NORM
+    least = norm * (MARGIN / min(most, LARGEST_NORM))
+    _, power = math.frexp(least)  # 2^(p-1) <= least < 2^p
+    steps = [m / 16 * 2.0**p for p in (power, power + 1) for m in range(8, 16)]
+    return min(c for c in steps if c >= least)
 
 
 def quantise(x: np.ndarray, bound: int, room: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows [T, C] of float32 as integers int64, and the steps [T] that are never sent."""
     x = x.astype(np.float64)
-    steps = [step(math.sqrt(math.fsum(row * row)), x.shape[1], bound, room) for row in x]
-    return np.rint(x / np.array(steps)[:, None]).astype(np.int64), np.array(steps)
+    steps = np.array([step(math.sqrt(math.fsum(row * row)), x.shape[1], bound, room) for row in x])
+    return np.rint(x * (1 / steps)[:, None]).astype(np.int64), steps
 
 
-def room(manifest: dict, bits: int, sources: int) -> int:
+def room(bits: int, sources: int) -> int:
     """Exact answers may be as large as an int32; half answers leave one unit free for each source."""
-    return LARGEST - (sources << (EXACT - bits) if bits < EXACT else 0)
+    return LARGEST - (max(1, sources) << (EXACT - bits) if bits < EXACT else 0)
 
 
 # -- mask, hide ------------------------------------------------------------------------------------
@@ -246,9 +248,11 @@ def is_exact(revealed: np.ndarray, rows: np.ndarray, z: np.ndarray, fingerprint:
     return bool(np.array_equal(left, rows.astype(np.uint64) @ fingerprint.astype(np.uint64)))
 
 
-def units(revealed: np.ndarray, sources: int) -> np.ndarray:
-    """Half answers less the mean of what rounding has added, in units of 2^(32 − bits)."""
-    return revealed - (sources - 1) / 2
+def units(revealed: np.ndarray, bits: int, sources: int) -> np.ndarray:
+    """Half answers less the mean of what rounding has added, in units of 2^(32 − bits): float32."""
+    unit = 2 ** (EXACT - bits)
+    mean = (sources - 1) / 2 * (unit - 1) / unit
+    return revealed.astype(np.float32) - np.float32(mean)
 
 
 def half_limit(z: np.ndarray, sources: int) -> float:
@@ -270,7 +274,7 @@ def doubted(
         z: challenges [J, P A].
         f: their exact products [J, C].
     """
-    t = units(revealed, sources) @ z.T - (rows @ f.T) / 2.0 ** (EXACT - bits)
+    t = units(revealed, bits, sources).astype(np.float64) @ z.T - (rows @ f.T) / 2.0 ** (EXACT - bits)
     return np.asarray((t * t).sum(1) > half_limit(z, sources))
 
 
@@ -289,6 +293,11 @@ class Tenant:
         """The provider's."""
         return self.provider.manifest
 
+    @property
+    def planes(self) -> int:
+        """P."""
+        return wire.RINGS[self.manifest["numerics"]]
+
     def ask(
         self, request: Request, rows: np.ndarray, bits: int, seeds: Sequence[bytes]
     ) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -305,21 +314,20 @@ class Tenant:
     def times_planes(self, request: Request, z: np.ndarray) -> np.ndarray:
         """z [J, P A] times the planes of this request's opposite, modulo 2^64: int64 [J, C].
 
-        A row of a challenge is too long for an exact product. So z goes in digits, z = Σ 2^(8 i) d_i.
+        A row of a challenge is too long for an exact product. So z goes in digits, z = Σ 2^(12 i) d_i.
         """
-        planes = wire.RINGS[self.manifest["numerics"]]
         total = np.zeros((len(z), request.columns), np.uint64)
         at = 0
         while z.any():
             digit = signed(z, DIGIT)
             z = (z - digit) >> DIGIT
-            for plane, part in enumerate(np.split(digit, planes, axis=1)):
+            for plane, part in enumerate(np.split(digit, self.planes, axis=1)):
                 opposite = Request.of(
                     self.manifest, request.group, 3 - request.direction, request.members, len(part)
                 )
                 bound = opposite.bound(self.manifest)
                 wire.expect(int((part * part).sum(1).max()) * bound <= LARGEST**2, "a digit is too large")
-                made = np.split(self.product(opposite, part), planes, axis=1)[plane]
+                made = np.split(self.product(opposite, part), self.planes, axis=1)[plane]
                 total += made.astype(np.uint64) << np.uint64(at)
             at += DIGIT
         return total.astype(np.int64)
@@ -343,58 +351,81 @@ class Tenant:
         columns: tuple[int, int] = wire.columns_of(group, header, self.manifest["numerics"])
         return columns
 
-    def multiply(self, request: Request, x: np.ndarray, bits: int, bias: np.ndarray | None) -> np.ndarray:
-        """Float rows [T, C] times the frozen weights, checked: float32 [T, A]."""
-        scales, forward = self.provider.scales(request), request.direction == FORWARD
-        if not forward:
-            x = x * scales
-        rows, steps = quantise(x, request.bound(self.manifest), room(self.manifest, bits, len(self.sources)))
-        seeds = [secrets.token_bytes(wire.SEED) for _ in self.sources]
-        revealed = unmask(*self.ask(request, rows, bits, seeds), bits)
-        if bits < EXACT:
-            challenges = self.half_challenges(request)
-            if doubted(revealed, rows, *challenges, bits, len(self.sources)).any():
-                revealed, bits = self.again(request, rows, bits, seeds, revealed), EXACT
-        elif not is_exact(revealed, rows, *self.exact_challenge(request)):
-            raise Wrong("an exact answer")
-        return reveal(
-            revealed, steps, scales if forward else None, bits, len(self.sources), self.manifest, bias
-        )
-
-    def again(
-        self, request: Request, rows: np.ndarray, bits: int, seeds: Sequence[bytes], rounded: np.ndarray
+    def multiply(
+        self,
+        request: Request,
+        x: np.ndarray,
+        bits: int,
+        bias: np.ndarray | None = None,
+        seeds: Sequence[bytes] = (),
     ) -> np.ndarray:
-        """The same bytes, all bits; the rounded answer must be that of the exact numbers."""
+        """Float rows [T, C] times the frozen weights, checked: float32 [T, A].
+
+        Args:
+            request: a request for as many rows.
+            x: float32; the blocks of several members side by side.
+            bits: of each number of the answer.
+            bias: float32 [A], forward.
+            seeds: of the masks; none: fresh ones.
+
+        Raises:
+            Wrong: the answer.
+        """
+        scales, sources = self.provider.scales(request), len(self.sources)
+        forward = request.direction == FORWARD
+        scaled = x if forward else x * scales
+        rows, steps = quantise(scaled, request.bound(self.manifest), room(bits, sources))
+        seeds = seeds or [secrets.token_bytes(wire.SEED) for _ in self.sources]
+        received = self.ask(request, rows, bits, seeds)
+        revealed = unmask(*received, bits)
+        if bits == EXACT:
+            if not is_exact(revealed, rows, *self.exact_challenge(request)):
+                raise Wrong("an exact answer")
+        elif doubted(revealed, rows, *self.half_challenges(request), bits, sources).any():
+            self.compare(request, rows, bits, seeds, received)
+        numbers = revealed if bits == EXACT else units(revealed, bits, sources)
+        y = reveal(numbers, steps * 2.0 ** (EXACT - bits), scales if forward else None, self.planes)
+        return y if bias is None else y + bias
+
+    def compare(
+        self,
+        request: Request,
+        rows: np.ndarray,
+        bits: int,
+        seeds: Sequence[bytes],
+        received: tuple[np.ndarray, list[np.ndarray]],
+    ) -> None:
+        """Ask for the same bytes with all bits: they must be right, and end like what was received.
+
+        Raises:
+            Wrong: they are not.
+        """
         answer, effects = self.ask(request, rows, EXACT, seeds)
-        revealed = unmask(answer, effects, EXACT)
-        if not is_exact(revealed, rows, *self.exact_challenge(request)):
+        if not is_exact(unmask(answer, effects, EXACT), rows, *self.exact_challenge(request)):
             raise Wrong("an exact answer")
-        upper = [numbers >> (EXACT - bits) for numbers in (answer, *effects)]
-        if not np.array_equal(unmask(upper[0], upper[1:], bits), rounded):
+        pairs = zip((answer, *effects), (received[0], *received[1]), strict=True)
+        if not all(np.array_equal(whole >> (EXACT - bits), upper) for whole, upper in pairs):
             raise Wrong("a half answer")
-        return revealed
 
 
 # -- reveal ----------------------------------------------------------------------------------------
 
 
-def reveal(
-    revealed: np.ndarray,
-    steps: np.ndarray,
-    scales: np.ndarray | None,
-    bits: int,
-    sources: int,
-    manifest: dict,
-    bias: np.ndarray | None,
-) -> np.ndarray:
-    """y ≈ c s u₁, or c s (u₁ + u₂/256), and the bias: float32 [T, A]. Backward there are no scales."""
-    numbers = revealed.astype(np.float64)
-    if bits < EXACT:
-        numbers = units(revealed, sources) * 2.0 ** (EXACT - bits)
-    first, *second = np.split(numbers, wire.RINGS[manifest["numerics"]], axis=1)
-    y = first + second[0] / 256 if second else first
-    y = y * steps[:, None]
-    if scales is not None:
-        y = y * scales
-    y = y.astype(np.float32)
-    return y if bias is None else y + bias
+def reveal(numbers: np.ndarray, steps: np.ndarray, scales: np.ndarray | None, planes: int) -> np.ndarray:
+    """y = u₁ s c, or (u₂/256 + u₁) s c, in this order: float32 [T, A].
+
+    Args:
+        numbers: int64, or float32 of half answers, [T, P A].
+        steps: float64 [T], times 2^(32 − bits).
+        scales: float32 [A], or None backward, where they went into the rows.
+        planes: P.
+    """
+    rows = []
+    for row, step in zip(numbers, steps, strict=True):
+        ordinary = abs(math.frexp(step)[1]) < 64  # binary32 has such steps, and their products with scales
+        number = np.float32 if ordinary else np.float64
+        first, *second = np.split(row.astype(number), planes)
+        y = second[0] * number(1 / 256) + first if second else first
+        y = y if scales is None else y * scales.astype(number)
+        rows.append((y * number(step)).astype(np.float32))
+    return np.array(rows)
