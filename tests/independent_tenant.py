@@ -3,8 +3,8 @@
 The documents are ``shared/PROTOCOL.md``, and of ``docs/explanation`` ``privacy.md`` and ``numerics.md``.
 Nothing here comes from the product, so that a mistake there is not made here again. It is slow, and has one
 way to do each thing. Header, layout and AES are those of ``vectors/check_vectors.py``, which has the same
-rule. The ``websockets`` library makes the frames. One part is left out: the trial of a fingerprint on random
-rows, which needs nothing that is not here.
+rule. The ``websockets`` library makes the frames. Left out are the manifest's digest, and the trials of
+fingerprints and challenges on other rows, which need nothing that is not here.
 
 Shapes: T rows, D inputs of the group, C columns of the rows (D, or backward the selected members' outputs), P
 planes, A columns of the answer on one plane.
@@ -19,7 +19,6 @@ import secrets
 import socket
 import ssl
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -151,19 +150,6 @@ class Connection:
         return signed(np.array(numbers, np.int64).reshape(header["rows"], header["columns"]), bits)
 
 
-@contextmanager
-def connections(*executors: tuple[str, str, Path]) -> Iterator[list[Connection]]:
-    """To a provider, then to mask sources: URL, token and authority of each."""
-    opened: list[Connection] = []
-    try:
-        for executor in executors:
-            opened.append(Connection(*executor))
-        yield opened
-    finally:
-        for connection in opened:
-            connection.close()
-
-
 @dataclass(frozen=True)
 class Request:
     """A product, or its effect."""
@@ -180,6 +166,10 @@ class Request:
         header = {"members": members, "direction": direction}
         columns, _ = wire.columns_of(manifest["groups"][group], header, manifest["numerics"])
         return cls(group, direction, members, rows, columns)
+
+    def opposite(self, manifest: dict, rows: int = 1) -> Request:
+        """Of the other direction: its columns are those of this one's answer, on one plane."""
+        return Request.of(manifest, self.group, BACKWARD + FORWARD - self.direction, self.members, rows)
 
     def bound(self, manifest: dict) -> int:
         """β²: the largest squared norm of what a row is multiplied with."""
@@ -322,11 +312,9 @@ class Tenant:
             digit = signed(z, DIGIT)
             z = (z - digit) >> DIGIT
             for plane, part in enumerate(np.split(digit, self.planes, axis=1)):
-                opposite = Request.of(
-                    self.manifest, request.group, 3 - request.direction, request.members, len(part)
-                )
-                bound = opposite.bound(self.manifest)
-                wire.expect(int((part * part).sum(1).max()) * bound <= LARGEST**2, "a digit is too large")
+                opposite = request.opposite(self.manifest, len(part))
+                longest = int((part * part).sum(1).max())
+                wire.expect(longest * opposite.bound(self.manifest) <= LARGEST**2, "a digit is too large")
                 made = np.split(self.product(opposite, part), self.planes, axis=1)[plane]
                 total += made.astype(np.uint64) << np.uint64(at)
             at += DIGIT
@@ -334,22 +322,16 @@ class Tenant:
 
     def exact_challenge(self, request: Request) -> tuple[np.ndarray, np.ndarray]:
         """z, uniform int32 [P A], and its fingerprint modulo 2^64 [C]."""
-        _, columns = self._columns(request)
+        columns = self.planes * request.opposite(self.manifest).columns
         z = np.frombuffer(secrets.token_bytes(4 * columns), "<i4").astype(np.int64)
         return z, self.times_planes(request, z[None])[0]
 
     def half_challenges(self, request: Request) -> tuple[np.ndarray, np.ndarray]:
         """32 vectors of normally distributed numbers times 256, [J, P A], and their products [J, C]."""
-        _, columns = self._columns(request)
+        columns = self.planes * request.opposite(self.manifest).columns
         normal = np.random.default_rng(secrets.randbits(256)).standard_normal((CHALLENGES, columns))
         z = np.rint(256 * normal).astype(np.int64)
         return z, self.times_planes(request, z)
-
-    def _columns(self, request: Request) -> tuple[int, int]:
-        header = {"members": request.members, "direction": request.direction}
-        group = self.manifest["groups"][request.group]
-        columns: tuple[int, int] = wire.columns_of(group, header, self.manifest["numerics"])
-        return columns
 
     def multiply(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Executor
-from independent_tenant import BACKWARD, EXACT, FORWARD, HALF, Connection, Request, Tenant, Wrong, connections
+from independent_tenant import BACKWARD, EXACT, FORWARD, HALF, Connection, Request, Tenant, Wrong
 from ring_sessions import Trio, one_time, products, seeds, taken_down
 from safetensors.numpy import load_file
 from vectors import check_vectors as wire
@@ -39,8 +40,11 @@ def trio(
 @pytest.fixture(scope="module")
 def ask(trio: Trio) -> Iterator[Ask]:
     """An independent tenant with so many sources: ``ask(2)``."""
-    with connections(*((each.url, each.token, each.ca) for each in trio)) as (provider, *sources):
-        yield lambda count: Tenant(provider, sources[:count])
+    with ExitStack() as stack:
+        opened = [Connection(each.url, each.token, each.ca) for each in trio]
+        for connection in opened:
+            stack.callback(connection.close)
+        yield lambda count: Tenant(opened[0], opened[1 : 1 + count])
 
 
 @pytest.fixture(scope="module")
