@@ -24,7 +24,7 @@ release coverage: export TEST_PREPARED := no
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install gateway clients demo test quick release counts coverage architectures check bench clean
+.PHONY: help install gateway clients demo test quick release counts coverage architectures check bench randomness clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -113,6 +113,9 @@ bench: install ## measure split execution, the ring, transports, and many tenant
 	$(BIN)/python benchmarks/transports.py $(ARGS)
 	$(BIN)/python benchmarks/request_rate.py $(ARGS)
 	$(BIN)/python benchmarks/serving.py $(ARGS)
+
+randomness: install ## test what a provider receives for randomness; half a GiB: ARGS="--mib 128"
+	$(BIN)/python benchmarks/mask_randomness.py $(ARGS)
 
 clean: ## remove results and caches, but no environment
 	rm -rf out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,7 +2,7 @@
 
     python benchmarks/kills.py --kills 100
 
-A tenant trains an adapter under one-time masks, through a provider with two workers and a mask source that has
+A tenant trains an adapter under one-time masks, through a provider with two workers and a mask source with
 an authority and a token of its own. All are real processes over TLS. A seed draws victims and moments. The
 victim gets SIGKILL, and starts again, or SIGSTOP for some seconds. A new training begins until there were
 enough kills.

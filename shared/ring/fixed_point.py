@@ -26,6 +26,8 @@ import torch
 LIMIT = 2**31 - 1
 # A float32 has 24 bits: more would only be zeros, and up to here float32 holds every integer.
 MAX_NORM = 2.0**24
+# Of a row of zeros: rounded answers add a unit times the step to its product, which then is still zero.
+ZERO_EXPONENT = -8 * 512
 _STEP_ELEMENTS = 1 << 18  # of a weight at once: in the processor's cache
 MARGIN = 1.0 + 2.0**-30  # the norm is itself rounded, to float64
 EVEN = 4  # times the share that each column had of evenly spread weights
@@ -198,7 +200,7 @@ def exponents(norms: torch.Tensor, max_norm: float) -> torch.Tensor:
     """The exponent for each row of the smallest step with ``norm / step <= max_norm``.
 
     Steps are ``(8 + c) / 16 * 2^p``, c of 0 to 7, and their exponents ``8 p + c``: an eighth of an octave
-    wastes little of it, and multiplying by such a step rounds once.
+    wastes little of it, and multiplying by such a step rounds once. Rows of zeros get ZERO_EXPONENT.
 
     Args:
         norms: float64 [T], L2 norms of the rows.
@@ -208,7 +210,8 @@ def exponents(norms: torch.Tensor, max_norm: float) -> torch.Tensor:
         int32 [T].
     """
     fraction, power = torch.frexp(norms * (MARGIN / max_norm))
-    return 8 * power + (16 * fraction).ceil().to(torch.int32) - 8
+    found = 8 * power + (16 * fraction).ceil().to(torch.int32) - 8
+    return torch.where(norms > 0, found, ZERO_EXPONENT)
 
 
 def steps(exponent: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,8 @@ CLONES int ring_below(const uint32_t *bits, int64_t count, uint32_t limit)
     return !found;
 }
 
+enum { ZERO_EXPONENT = -8 * 512 }; /* of a row of zeros: shared/ring/fixed_point.py */
+
 /* A row's step, times 2^-power, from its exponent: shared/ring/fixed_point.py, "exponents". */
 static double step_of(int32_t exponent, int *power)
 {
@@ -64,7 +66,7 @@ CLONES static int mask_rows(const float *const *blocks, const int64_t *widths, i
             return 1;
         int power = 0;
         double fraction = frexp(norm * over_room, &power);
-        exponents[t] = 8 * power + (int32_t)ceil(16 * fraction) - 8;
+        exponents[t] = norm > 0 ? 8 * power + (int32_t)ceil(16 * fraction) - 8 : ZERO_EXPONENT;
         double step = step_of(exponents[t], &power), scale = ldexp(1 / step, -power);
         uint64_t sum = 0;
         at = 0;

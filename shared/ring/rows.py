@@ -49,7 +49,7 @@ def quantize_and_mask(
     Args:
         blocks: contiguous float32 [T, C_b], side by side one row x.
         scales: float32 [C], to multiply x by first, or None.
-        max_norm: from ``shared.ring.fixed_point.capacity``.
+        max_norm: from ``shared.ring.fixed_point.max_row_norm``.
         requests: int32 [T, C], the masks; ``round(x / step)`` is added to them.
         factor: int64 [C] of a fingerprint, or None.
         integers: float32 [T, C], to write ``round(x / step)`` into, or None. They are exact, for no row is

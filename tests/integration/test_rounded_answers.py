@@ -63,6 +63,21 @@ def test_auto_is_exact_on_this_machine(trio: Callable[[str], Trio]) -> None:
     assert torch.equal(results["exact"], results["auto"])
 
 
+@pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD])
+@pytest.mark.parametrize("way", ["plain", "one source", "two sources"])
+def test_a_row_of_zeros_has_a_product_of_zeros(
+    way: str, direction: Direction, trio: Callable[[str], Trio], checkpoint: Callable[[str], Path]
+) -> None:
+    """Rounding adds a unit times the row's step, and such a row has none of its own: padding's gradients."""
+    options = {"answers": "half", "verify": "off"} if way == "plain" else {"answers": "half"}
+    with session_in(way, trio("llama"), checkpoint("llama"), **options) as session:
+        rows = torch.zeros((3, 64))
+        rows[1] = torch.linspace(-1, 1, 64)
+        (got,) = session.products.submit(TARGET, direction, 1, [rows]).result()
+    assert got[1].any()
+    assert not got[[0, 2]].any()
+
+
 # -- checks ---------------------------------------------------------------------------------------
 
 
