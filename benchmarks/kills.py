@@ -37,7 +37,7 @@ STEPS, SAVE_STEPS = 30, 4
 STOP_SECONDS = 5.0
 PATIENCE = 120  # seconds for which a tenant waits for a party that is started again
 VICTIMS = ("provider", "worker", "mask source", "tenant", "stopped provider", "stopped mask source")
-NONE_YET = "there is nothing to resume"
+NONE_YET, AWAY = "there is nothing to resume", "cannot connect"  # which a new session does not wait for
 console = Console(width=None if sys.stdout.isatty() else 120)
 
 
@@ -123,19 +123,20 @@ class Training:
         self.start()
 
     def ended(self) -> bool:
-        """Whether it is complete; one that had kept nothing begins again.
+        """Whether it is complete; one that had kept nothing, or found a party away, begins again.
 
         Raises:
             SystemExit: it failed.
         """
         status = self.process.poll()
-        if status and NONE_YET in self.log.read_text()[-3000:] and self._resume:
-            self._resume = False
-            self.start()
-            return False
-        if status:
-            raise SystemExit(f"the training failed with status {status}:\n{self.log.read_text()[-3000:]}")
-        return status == 0
+        if not status:
+            return status == 0
+        said = self.log.read_text().rpartition("loading torch")[2]
+        if NONE_YET not in said and AWAY not in said:
+            raise SystemExit(f"the training failed with status {status}:\n{said}")
+        self._resume = NONE_YET not in said and self._resume
+        self.start()
+        return False
 
     def digest(self) -> str:
         """Of the adapter's weights."""

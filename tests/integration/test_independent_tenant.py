@@ -17,8 +17,8 @@ from ring_sessions import Trio, one_time, products, seeds, taken_down
 from safetensors.numpy import load_file
 from vectors import check_vectors as wire
 
-from shared.ring.rows import reveal
-from shared.ring.upper_bits import cut, less
+from shared.ring.rows import unmask_and_dequantize
+from shared.ring.upper_bits import subtract_upper_bits, take_upper_bits
 from shared.wire.header import Direction
 from tenant_sdk.products.forecast import ProductKey
 from tenant_sdk.products.rounded import RoundedFingerprint, expected_sums, limit_of, wrong_rows
@@ -234,7 +234,7 @@ def test_both_refuse_every_wrong_exact_answer() -> None:
         for numbers in (answer, wrong):
             mine = independent.is_exact(independent.unmask(numbers, [effect], EXACT), rows, z, fingerprint)
             expected = (rows.astype(np.uint64) @ fingerprint.astype(np.uint64)).astype(np.int64)
-            failed = reveal(
+            failed = unmask_and_dequantize(
                 torch.tensor(independent.signed(numbers, EXACT), dtype=torch.int32),
                 [torch.tensor(effect, dtype=torch.int32)],
                 torch.zeros(len(rows), dtype=torch.int32),
@@ -268,8 +268,10 @@ def test_both_decide_alike_about_half_answers(bits: int) -> None:
         factors = (torch.tensor(plane @ z.T).double() / unit).to(dtype)
         fingerprint = RoundedFingerprint(challenges, factors, limit_of(challenges, sources))
         assert fingerprint.limit == pytest.approx(independent.half_limit(z, sources), rel=1e-9)
-        packed = [cut(torch.tensor(independent.signed(each, EXACT)).int(), bits) for each in numbers]
-        revealed = less(packed[0], packed[1:], bits)
+        packed = [
+            take_upper_bits(torch.tensor(independent.signed(each, EXACT)).int(), bits) for each in numbers
+        ]
+        revealed = subtract_upper_bits(packed[0], packed[1:], bits)
         for at, (row, doubt) in enumerate(zip(rows, mine, strict=True)):
             sums = expected_sums(fingerprint, torch.tensor(row[None]).float())
             assert wrong_rows(fingerprint, revealed[at : at + 1], sums) == doubt
