@@ -20,7 +20,7 @@ import torch
 from provider.engine.fairness import RowCosts
 from provider.engine.lanes import BatchResult, Lane, ProcessLane, Request, RowRange
 from provider.engine.latency import LatencyModel
-from provider.engine.loop import Loop
+from provider.engine.loop import Loop, LoopTask
 from provider.engine.profiling import shapes_of
 from provider.engine.scheduler import Batch, BatchKey, Opportunistic, Policy, Work, bounded_class, rows_of
 from provider.executor.base import BaseExecutor
@@ -90,6 +90,7 @@ class Engine:
         row_costs: virtual tokens of rows.
         read_ahead: bring a group's weight nearer until told to stop; while there is nothing to do.
         on_batch: told rows, seconds and the multiplying thread's processor seconds of every product.
+        make_loop: of this engine, the loop whose thread it belongs to.
 
     Attributes:
         loop: whose thread this belongs to; sessions watch their descriptors there.
@@ -107,8 +108,9 @@ class Engine:
         read_ahead: Callable[[int, Callable[[], bool]], None] = lambda group, stop: None,
         on_batch: Callable[[int, float, float], None] = lambda rows, seconds, processor: None,
         clock: Callable[[], float] = time.perf_counter,
+        make_loop: Callable[[LoopTask], Loop] = Loop,
     ) -> None:
-        self.loop = Loop(self)
+        self.loop = make_loop(self)
         self._lanes, self.policy, self._latency = list(lanes), policy, latency
         self._lane_of, self._row_costs, self._clock = lane_of, row_costs or RowCosts(), clock
         self._read_ahead, self._on_batch = read_ahead, on_batch
