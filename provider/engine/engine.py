@@ -259,12 +259,13 @@ class Engine:
         Who asks learns what it waits for, and decides for how long.
         """
         waiting = [a for a in self._submissions.values() if a.work.lane == lane and not a.under_way]
-        for submission in waiting:
-            if submission.work.arrived + AWAY_SECONDS <= now:
-                self.policy.drop(submission.work)
-                del self._submissions[submission.work]
-                what = f"what has group {submission.work.key.group} is being started again; ask again"
-                self._complete(submission, WireError("restarting", what, retry_after=AWAY_SECONDS))
+        due = [a for a in waiting if a.work.arrived + AWAY_SECONDS <= now]
+        for submission in due:
+            self.policy.drop(submission.work)
+            del self._submissions[submission.work]
+        for submission in due:  # a connection that breaks under an answer ends all requests of its session
+            what = f"what has group {submission.work.key.group} is being started again; ask again"
+            self._complete(submission, WireError("restarting", what, retry_after=AWAY_SECONDS))
         later = [a.work.arrived + AWAY_SECONDS - now for a in waiting if a.work.arrived + AWAY_SECONDS > now]
         return min(later, default=None)
 
