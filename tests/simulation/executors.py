@@ -1,8 +1,8 @@
 """Provider and mask sources: the real executor above the socket.
 
 Real are connections, sessions, protocol, quota, engine, scheduler, fairness and products. The rounds of the
-loop are the real ones, and start as events. A lane multiplies at a later time, loses workers, and is away for a
-while.
+loop are the real ones, and start as events. A lane multiplies at a later time, loses workers, and is away for
+a while.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Time, events and tasks of a simulation, of which one runs at a time.
 
 A task is a thread, because the code that it runs waits in the middle of calls. A task runs until it waits.
-Then the same thread handles events, until some task can go on. So exactly one thread runs at any time, and the
-seed alone decides which. Another thread runs only when another task goes on.
+Then the same thread handles events, until some task can go on. So exactly one thread runs at any time, and
+the seed alone decides which. Another thread runs only when another task goes on.
 """
 
 from __future__ import annotations
