@@ -20,18 +20,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the product of this checkout
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from simulation.world import FAULTS, Result, simulate
+from simulation.world import FAULTS, Result, simulate, simulate_all
 
 AT_ONCE = 20  # seeds that a process is given
 REPORT_SECONDS = 10.0
-
-
-def run(seeds: range) -> list[Result]:
-    """Simulate some seeds; without outcomes, which take long to send."""
-    results = [simulate(seed) for seed in seeds]
-    for result in results:
-        result.outcomes.clear()
-    return results
 
 
 def simulated(first: int, count: int | None, processes: int) -> Iterator[list[Result]]:
@@ -40,14 +32,16 @@ def simulated(first: int, count: int | None, processes: int) -> Iterator[list[Re
     starts = itertools.count(first, AT_ONCE) if last is None else range(first, last, AT_ONCE)
     parts = (range(start, min(start + AT_ONCE, last or start + AT_ONCE)) for start in starts)
     if processes == 1:
-        yield from map(run, parts)
+        yield from map(simulate_all, parts)
         return
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         # A window: the pool would take all parts at once, of which there may be no end.
-        under_way = [pool.apply_async(run, (part,)) for part in itertools.islice(parts, 2 * processes)]
+        under_way = [
+            pool.apply_async(simulate_all, (part,)) for part in itertools.islice(parts, 2 * processes)
+        ]
         while under_way:
             yield under_way.pop(0).get()
-            under_way += [pool.apply_async(run, (part,)) for part in itertools.islice(parts, 1)]
+            under_way += [pool.apply_async(simulate_all, (part,)) for part in itertools.islice(parts, 1)]
 
 
 def show(result: Result) -> None:

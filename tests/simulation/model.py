@@ -50,7 +50,8 @@ class Model:
     def __init__(self, numerics: str) -> None:
         draw = torch.Generator().manual_seed(1)
         self._folder = tempfile.TemporaryDirectory(prefix="simulation-")
-        folder, tensors, groups = Path(self._folder.name), {}, []
+        folder, tensors, groups = Path(self._folder.name) / "simulated", {}, []  # the manifest has its name
+        folder.mkdir()
         for number, (inputs, outputs) in enumerate(WIDTHS):
             members = tuple(
                 Member(f"{number}.{i}", out, f"{number}.{i}.weight") for i, out in enumerate(outputs)

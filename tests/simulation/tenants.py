@@ -10,11 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
 from shared.errors import ConnectError, ConnectionRefused, RequestRefused, SymbiosisError
 from shared.wire.header import Direction, RequestClass, half_bits
+from shared.wire.websocket import Incoming
 from simulation.executors import Executor
 from simulation.kernel import Kernel
 from simulation.model import Model
@@ -85,6 +87,7 @@ class Tenant:
 
     Attributes:
         outcomes: of all requests.
+        waits: seconds of each request to an executor, also those for effects and scales.
         opened: sessions.
     """
 
@@ -99,6 +102,7 @@ class Tenant:
     keys: list[ProductKey]
     outcomes: list[Outcome] = field(default_factory=list)
     failed_to_open: list[SymbiosisError] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
     opened: int = 0
     life: int = 0  # of its process; each has an owner of its own
 
@@ -132,6 +136,7 @@ class Tenant:
                         clock=SimulatedClock(self.kernel),
                     )
                 )  # fmt: skip
+                self._watch(remotes[-1])
                 if number:
                     check_agreement(remotes[-1].url, remotes[-1].manifest, remotes[0].manifest)
         except SymbiosisError:
@@ -160,6 +165,18 @@ class Tenant:
         )
         self.opened += 1
         return products
+
+    def _watch(self, remote: RemoteExecutor) -> None:
+        """Note how long each request waits for its answer, however often it is sent."""
+        for connection in remote._parts.all:
+            connection.answer = partial(self._answer, connection.answer)  # type: ignore[method-assign]
+
+    def _answer(self, answer: Callable[..., Incoming], *args: Any) -> Incoming:
+        began = self.kernel.now
+        try:
+            return answer(*args)
+        finally:
+            self.waits.append(self.kernel.now - began)
 
     def close(self, products: RingProducts) -> None:
         """End a session; see ``tenant_sdk.session.session``."""

@@ -9,11 +9,12 @@ import pytest
 from simulation.trials import TRIALS
 from simulation.world import FAULTS, simulate
 
-SEEDS = 120
+SEEDS = 80
 MOST_TRIALS = 60  # seeds in which a fault of the product must be found
 # Of seeds that failed once, what was wrong.
 FAILED = {
-    13: "effects that were asked for again in a closed session ended with a RuntimeError",
+    106: "effects that were asked for again in a closed session ended with a RuntimeError",
+    10229: "a connection that broke under a refusal made the requests of all other tenants fail",
 }
 
 
