@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shared.errors import ConnectError, ConnectionRefused, RequestRefused, SymbiosisError
+from shared.errors import ConnectError, ConnectionRefused, SymbiosisError
 from shared.wire.header import Direction, RequestClass, half_bits
 from shared.wire.websocket import Incoming
 from simulation.executors import Executor
@@ -101,7 +101,6 @@ class Tenant:
     requests: int
     keys: list[ProductKey]
     outcomes: list[Outcome] = field(default_factory=list)
-    failed_to_open: list[SymbiosisError] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
     opened: int = 0
     life: int = 0  # of its process; each has an owner of its own
@@ -288,8 +287,3 @@ class Tenant:
         return (
             "" if float(errors.abs().max()) <= sources + 1.5 else "an answer that rounding does not explain"
         )
-
-
-def refused_as(error: SymbiosisError | None) -> str:
-    """The code of a refusal, or nothing."""
-    return error.code if isinstance(error, RequestRefused) else ""
