@@ -20,7 +20,7 @@ import torch
 from provider.engine.fairness import RowCosts
 from provider.engine.lanes import BatchResult, Lane, ProcessLane, Request, RowRange
 from provider.engine.latency import LatencyModel
-from provider.engine.loop import Loop
+from provider.engine.loop import Loop, LoopTask
 from provider.engine.profiling import shapes_of
 from provider.engine.scheduler import (
     Batch,
@@ -98,6 +98,7 @@ class Engine:
         row_costs: virtual tokens of rows.
         read_ahead: bring a group's weight nearer until told to stop; while there is nothing to do.
         on_batch: told rows, seconds and the multiplying thread's processor seconds of every product.
+        make_loop: of this engine, the loop whose thread it belongs to.
 
     Attributes:
         loop: whose thread this belongs to; sessions watch their descriptors there.
@@ -115,8 +116,9 @@ class Engine:
         read_ahead: Callable[[int, Callable[[], bool]], None] = lambda group, stop: None,
         on_batch: Callable[[int, float, float], None] = lambda rows, seconds, processor: None,
         clock: Callable[[], float] = time.perf_counter,
+        make_loop: Callable[[LoopTask], Loop] = Loop,
     ) -> None:
-        self.loop = Loop(self)
+        self.loop = make_loop(self)
         self._lanes, self.policy, self._latency = list(lanes), policy, latency
         self._lane_of, self._row_costs, self._clock = lane_of, row_costs or RowCosts(), clock
         self._read_ahead, self._on_batch = read_ahead, on_batch
@@ -265,12 +267,13 @@ class Engine:
         Who asks learns what it waits for, and decides for how long.
         """
         waiting = [a for a in self._submissions.values() if a.work.lane == lane and not a.under_way]
-        for submission in waiting:
-            if submission.work.arrived + AWAY_SECONDS <= now:
-                self.policy.drop(submission.work)
-                del self._submissions[submission.work]
-                what = f"what has group {submission.work.key.group} is being started again; ask again"
-                self._complete(submission, WireError("restarting", what, retry_after=AWAY_SECONDS))
+        due = [a for a in waiting if a.work.arrived + AWAY_SECONDS <= now]
+        for submission in due:
+            self.policy.drop(submission.work)
+            del self._submissions[submission.work]
+        for submission in due:  # a connection that breaks under an answer ends all requests of its session
+            what = f"what has group {submission.work.key.group} is being started again; ask again"
+            self._complete(submission, WireError("restarting", what, retry_after=AWAY_SECONDS))
         later = [a.work.arrived + AWAY_SECONDS - now for a in waiting if a.work.arrived + AWAY_SECONDS > now]
         return min(later, default=None)
 

@@ -41,10 +41,11 @@ class Loop:
 
     Args:
         task: asked after each round of callbacks.
+        clock: seconds, which do not go back.
     """
 
-    def __init__(self, task: LoopTask) -> None:
-        self._task = task
+    def __init__(self, task: LoopTask, clock: Callable[[], float] = time.monotonic) -> None:
+        self._task, self._clock = task, clock
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._calls: deque[Callable[[], None]] = deque()
@@ -106,7 +107,7 @@ class Loop:
 
     def later(self, seconds: float, what: Callable[[], None]) -> None:
         """Call this once, after some time."""
-        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._number), what))
+        heapq.heappush(self._timers, (self._clock() + seconds, next(self._number), what))
 
     def _start(self) -> None:
         with self._starting:
@@ -120,18 +121,22 @@ class Loop:
 
     def _run(self) -> None:
         while not self._closed:
-            wait = self._guarded(self._task.turn)
-            if self._calls:
-                wait = 0.0
-            elif self._timers:
-                due = max(0.0, self._timers[0][0] - time.monotonic())
-                wait = due if wait is None else min(wait, due)
-            self._handle(self._poll(wait))
-            for _ in range(len(self._calls)):
-                self._guarded(self._calls.popleft())
-            while self._timers and self._timers[0][0] <= time.monotonic():
-                self._guarded(heapq.heappop(self._timers)[2])
+            self._round()
         self._let_go()
+
+    def _round(self) -> None:
+        """Let the task do some work, wait, and do what is due."""
+        wait = self._guarded(self._task.turn)
+        if self._calls:
+            wait = 0.0
+        elif self._timers:
+            due = max(0.0, self._timers[0][0] - self._clock())
+            wait = due if wait is None else min(wait, due)
+        self._handle(self._poll(wait))
+        for _ in range(len(self._calls)):
+            self._guarded(self._calls.popleft())
+        while self._timers and self._timers[0][0] <= self._clock():
+            self._guarded(heapq.heappop(self._timers)[2])
 
     def _let_go(self) -> None:
         for each in (self._epoll, self._wake, self._woken):

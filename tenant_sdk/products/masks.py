@@ -183,6 +183,18 @@ class _Batch:
         return total
 
 
+def _results(effects: list[Future[torch.Tensor]]) -> list[torch.Tensor]:
+    """Of orders, when they are there.
+
+    Raises:
+        SymbiosisError: what a mask source failed with; ConnectionLost: the session was closed.
+    """
+    try:
+        return [effect.result() for effect in effects]
+    except CancelledError:
+        raise ConnectionLost("the session was closed while an effect was under way") from None
+
+
 class OneTimeMask:
     """A mask and its effect that serve one set of rows and no other.
 
@@ -221,11 +233,7 @@ class OneTimeMask:
         at = 0
         for rows, start, batch in self._parts:
             self._fork_guard.check()  # nothing arrives in a child
-            try:
-                there = [effect.result()[start : start + rows] for effect in batch.effects]
-            except CancelledError:
-                raise ConnectionLost("the session was closed while an effect was under way") from None
-            yield slice(at, at + rows), there
+            yield slice(at, at + rows), [effect[start : start + rows] for effect in _results(batch.effects)]
             at += rows
 
     def exact_effects(self) -> list[torch.Tensor]:
@@ -233,7 +241,7 @@ class OneTimeMask:
         self._fork_guard.check()
         parts = []
         for rows, start, batch in self._parts:
-            effects = batch.exact() if batch.exact else [effect.result() for effect in batch.effects]
+            effects = batch.exact() if batch.exact else _results(batch.effects)
             parts.append([effect[start : start + rows] for effect in effects])
         return [torch.cat(effects) for effects in zip(*parts, strict=True)]
 
@@ -379,11 +387,14 @@ class OneTimeMasks:
         ]
 
         def exact() -> list[torch.Tensor]:
-            asked = [
-                pool.submit(source.seed_effect, *key.product, rows, seed, request_class)
-                for pool, source, seed in zip(self._pools, self._sources, seeds, strict=True)
-            ]
-            return [effect.result() for effect in asked]
+            with self._changed:
+                if self._closed:
+                    raise ConnectionLost("the session is closed")
+                asked = [
+                    pool.submit(source.seed_effect, *key.product, rows, seed, request_class)
+                    for pool, source, seed in zip(self._pools, self._sources, seeds, strict=True)
+                ]
+            return _results(asked)
 
         # Seeds of what need not be asked for again are kept nowhere.
         again = exact if key.answer_bits < EXACT else None

@@ -440,6 +440,33 @@ def test_who_waits_for_a_lane_that_is_away_is_told(base: BaseExecutor) -> None:
     engine.close()
 
 
+def test_a_session_that_ends_while_it_is_told_concerns_nobody_else(ring: BaseExecutor) -> None:
+    """Its connection breaks under the first answer, and so its other requests are forgotten."""
+    now, lane, told = [0.0], AwayLane(ring), list[Completion | Exception]()
+    latency = LatencyModel(shapes_of(ring.manifest.groups))
+    engine = Engine([lane], Opportunistic(latency), latency, clock=lambda: now[0])
+    header, payload = rows_of_group_0(ring, 2)
+
+    def breaks(done: Completion | Exception) -> None:
+        told.append(done)
+        engine.session_ended("a", 0)
+
+    for _ in range(2):
+        engine.loop.call(lambda: engine.submit("a", 0, header, payload, breaks))
+    wait_for(engine)
+    now[0] = 0.5
+    other = engine.submit_threadsafe("b", 1, header, payload)
+    wait_for(engine)
+    now[0] = 1.2
+    wait_for(engine)
+    lane.away = False
+    wait_for(engine)
+    assert torch.equal(joined(other.result(60)), alone(ring, header, payload))
+    assert [type(done) for done in told] == [WireError, WireError]
+    assert engine.waiting == 0
+    engine.close()
+
+
 def wait_for(engine: Engine) -> None:
     """Until its loop has done what it had to do, and has decided anew."""
     for _ in range(2):

@@ -23,12 +23,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_sources import KEYS, SHAPES, Entropy, MemorySource, columns, product
-from raw_peers import eventually
+from raw_peers import SECONDS, eventually
 
 from shared.errors import ConfigurationError, ConnectionLost, RequestTimeout
 from shared.ring.mask_stream import MaskStream
 from tenant_sdk.products.forecast import MIN_ROWS, ProductKey
-from tenant_sdk.products.masks import BATCH_ROWS, ORDERS_UNDER_WAY, Mask, OneTimeMasks
+from tenant_sdk.products.masks import BATCH_ROWS, ORDERS_AT_ONCE, ORDERS_UNDER_WAY, Mask, OneTimeMasks
 
 MIB = 1 << 20
 
@@ -508,3 +508,31 @@ def test_a_closed_session_has_no_more_masks() -> None:
         use(store, KEYS[0], 1)
     with pytest.raises(ConnectionLost, match="closed"):
         take(store, KEYS[0], 1)
+
+
+HALF = KEYS[2]._replace(answer_bits=16)
+
+
+def test_effects_of_a_closed_session_are_not_asked_for_again() -> None:
+    """Another thread's product may have ended the session while this one's answer was on its way."""
+    source = MemorySource()
+    with one_time_masks(source) as store:
+        taken = store.take(HALF, 3)
+        at_rest(store)
+    with pytest.raises(ConnectionLost, match="closed"):
+        taken.exact_effects()
+
+
+def test_closing_ends_the_wait_for_effects_that_were_asked_for_again() -> None:
+    source = MemorySource()
+    with one_time_masks(source) as store, ThreadPoolExecutor(1) as thread:
+        taken = store.take(HALF, 3)
+        at_rest(store)
+        source.gate.clear()
+        for _ in range(ORDERS_AT_ONCE):  # so that what is asked for again waits for its turn
+            store.take(KEYS[0], 1)
+        asked = thread.submit(taken.exact_effects)
+        eventually(lambda: store._pools[0]._work_queue.qsize() == 1)
+        store.close()
+        with pytest.raises(ConnectionLost, match="closed"):
+            asked.result(SECONDS)
