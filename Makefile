@@ -24,7 +24,7 @@ release coverage: export TEST_PREPARED := no
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install gateway clients demo test quick release counts coverage architectures check bench randomness clean
+.PHONY: help install gateway clients demo test quick release counts coverage architectures check bench harden randomness clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -113,6 +113,9 @@ bench: install ## measure split execution, the ring, transports, and many tenant
 	$(BIN)/python benchmarks/transports.py $(ARGS)
 	$(BIN)/python benchmarks/request_rate.py $(ARGS)
 	$(BIN)/python benchmarks/serving.py $(ARGS)
+
+harden: install ## simulation, fuzzing, kills and soak, with a report: an hour; ten minutes: ARGS=--short
+	$(BIN)/python benchmarks/harden.py $(ARGS)
 
 randomness: install ## test what a provider receives for randomness; half a GiB: ARGS="--mib 128"
 	$(BIN)/python benchmarks/mask_randomness.py $(ARGS)

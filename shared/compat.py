@@ -12,11 +12,13 @@ import dataclasses
 import inspect
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,35 @@ def _tried(
         reason = str(error).partition("\n")[0] or repr(error)
     log.warning("%s cannot be used with these versions, %s: %s", name, otherwise, reason)
     return None
+
+
+# -- accelerate ------------------------------------------------------------------------------------
+
+_building = threading.Lock()
+
+
+@contextmanager
+def parameters_without_memory() -> Iterator[None]:
+    """Put parameters that this thread makes on the meta device; buffers stay real.
+
+    accelerate does so for all threads of the process (``init_empty_weights``): a model that another builds
+    meanwhile, or its adapter, would lose its values. One thread at a time may be inside.
+    """
+    with _building:
+        register, thread = nn.Module.register_parameter, threading.get_ident()
+
+        def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            register(module, name, parameter)
+            if parameter is not None and threading.get_ident() == thread:
+                made = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+                made.__dict__.update(parameter.__dict__)
+                module._parameters[name] = made
+
+        nn.Module.register_parameter = registered  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 # -- websockets ------------------------------------------------------------------------------------

@@ -18,13 +18,13 @@ from itertools import product
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from shared.compat import parameters_without_memory
 from shared.wire.header import MAX_MEMBERS
 
 log = logging.getLogger(__name__)
@@ -320,7 +320,7 @@ def _to_zeros(value: Any) -> Any:
 
 def _with_values(model: PreTrainedModel) -> PreTrainedModel:
     """The same model on the CPU: its buffers, and parameters that are each one zero, whatever their shape."""
-    with init_empty_weights(include_buffers=False):
+    with parameters_without_memory():
         same: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config))
     zeros: dict[torch.dtype, torch.Tensor] = {}
     made: dict[int, nn.Parameter] = {}  # tied parameters stay one

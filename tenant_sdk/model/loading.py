@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import init_empty_weights
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
@@ -21,6 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from shared.compat import parameters_without_memory
 from shared.errors import Argument, ConfigurationError, Message, ModelMismatch, peer_text
 from shared.wire.header import Direction
 from shared.wire.messages import TENANT_FILES, Manifest, ParameterInfo
@@ -47,7 +47,6 @@ PARTS_OF_A_NAME, PARTS_OF_A_MODEL = 16, 1024
 INPUTS = ("input_ids", "pixel_values", "input_features", "input_values")
 ROWS_BYTES = 1 << 22  # of unit rows, or of what comes of them, when an excluded layer's weight is asked for
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_one_at_a_time = threading.Lock()
 MAX_BUFFERS = 1 << 30  # bytes of what a model computes when it is built: rotary tables, causal masks
 
 
@@ -154,8 +153,8 @@ def load_model(
         other_head=model_class is not None or bool(config_overrides),
     )
     # Buffers are real from the start: rotary frequencies and the like are computed, not stored.
-    with _one_at_a_time, _LargeOnMeta():  # accelerate changes torch for all threads
-        model = _build(manifest, config, model_class, init_empty_weights(include_buffers=False))
+    with _LargeOnMeta():
+        model = _build(manifest, config, model_class, parameters_without_memory())
     attach_layers(
         model,
         groups,

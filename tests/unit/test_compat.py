@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from dataclasses import make_dataclass
 from inspect import Parameter, Signature
@@ -233,3 +234,30 @@ def test_a_cache_that_generate_does_not_take_has_the_earlier_name(
     monkeypatch.setattr(generation, "GenerateDecoderOnlyOutput", output)
     assert compat.cache_name() == "past_key_values"
     told("the cache of transformers' generate", "its results are wrong")
+
+
+# -- parameters without memory ---------------------------------------------------------------------
+
+
+def test_other_threads_make_real_parameters_meanwhile() -> None:
+    inside, ends, here = threading.Event(), threading.Event(), list[torch.nn.Module]()
+
+    def build() -> None:
+        with compat.parameters_without_memory():
+            inside.set()
+            ends.wait(800)
+            here.append(torch.nn.BatchNorm1d(3))
+
+    register = torch.nn.Module.register_parameter
+    thread = threading.Thread(target=build)
+    thread.start()
+    assert inside.wait(800)
+    other = torch.nn.Linear(2, 3)
+    ends.set()
+    thread.join()
+    assert not other.weight.is_meta
+    (made,) = here
+    assert made.weight.is_meta
+    assert made.weight.requires_grad
+    assert not made.running_mean.is_meta  # type: ignore[union-attr]
+    assert torch.nn.Module.register_parameter is register
