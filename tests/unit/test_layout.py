@@ -36,6 +36,7 @@ SUBPACKAGES = {
         "interruption",
         "spinning",
         "compat",
+        "buffers",
         "gguf_header",
         "gguf",
         "hub",
