@@ -7,6 +7,7 @@ float32, and so the same for everybody who has the file and the same version of 
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -17,12 +18,15 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from shared.encoded import path_text
 from shared.errors import CheckpointError
 from shared.gguf_header import check_header
+from shared.interruption import Interrupted, interrupted
 from shared.ownership import check_tree
 
 log = logging.getLogger(__name__)
@@ -30,6 +34,9 @@ log = logging.getLogger(__name__)
 _MAGIC = b"GGUF"
 _LONGEST_TOKEN = 1024  # bytes
 _DONE = "config.json"  # written last
+# Seconds of a processor that reading takes at most, and so many more for each byte. Files of a gigabyte with
+# small blocks take some minutes.
+_SECONDS, _SECONDS_OF_A_BYTE = 120.0, 1e-6
 _CONVERTER = 2  # of this module, raised when it begins to refuse a file, or to make another folder of it
 # Keys of an architecture that change no answer, or that the shapes of tensors are compared with anyway.
 _SHOWN = {
@@ -170,9 +177,41 @@ def write_folder(file: Path, folder: Path, digest: str | None = None) -> None:
         copy = Path(shutil.copyfile(file, alone / "model.gguf"))
         if digest not in (None, _digest(copy)):
             raise CheckpointError(f"{path_text(file)} was changed while it was read: try again")
-        _convert(copy, written, path_text(file), _header(copy, path_text(file)))
+        with _bounded(copy.stat().st_size, path_text(file)):
+            _convert(copy, written, path_text(file), _header(copy, path_text(file)))
         shutil.rmtree(folder, ignore_errors=True)
         written.rename(folder)
+
+
+@contextmanager
+def _bounded(size: int, called: str) -> Iterator[None]:
+    """Around what reads a file of so many bytes: libraries go through some lists once for each entry.
+
+    Raises:
+        CheckpointError: it takes more of a processor than any model's file of this size.
+    """
+    seconds = _SECONDS + size * _SECONDS_OF_A_BYTE
+    try:
+        with interrupted(seconds):
+            yield
+    except Interrupted as error:
+        raise CheckpointError(
+            f"{called} takes more than {seconds:,.0f} s of a processor to read, and has {size:,} bytes: no "
+            "known model does. Use the model's safetensors"
+        ) from error
+
+
+@contextmanager
+def _one_map_of_names() -> Iterator[None]:
+    """While it lasts, gguf makes the map of a model's names once; transformers asks for each module."""
+    import gguf
+
+    before = gguf.get_tensor_name_map
+    gguf.get_tensor_name_map = functools.cache(before)
+    try:
+        yield
+    finally:
+        gguf.get_tensor_name_map = before
 
 
 def _header(file: Path, called: str) -> Any:
@@ -329,12 +368,15 @@ def _convert(file: Path, folder: Path, called: str, reader: Any) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    from shared.buffers import check_loading
+    from shared.recipes import bounded_build
+
     found: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(file.parent, **found)
         _check_same(reader, config, called)
         # What a file lacks, transformers makes of random numbers before it says so.
-        with torch.device("meta"):
+        with torch.device("meta"), bounded_build(called, len(reader.tensors)):
             blank = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         wanted = sum(parameter.numel() for parameter in blank.parameters())
         given = sum(int(tensor.n_elements) for tensor in reader.tensors)
@@ -342,9 +384,11 @@ def _convert(file: Path, folder: Path, called: str, reader: Any) -> None:
             raise CheckpointError(
                 f"{called} says a model of {wanted:,} weights, and has {given:,}: it is damaged"
             )
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            file.parent, dtype=torch.float32, output_loading_info=True, **found
-        )
+        check_loading(blank, file.stat().st_size, called)
+        with _one_map_of_names():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                file.parent, dtype=torch.float32, output_loading_info=True, **found
+            )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **found)
         _check_tokenizer(reader, tokenizer, called)
         ends = _ends(reader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -214,7 +215,9 @@ def text(name: str) -> bytes:
         (header(text("x") + struct.pack("<I", 8) + struct.pack("<Q", 1 << 60)), "ends within its header"),
         (header(tensors=1) + text("x") + struct.pack("<I", 1 << 20), "has 1048576 dimensions"),
         (header(tensors=1) + text("x") + struct.pack("<IQQIQ", 2, 1 << 32, 1 << 32, 0, 0), "beyond its end"),
+        (header(tensors=1) + text("x") + struct.pack("<IQIQ", 1, 0, 0, 0), "a tensor has no element"),
         (header(version=1), "its version is 1"),
+        (header(version=3 << 24), "it is big-endian"),
         (b"GGUF\3\0", "ends within its header"),
     ],
 )
@@ -226,6 +229,45 @@ def test_a_header_that_says_more_than_the_file_holds(
     (tmp_path / "x.gguf").write_bytes(content)
     with pytest.raises(CheckpointError, match=f"header that cannot be used: .*{message}"):
         Checkpoint(tmp_path / "x.gguf")
+
+
+def test_names_are_mapped_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would do it for each module, in the square of the number of blocks."""
+    made = []
+
+    def counted(*given: Any) -> Any:
+        made.append(given)
+        return before(*given)
+
+    before = gguf.get_tensor_name_map
+    monkeypatch.setattr(gguf, "get_tensor_name_map", counted)
+    Checkpoint(file)
+    assert len(made) == 1
+    assert gguf.get_tensor_name_map is counted
+
+
+def test_a_file_that_takes_too_long(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(*_: Any) -> None:
+        for _ in itertools.count():
+            pass
+
+    monkeypatch.setattr(shared.gguf, "_SECONDS", 0.0)
+    monkeypatch.setattr(shared.gguf, "_convert", endless)
+    with pytest.raises(CheckpointError, match=r"more than 0 s of a processor to read, and has [\d,]+ bytes"):
+        Checkpoint(file)
+
+
+def test_a_file_of_more_than_its_tensors_hold(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("shared.recipes._FEW", 8)
+        patch.setattr("shared.recipes._MODULES", 0)
+        with pytest.raises(CheckpointError, match="many more layers than its 21 tensors hold"):
+            Checkpoint(file)
+    with monkeypatch.context() as patch:
+        patch.setattr("shared.buffers.MAX_BUFFERS", 8)
+        with pytest.raises(CheckpointError, match=r"small\.gguf describes tables of"):
+            Checkpoint(file)
+    assert Checkpoint(file).names()
 
 
 def test_the_package_that_is_missing_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
