@@ -95,6 +95,10 @@ class Checkpoint:
         """Names of all tensors, sorted."""
         return sorted(self._file_of)
 
+    def file_bytes(self) -> int:
+        """The size of the files with tensors."""
+        return sum(path.stat().st_size for path in set(self._file_of.values()))
+
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
         """One tensor in its stored dtype, or the given rows of its first axis."""
         file = self._file(name)

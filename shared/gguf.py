@@ -7,6 +7,7 @@ float32, and so the same for everybody who has the file and the same version of 
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -17,12 +18,15 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from shared.encoded import path_text
 from shared.errors import CheckpointError
 from shared.gguf_header import check_header
+from shared.interruption import Interrupted, interrupted
 from shared.ownership import check_tree
 
 log = logging.getLogger(__name__)
@@ -30,7 +34,12 @@ log = logging.getLogger(__name__)
 _MAGIC = b"GGUF"
 _LONGEST_TOKEN = 1024  # bytes
 _DONE = "config.json"  # written last
-_CONVERTER = 2  # of this module, raised when it begins to refuse a file, or to make another folder of it
+_USED = ".used"  # locked by those that read a folder
+_kept: dict[Path, int] = {}  # descriptors of such files, by their folder
+# Seconds of a processor that reading takes at most, and so many more for each byte. Files of a gigabyte with
+# small blocks take some minutes.
+_SECONDS, _SECONDS_OF_A_BYTE = 120.0, 1e-6
+_CONVERTER = 3  # of this module, raised when it begins to refuse a file, or to make another folder of it
 # Keys of an architecture that change no answer, or that the shapes of tensors are compared with anyway.
 _SHOWN = {
     *("vocab_size", "context_length", "block_count", "embedding_length", "feed_forward_length"),
@@ -63,8 +72,16 @@ _OF_TOKENIZER = {
 }
 _BYTES = "gpt2"  # what a tokenizer of bytes is called
 # llama.cpp's names for ways to split a text: as GPT-2 does, and so with each digit alone.
-_AS_GPT2 = {"", "default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4"}
+_AS_GPT2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4"}
 _DIGITS_ALONE = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+# Without a name, llama.cpp takes a rule of its own, which no model was trained with. GPT-2's files have none.
+_NO_SPLIT = {"", "default"}
+# With these names llama.cpp adds the first token, unless the file says otherwise, and takes a word that is a
+# token as it is.
+_AS_LLAMA3 = {
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+    *("jina-v5-nano", "tekken"),
+}
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of an answer
 _MORE = 1.1  # times the weights in a file, which a model may have before one that is missing is named
 
@@ -129,6 +146,7 @@ def folder_of(file: Path) -> Path:
                 log.warning("making a checkpoint folder of %s, once: %s", path_text(file), path_text(folder))
                 write_folder(file, folder, digest)
                 _remove_others(folder.parent, digest[:32])
+            _keep(folder.parent)
     except OSError as error:
         raise CheckpointError(
             f"cannot make a checkpoint folder of {path_text(file)} below {path_text(base)}: "
@@ -137,10 +155,26 @@ def folder_of(file: Path) -> Path:
     return folder
 
 
+def _keep(folder: Path) -> None:
+    """Have other versions leave a folder as long as this process lives, which may read it at any time."""
+    path = folder / _USED
+    if folder in _kept:
+        if path.exists() and os.path.samestat(path.stat(), os.fstat(_kept[folder])):
+            return
+        os.close(_kept.pop(folder))
+    _kept[folder] = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(_kept[folder], fcntl.LOCK_SH)
+
+
 def _remove_others(kept: Path, digest: str) -> None:
-    """What other versions made of the same file."""
+    """What other versions made of the same file, unless a process reads or makes it now."""
     for other in kept.parent.iterdir():
-        if other != kept and re.fullmatch(rf"{digest}(-\d+-[\w.+]+)?", other.name) and not other.is_symlink():
+        if other == kept or not re.fullmatch(rf"{digest}(-\d+-[\w.+]+)?", other.name) or other.is_symlink():
+            continue
+        with suppress(OSError), ExitStack() as opened:
+            for name in (".lock", _USED):
+                file = opened.enter_context((other / name).open("w"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(other, ignore_errors=True)
 
 
@@ -170,9 +204,41 @@ def write_folder(file: Path, folder: Path, digest: str | None = None) -> None:
         copy = Path(shutil.copyfile(file, alone / "model.gguf"))
         if digest not in (None, _digest(copy)):
             raise CheckpointError(f"{path_text(file)} was changed while it was read: try again")
-        _convert(copy, written, path_text(file), _header(copy, path_text(file)))
+        with _bounded(copy.stat().st_size, path_text(file)):
+            _convert(copy, written, path_text(file), _header(copy, path_text(file)))
         shutil.rmtree(folder, ignore_errors=True)
         written.rename(folder)
+
+
+@contextmanager
+def _bounded(size: int, called: str) -> Iterator[None]:
+    """Around what reads a file of so many bytes: libraries go through some lists once for each entry.
+
+    Raises:
+        CheckpointError: it takes more of a processor than any model's file of this size.
+    """
+    seconds = _SECONDS + size * _SECONDS_OF_A_BYTE
+    try:
+        with interrupted(seconds):
+            yield
+    except Interrupted as error:
+        raise CheckpointError(
+            f"{called} takes more than {seconds:,.0f} s of a processor to read, and has {size:,} bytes: no "
+            "known model does. Use the model's safetensors"
+        ) from error
+
+
+@contextmanager
+def _one_map_of_names() -> Iterator[None]:
+    """While it lasts, gguf makes the map of a model's names once; transformers asks for each module."""
+    import gguf
+
+    before = gguf.get_tensor_name_map
+    gguf.get_tensor_name_map = functools.cache(before)
+    try:
+        yield
+    finally:
+        gguf.get_tensor_name_map = before
 
 
 def _header(file: Path, called: str) -> Any:
@@ -264,7 +330,7 @@ def _check_same(reader: Any, config: Any, called: str) -> None:
 
 
 def _check_tokenizer(reader: Any, tokenizer: Any, called: str) -> None:
-    """Refuse a file that says another tokenizer than transformers makes; digits are made to stand alone here.
+    """Refuse a file that says another tokenizer than transformers makes, or change that to what it says.
 
     Raises:
         CheckpointError: the key that differs.
@@ -284,8 +350,19 @@ def _check_tokenizer(reader: Any, tokenizer: Any, called: str) -> None:
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
+    elif model == _BYTES and split in _NO_SPLIT:
+        if reader.fields["general.architecture"].contents() != "gpt2":
+            raise CheckpointError(
+                f"{called} has no {_TOKENIZER}pre, which says how a text is split, so the model would get "
+                "other tokens: make the file again with llama.cpp of May 2024 or newer, or use the model's "
+                "safetensors"
+            )
     elif model == _BYTES:
         lost += ["pre"] if split not in _AS_GPT2 and "Split(" not in str(backend.pre_tokenizer) else []
+        if split in _AS_LLAMA3:
+            backend.model.ignore_merges = True
+            if "add_bos_token" not in given and tokenizer.bos_token is not None:
+                tokenizer.add_bos_token = True
     else:
         lost += ["pre"] if "ByteLevel(" in str(backend.pre_tokenizer) else []
         if "add_space_prefix" in given:
@@ -329,12 +406,15 @@ def _convert(file: Path, folder: Path, called: str, reader: Any) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    from shared.buffers import check_loading
+    from shared.recipes import bounded_build
+
     found: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(file.parent, **found)
         _check_same(reader, config, called)
         # What a file lacks, transformers makes of random numbers before it says so.
-        with torch.device("meta"):
+        with torch.device("meta"), bounded_build(called, len(reader.tensors)):
             blank = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         wanted = sum(parameter.numel() for parameter in blank.parameters())
         given = sum(int(tensor.n_elements) for tensor in reader.tensors)
@@ -342,9 +422,11 @@ def _convert(file: Path, folder: Path, called: str, reader: Any) -> None:
             raise CheckpointError(
                 f"{called} says a model of {wanted:,} weights, and has {given:,}: it is damaged"
             )
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            file.parent, dtype=torch.float32, output_loading_info=True, **found
-        )
+        check_loading(blank, file.stat().st_size, called)
+        with _one_map_of_names():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                file.parent, dtype=torch.float32, output_loading_info=True, **found
+            )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **found)
         _check_tokenizer(reader, tokenizer, called)
         ends = _ends(reader)

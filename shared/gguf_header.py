@@ -39,6 +39,8 @@ class _Header:
         """See ``check_header``."""
         self._skip(4)  # magic
         if (version := self._number("I")) not in _VERSIONS:
+            if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
+                raise ValueError("it is big-endian: convert_hf_to_gguf.py makes others, without --bigendian")
             raise ValueError(f"its version is {version}, and 2 and 3 are read")
         tensors, keys = self._number("Q"), self._number("Q")
         for _ in self._counted(keys):
@@ -53,6 +55,8 @@ class _Header:
                 raise ValueError(f"a tensor has {dimensions} dimensions, and {_MAX_DIMENSIONS} are the most")
             weights = math.prod(self._number("Q") for _ in range(dimensions))
             _, offset = self._number("I"), self._number("Q")
+            if not weights:
+                raise ValueError("a tensor has no element")
             if weights > _MAX_WEIGHTS * len(self._data) or offset > len(self._data):
                 raise ValueError("a tensor goes beyond its end")
 

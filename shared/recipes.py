@@ -273,7 +273,8 @@ def config_in(folder: Path, tensors: int = _UNKNOWN) -> PreTrainedConfig:
         )
     _check_counts(values, max(_FEW, tensors), f"{folder}/config.json")
     clean = without_loading(values, f"{folder}/config.json")
-    with tempfile.TemporaryDirectory(prefix="symbiosis-") as alone, bounded_build(folder, tensors):
+    building = bounded_build(f"{folder}/config.json", tensors)
+    with tempfile.TemporaryDirectory(prefix="symbiosis-") as alone, building:
         (Path(alone) / "config.json").write_text(json.dumps(clean))
         config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(
             alone, local_files_only=True, trust_remote_code=False
@@ -311,11 +312,15 @@ def _check_counts(said: Any, most: int, where: str, key: str = "") -> None:
 
 
 @contextmanager
-def bounded_build(folder: Path, tensors: int) -> Iterator[None]:
+def bounded_build(called: str, tensors: int) -> Iterator[None]:
     """Around what builds a model in this thread: stop if it has far more modules than there are tensors.
 
     And if it takes long: some families fill tables, or list pairs of places, in loops of Python as long as
     their configuration says.
+
+    Args:
+        called: what describes the model.
+        tensors: that the checkpoint has.
 
     Raises:
         CheckpointError: it has, or takes more than BUILD_SECONDS of a processor.
@@ -327,7 +332,7 @@ def bounded_build(folder: Path, tensors: int) -> Iterator[None]:
         left -= threading.get_ident() == thread
         if left < 0:
             raise CheckpointError(
-                f"{folder}/config.json describes a model of many more layers than its {tensors} tensors hold"
+                f"{called} describes a model of many more layers than its {tensors} tensors hold"
             )
 
     hook = torch.nn.modules.module.register_module_module_registration_hook(count)
@@ -336,7 +341,7 @@ def bounded_build(folder: Path, tensors: int) -> Iterator[None]:
             yield
     except Interrupted as error:
         raise CheckpointError(
-            f"{folder}/config.json describes a model that takes more than {BUILD_SECONDS:.0f} s to build, "
+            f"{called} describes a model that takes more than {BUILD_SECONDS:.0f} s to build, "
             "without its weights; no known model does"
         ) from error
     finally:
@@ -363,7 +368,7 @@ def meta_model(folder: Path, dtype: torch.dtype, tensors: int = _UNKNOWN) -> Pre
                     vars(part).pop("quantization_config", None)
                 config._attn_implementation = "eager"
                 config.dtype = dtype
-                with torch.device("meta"), bounded_build(folder, tensors):
+                with torch.device("meta"), bounded_build(f"{folder}/config.json", tensors):
                     model: PreTrainedModel = each._from_config(config)
                 model.eval()
                 return model

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from shared.buffers import MAX_BUFFERS, buffer_bytes
 from shared.compat import parameters_without_memory
 from shared.wire.header import MAX_MEMBERS
 
@@ -64,7 +65,8 @@ def probe(model: PreTrainedModel, layers: Collection[str]) -> Probe:
     """
     found = _best(model, layers, "meta")
     left = found.reached < len(layers) and any(towers_of(model, "meta"))
-    if found.stopped is not None or left:
+    # Tenants load no model of larger tables, and here they would take their memory.
+    if (found.stopped is not None or left) and buffer_bytes(model) <= MAX_BUFFERS:
         again = _best(_with_values(model), layers, "cpu")
         if again.reached > found.reached or (again.stopped is None and found.stopped is not None):
             found = again

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from shared.buffers import MAX_BUFFERS, buffer_bytes
 from shared.compat import parameters_without_memory
 from shared.errors import Argument, ConfigurationError, Message, ModelMismatch, peer_text
 from shared.wire.header import Direction
@@ -47,7 +48,6 @@ PARTS_OF_A_NAME, PARTS_OF_A_MODEL = 16, 1024
 INPUTS = ("input_ids", "pixel_values", "input_features", "input_values")
 ROWS_BYTES = 1 << 22  # of unit rows, or of what comes of them, when an excluded layer's weight is asked for
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-MAX_BUFFERS = 1 << 30  # bytes of what a model computes when it is built: rotary tables, causal masks
 
 
 def load_tokenizer(remote: RemoteExecutor) -> Any:
@@ -240,8 +240,7 @@ def _check_shapes(
             f"the executor lists no values for parameters of {made / 2**30:.1f} GiB; the limit for what is "
             f"made here is {MAX_BUFFERS / 2**30:.0f} GiB"
         )
-    computed = sum(each.numel() * each.element_size() for each in _tables(model))
-    if computed > MAX_BUFFERS:
+    if (computed := buffer_bytes(model)) > MAX_BUFFERS:
         raise ModelMismatch(
             f"the executor's configuration makes tables of {computed / 2**30:.1f} GiB; the limit is "
             f"{MAX_BUFFERS / 2**30:.0f} GiB"
@@ -260,25 +259,6 @@ class _LargeOnMeta(TorchFunctionMode):
             if all(isinstance(n, int) for n in size) and math.prod(size) > MAX_BUFFERS // 4:
                 kwargs = kwargs | {"device": "meta"}
         return func(*args, **kwargs)
-
-
-def _tables(model: nn.Module) -> list[torch.Tensor]:
-    """The tensors of a model that are no parameters, once each: buffers, attributes, and what is in these."""
-    found: dict[int, torch.Tensor] = {}
-
-    def look(value: Any, depth: int) -> None:
-        if isinstance(value, torch.Tensor):
-            found[id(value)] = value
-        elif isinstance(value, dict | list | tuple) and depth < 3:
-            for each in value.values() if isinstance(value, dict) else value:
-                look(each, depth + 1)
-
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if name not in ("_parameters", "_modules"):
-                look(value, 0)
-    listed = set(map(id, model.parameters()))
-    return [each for key, each in found.items() if key not in listed]
 
 
 def _model_class(manifest: Manifest, config: Any, model_class: type[Any] | None) -> Callable[[Any], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, peer_text
 
 ALL_LINEAR = "all-linear"
 # Methods whose adapters are trained further, by PEFT's names. AdaLoRA's ranks follow a schedule that is over.
@@ -20,10 +21,13 @@ _LORAS = ("lora", "rslora", "adalora")
 # Two layers of each expert are one parameter, which PEFT gives twice the rank. It looks for it among layers
 # alone before it says that it has not.
 _UNTRUE = "The following (rank|alpha)_pattern keys did not match any targeted module and were ignored: "
+_TWO_IN_ONE, _TWO_LAYERS = "gate_up_proj", ", which is two layers in one"
+_LONGEST_NAME = 40
 _OF_EXPERTS = r"\[('[^']*\.gate_up_proj'(, )?)+\]"
 
-# Of an adapter that is trained further: the least scale of its weights, for each rank, and the most dropout.
-_MIN_SCALE, _MAX_DROPOUT = 1e-4, 0.99
+# Of an adapter that is trained further: the least scale of what it adds, and the most dropout. With a smaller
+# scale the usual learning rates change next to nothing.
+_MIN_SCALE, _MAX_DROPOUT = 0.01, 0.99
 
 
 @dataclass(frozen=True)
@@ -185,7 +189,7 @@ def options_of(config: Any) -> dict[str, Any]:
             *(kind, ", ".join(_KINDS.values())),
         )
     options = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
-    least = _MIN_SCALE * (options.get("r") or 1)
+    least = _MIN_SCALE * _divisor(options)
     bad = [each for each in ("lora_alpha", "alpha") if abs(options.get(each, least)) < least]
     bad += [each for each, value in options.items() if each.endswith("_dropout") and value > _MAX_DROPOUT]
     scales = (options.get("alpha_pattern") or {}).values()
@@ -207,6 +211,13 @@ def options_of(config: Any) -> dict[str, Any]:
         made["method"] = "rslora" if config.use_rslora else name
         return made | {"rank": config.r, "alpha": config.lora_alpha, "dropout": config.lora_dropout}
     return made | ({} if name == "ia3" else {"rank": config.r, "alpha": options.get("alpha")})
+
+
+def _divisor(options: dict[str, Any]) -> float:
+    """The largest number that PEFT divides an adapter's scales by: each layer's rank, or the root of it."""
+    ranks = [options.get("r") or 1, *(options.get("rank_pattern") or {}).values()]
+    most = max((rank for rank in ranks if isinstance(rank, int)), default=1)  # AdaLoRA's are lists
+    return math.sqrt(most) if options.get("use_rslora") else float(most)
 
 
 def default_rate(method: Method, model: Any) -> float:
@@ -235,10 +246,11 @@ def no_untrue_warnings(keys: str = _OF_EXPERTS) -> Iterator[None]:
 def other_ranks(adapted: Any) -> str:
     """Where LoRA's rank is another than was asked for, to go on a line with; or nothing."""
     patterns = getattr(adapted.peft_config["default"], "rank_pattern", None) or {}
+    ranks = {key: rank for key, rank in patterns.items() if isinstance(rank, int)}  # AdaLoRA's are lists
+    told = dict.fromkeys((key.rpartition(".")[2], rank) for key, rank in ranks.items())
     return "".join(
-        f"; rank {rank} in {key.rpartition('.')[2]}, which is two layers in one"
-        for key, rank in patterns.items()
-        if isinstance(rank, int)  # AdaLoRA's are lists
+        f"; rank {rank} in {peer_text(name, _LONGEST_NAME)}{_TWO_LAYERS if name == _TWO_IN_ONE else ''}"
+        for name, rank in told
     )
 
 

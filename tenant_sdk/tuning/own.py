@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import logging as transformers_logging
 
+from shared.buffers import check_loading
 from shared.checkpoint import Checkpoint
 from shared.configuration import quantisation_of
 from shared.encoded import OF_WEIGHTS, check_texts
@@ -95,11 +96,13 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
         )
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        tensors = len(Checkpoint(folder).names())
+        checkpoint = Checkpoint(folder)
+        tensors = len(checkpoint.names())
         config = config_in(folder, tensors)
         check_causal(session.executor, config)
-        with torch.device("meta"), bounded_build(folder, tensors):
-            AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        with torch.device("meta"), bounded_build(f"{folder}/config.json", tensors):
+            blank = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        check_loading(blank, checkpoint.file_bytes(), str(folder))
         if said := quantisation_of(folder):
             config.quantization_config = said
         model: Any = AutoModelForCausalLM.from_pretrained(

@@ -21,8 +21,9 @@ _MAX_VALUES, _MAX_BYTES = 20_000_000, 2 << 30  # of a Parquet file, whose bytes 
 # Equal values take next to nothing in a file. Beyond so many rows or bytes of text, a file has a byte for
 # each row, and for so many bytes of text.
 _FEW_ROWS, _FEW_BYTES, _PACKED = 1 << 20, 64 << 20, 1000
-_ROWS, _ROWS_BYTES = 8, 256 << 20  # that are in memory at once
-_ROOM = 2 << 30  # bytes that decoding them takes, beside those of the file
+_ROWS, _ROWS_BYTES, _MAX_ROWS_VALUES = 8, 256 << 20, 1 << 20  # that are in memory at once
+_ROOM = 2 << 30  # bytes that decoding and converting them takes, beside those of the file
+_TAKEN = Path("/proc/self/statm")
 _SAFE = (14, 0, 1)  # of pyarrow
 
 
@@ -103,15 +104,24 @@ def parquet_records(path: Path, known: Sequence[str], used: Collection[str]) -> 
         return "\n".join(_lines(path, table, used))
     except MemoryError:  # also pyarrow's
         raise ConfigurationError(f"cannot read {path}: it takes more memory than there is") from None
+    except RecursionError:
+        raise ConfigurationError(f"cannot read {path}: its lists and objects are too deep") from None
     except (OSError, ValueError, pyarrow.ArrowException, TypeError) as error:
         raise ConfigurationError(f"cannot read {path}: {peer_text(str(error))}") from error
 
 
 @contextmanager
 def _bounded(path: Path) -> Iterator[None]:
-    """Have a MemoryError raised for more than ``_ROOM``, whatever sizes the file says."""
+    """Have a MemoryError raised for more than ``_ROOM``, whatever sizes the file says.
+
+    A system that does not say how much is taken, such as macOS, sets no such limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    try:
+        taken = int(_TAKEN.read_text().split()[0]) * resource.getpagesize()
+    except FileNotFoundError:
+        yield
+        return
     most = taken + _ROOM + path.stat().st_size
     limit = most if soft == resource.RLIM_INFINITY else min(most, soft)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
@@ -126,13 +136,20 @@ def _check_size(path: Path, metadata: Any, used: Collection[str]) -> None:
     groups = [metadata.row_group(at) for at in range(metadata.num_row_groups)]
     columns = [group.column(at) for group in groups for at in range(group.num_columns)]
     columns = [column for column in columns if column.path_in_schema.partition(".")[0] in used]
-    values = max(metadata.num_rows, sum(column.num_values for column in columns))
-    if values > _MAX_VALUES:
-        raise ConfigurationError(f"{path} has {values:,} values, and {_MAX_VALUES:,} are the most: split it")
+    # What the footer says; what there is, is counted when it is decoded.
+    _check_values(path, max(metadata.num_rows, sum(column.num_values for column in columns)))
     _check_text(path, sum(column.total_uncompressed_size for column in columns))
     if metadata.num_rows > max(_FEW_ROWS, size := path.stat().st_size):
         raise ConfigurationError(
             f"{path} has {metadata.num_rows:,} rows in {size:,} bytes, so most are the same: remove them"
+        )
+
+
+def _check_values(path: Path, values: int) -> None:
+    """Refuse a file with so many values, if these are too many."""
+    if values > _MAX_VALUES:
+        raise ConfigurationError(
+            f"{path} has {values:,} values or more, and {_MAX_VALUES:,} are the most: split it"
         )
 
 
@@ -143,28 +160,23 @@ def _check_text(path: Path, size: int) -> None:
 
 
 def _lines(path: Path, table: Any, used: Collection[str]) -> Iterator[str]:
-    number = size = 0
+    number = size = values = 0
     most = max(_FEW_BYTES, _PACKED * path.stat().st_size)
     names = table.schema_arrow.names
     others = {name: "" for name in names if name not in used}
     columns = [name for name in names if name in used]
     batches = table.iter_batches(batch_size=_ROWS, columns=columns, use_threads=False)
     while True:
-        with _bounded(path):
+        with _bounded(path):  # decoding and converting have one room
             batch = next(batches, None)
-        if batch is None:
-            return
-        if batch.nbytes > _ROWS_BYTES:
-            raise ConfigurationError(
-                f"{path}, row {number + 1}: it and the next {_ROWS - 1} have more than "
-                f"{_ROWS_BYTES >> 20} MiB: split them"
-            )
-        for row in batch.to_pylist():
-            number += 1
-            try:
-                line = msgspec.json.encode(_plain(row | others if number == 1 else row)).decode()
-            except (UnicodeDecodeError, TypeError) as error:
-                raise ConfigurationError(f"{path}, row {number}: a value is no text: {error}") from error
+            if batch is None:
+                return
+            values += _check_batch(path, batch, number + 1)
+            _check_values(path, values)
+            rows = enumerate(batch.to_pylist(), number + 1)
+            lines = [_line(path, at, row | others if at == 1 else row) for at, row in rows]
+        number += len(lines)
+        for line in lines:
             size += len(line)
             _check_text(path, size)
             if size > most:
@@ -173,6 +185,48 @@ def _lines(path: Path, table: Any, used: Collection[str]) -> Iterator[str]:
                     "the same: remove them"
                 )
             yield line
+
+
+def _check_batch(path: Path, batch: Any, first: int) -> int:
+    """Refuse rows that take too much memory as objects; how many values they have.
+
+    Args:
+        first: the number of the first row.
+    """
+    values, size = map(sum, zip(*map(_measured, batch.columns), strict=True))
+    most = f"{_MAX_ROWS_VALUES:,} values" if values > _MAX_ROWS_VALUES else ""
+    most = f"{_ROWS_BYTES >> 20} MiB" if size > _ROWS_BYTES else most
+    if most:
+        raise ConfigurationError(
+            f"{path}, row {first}: it and the next {_ROWS - 1} have more than {most}: split them"
+        )
+    return values
+
+
+def _measured(array: Any) -> tuple[int, int]:
+    """How many values an Arrow array has, with those within its lists and objects; and their bytes."""
+    import pyarrow
+
+    kind = array.type
+    if pyarrow.types.is_dictionary(kind):  # names each value once, and objects are made of each
+        array = array.dictionary_decode()
+    if not kind.num_fields:
+        return len(array), array.nbytes
+    within = array.flatten()
+    parts = [_measured(each) for each in (within if pyarrow.types.is_struct(kind) else [within])]
+    return len(array) + sum(count for count, _ in parts), sum(size for _, size in parts)
+
+
+def _line(path: Path, number: int, row: dict[str, Any]) -> str:
+    """A row as JSON.
+
+    Raises:
+        ConfigurationError: a value is no text.
+    """
+    try:
+        return msgspec.json.encode(_plain(row)).decode()
+    except (UnicodeDecodeError, TypeError) as error:
+        raise ConfigurationError(f"{path}, row {number}: a value is no text: {error}") from error
 
 
 def _plain(value: Any) -> Any:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import Executor
+from peft import LoraConfig
 from transformers import MambaConfig, MambaForCausalLM
 
 import tenant_sdk
@@ -121,6 +123,14 @@ def test_experts_are_adapted_without_a_warning_and_their_rank_is_told(
     for method in ("lora", "adalora", "ia3"):
         model = add_adapter(sessions("llama").load_model(progress=False), AdapterOptions(method))
         assert other_ranks(model) == ""
+
+
+def test_ranks_that_came_with_an_adapter_are_told_as_they_are() -> None:
+    patterns = {"layers.0.q_proj": 4, "layers.1.q_proj": 4, "k_proj": 2, "experts.gate_up_proj": 6}
+    adapted = SimpleNamespace(peft_config={"default": LoraConfig(rank_pattern=patterns)})
+    assert other_ranks(adapted) == (
+        "; rank 4 in q_proj; rank 2 in k_proj; rank 6 in gate_up_proj, which is two layers in one"
+    )
 
 
 @pytest.mark.parametrize("name", ["dora", "PiSSA", "olora"])

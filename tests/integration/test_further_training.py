@@ -80,6 +80,9 @@ def test_what_an_adapter_decides_is_not_given(session: tenant_sdk.Session, text:
         (peft.LoraConfig(lora_alpha=1e-12), "lora_alpha"),
         (peft.LoraConfig(r=64, lora_alpha=-1e-3), "lora_alpha"),
         (peft.LoraConfig(alpha_pattern={"q_proj": 1e-12}), "alpha_pattern"),
+        (peft.LoraConfig(r=8, lora_alpha=0.07), "lora_alpha"),
+        (peft.LoraConfig(r=1, lora_alpha=1, rank_pattern={"q_proj": 128}), "lora_alpha"),
+        (peft.LoraConfig(r=256, lora_alpha=0.15, use_rslora=True), "lora_alpha"),
         (peft.LoraConfig(lora_dropout=0.9999999), "lora_dropout"),
         (peft.LoHaConfig(alpha=1e-12), "alpha"),
     ],
@@ -87,6 +90,15 @@ def test_what_an_adapter_decides_is_not_given(session: tenant_sdk.Session, text:
 def test_adapters_that_would_not_learn(config: Any, key: str) -> None:
     with pytest.raises(ConfigurationError, match=f"an adapter with {key} = .* is not trained further"):
         options_of(config)
+
+
+def test_adapters_whose_scale_is_small_but_used() -> None:
+    for config in (
+        peft.LoraConfig(r=8, lora_alpha=0.08),
+        peft.LoraConfig(r=256, lora_alpha=0.17, use_rslora=True),
+        peft.LoraConfig(r=8, lora_alpha=16, rank_pattern={"q_proj": 256}, alpha_pattern={"q_proj": 512}),
+    ):
+        assert options_of(config)["alpha"] == config.lora_alpha
 
 
 def test_an_adapter_of_zeros_is_not_trained_further(session: tenant_sdk.Session, text: Path) -> None:

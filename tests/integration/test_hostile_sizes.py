@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,17 +16,21 @@ import torch
 from conftest import Executor
 from hostile_files import RULES, TEXT, changed, config_of, replace, sequence, template
 from torch import nn
-from transformers import TrOCRConfig, TrOCRForCausalLM
+from transformers import GPTNeoConfig, GPTNeoForCausalLM, TrOCRConfig, TrOCRForCausalLM
 
-from shared.errors import ModelMismatch, SymbiosisError, WireError
+from provider.catalog.probe import probe
+from shared.buffers import tables_of
+from shared.errors import CheckpointError, ModelMismatch, SymbiosisError, WireError
 from shared.wire.messages import ParameterInfo, digest_of
 from shared.wire.protocol import validate_manifest
 from tenant_sdk.command_line.main import run
 from tenant_sdk.model.configuration import model_configuration
-from tenant_sdk.model.loading import _check_shapes, _tables
+from tenant_sdk.model.loading import _check_shapes
 from tenant_sdk.model.tokenizer import build_tokenizer
 from tenant_sdk.model.tokenizer_file import MAX_ENTRIES, safe_tokenizer
+from tenant_sdk.tuning.own import attach_own
 
+GLOBAL = [[["global"], 2]]  # of a GPT-Neo of two layers
 BPE = json.loads(RULES)["model"]
 
 
@@ -243,7 +249,58 @@ def test_tables_that_are_no_buffers(llama: Executor) -> None:
         "b": (torch.empty(1, device="meta"),),
     }
     model.register_buffer("buffer", torch.empty(100, device="meta"))
-    assert sorted(each.numel() for each in _tables(model)) == [1, 10, 100, 1000]
+    assert sorted(each.numel() for each in tables_of(model)) == [1, 10, 100, 1000]
+
+
+def gpt_neo(folder: Path) -> Path:
+    """A checkpoint of 130 KB, whose causal masks have two bytes for each pair of 30,000 places."""
+    sizes = {"hidden_size": 2, "num_layers": 2, "num_heads": 1, "intermediate_size": 2, "vocab_size": 70}
+    config = GPTNeoConfig(**sizes, max_position_embeddings=64, attention_types=GLOBAL)
+    model = GPTNeoForCausalLM(config)
+    model.transformer.wpe = nn.Embedding(30_000, 2)
+    model.config.max_position_embeddings = 30_000
+    model.half().save_pretrained(folder)
+    return folder
+
+
+def test_tables_of_a_tenants_own_model(
+    llama: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tenant_sdk.tuning.own.AutoModelForCausalLM.from_pretrained", None)
+    with llama.connect() as session, pytest.raises(CheckpointError, match=r"tables of 1\.7 GiB"):
+        attach_own(session, str(gpt_neo(tmp_path)))
+
+
+def test_weights_that_a_tenants_own_model_lacks(
+    llama: Executor, tmp_path: Path, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would make random numbers of them."""
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "own"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 1 << 28}))
+    monkeypatch.setattr("tenant_sdk.tuning.own.AutoModelForCausalLM.from_pretrained", None)
+    with llama.connect() as session, pytest.raises(CheckpointError, match=r"a model of [\d,]{14,} weights"):
+        attach_own(session, str(folder))
+
+
+@pytest.mark.parametrize("places", [30, 30_000])
+def test_tables_of_a_model_that_is_served(places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that does not run without memory is built with it, unless its tables are too large."""
+    config = GPTNeoConfig(
+        hidden_size=2, num_layers=2, num_heads=1, max_position_embeddings=places, attention_types=GLOBAL
+    )
+    with torch.device("meta"):
+        model = GPTNeoForCausalLM(config)
+    built = []
+
+    def with_values(model: Any) -> Any:
+        built.append(model)
+        return model
+
+    monkeypatch.setattr("provider.catalog.probe._with_values", with_values)
+    model.transformer.ln_f = None  # it stops
+    probe(model, {"lm_head"})
+    assert len(built) == (places == 30)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Tokenizer
 
 import shared.gguf
 import tenant_sdk
@@ -70,6 +72,8 @@ def written(path: Path, wrong: str = "", tokenizer: str = "gpt2", **keys: Any) -
     writer.add_tokenizer_model(tokenizer)
     writer.add_token_list(tokens)
     writer.add_token_types([*[1] * len(more), 3, 3, 2, *[1] * (len(tokens) - len(more) - 3)])
+    if tokenizer == "gpt2":
+        keys = {"pre": "gpt-2"} | keys
     for key, value in keys.items():
         kind = {bool: writer.add_bool, int: writer.add_uint32}.get(type(value), writer.add_string)
         kind(f"tokenizer.ggml.{key}", value)
@@ -138,6 +142,12 @@ def test_it_is_made_once_and_of_this_content(file: Path, monkeypatch: pytest.Mon
     assert Checkpoint(file).folder != made
 
 
+def let_go() -> None:
+    """What the end of this process does."""
+    while shared.gguf._kept:
+        os.close(shared.gguf._kept.popitem()[1])
+
+
 def test_what_other_versions_made_is_not_used(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An earlier one may have made another model of a file that is refused today."""
     made = Checkpoint(file).folder.parent
@@ -147,6 +157,7 @@ def test_what_other_versions_made_is_not_used(file: Path, monkeypatch: pytest.Mo
         (cache / name / "small").mkdir(parents=True, exist_ok=True)
         (cache / name / "small" / "config.json").write_text("{}")
     assert Checkpoint(file).folder.parent == made
+    let_go()
     with monkeypatch.context() as patch:
         patch.setattr("shared.gguf.importlib.metadata.version", lambda _: "6.0")
         assert Checkpoint(file).folder.parent.name.endswith("-6.0")
@@ -156,6 +167,25 @@ def test_what_other_versions_made_is_not_used(file: Path, monkeypatch: pytest.Mo
     }
     monkeypatch.setattr(shared.gguf, "_CONVERTER", 1000)
     assert Checkpoint(file).folder.parent.name.startswith(f"{digest}-1000-")
+
+
+def test_another_version_leaves_what_is_read(file: Path) -> None:
+    """A mask source reads each weight when it is needed."""
+    program = (
+        "import importlib.metadata as metadata, shared.gguf; from pathlib import Path; "
+        "metadata.version = lambda _: '6.0'; shared.gguf._convert = lambda file, folder, *_: "
+        "(folder.mkdir(), (folder / 'config.json').touch()); "
+        f"print(shared.gguf.folder_of(Path({str(file)!r})))"
+    )
+    checkpoint = Checkpoint(file)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    other = Path(told.stdout.strip())
+    assert other.parent.name.endswith("-6.0"), told.stderr
+    assert checkpoint.read(checkpoint.names()[0]).numel()
+    let_go()
+    shared.gguf._remove_others(other.parent, other.parent.name[:32])
+    assert [each.name for each in other.parent.parent.iterdir()] == [other.parent.name]
 
 
 def test_what_was_left_by_an_end_in_the_middle_is_made_again(
@@ -214,7 +244,9 @@ def text(name: str) -> bytes:
         (header(text("x") + struct.pack("<I", 8) + struct.pack("<Q", 1 << 60)), "ends within its header"),
         (header(tensors=1) + text("x") + struct.pack("<I", 1 << 20), "has 1048576 dimensions"),
         (header(tensors=1) + text("x") + struct.pack("<IQQIQ", 2, 1 << 32, 1 << 32, 0, 0), "beyond its end"),
+        (header(tensors=1) + text("x") + struct.pack("<IQIQ", 1, 0, 0, 0), "a tensor has no element"),
         (header(version=1), "its version is 1"),
+        (header(version=3 << 24), "it is big-endian"),
         (b"GGUF\3\0", "ends within its header"),
     ],
 )
@@ -226,6 +258,45 @@ def test_a_header_that_says_more_than_the_file_holds(
     (tmp_path / "x.gguf").write_bytes(content)
     with pytest.raises(CheckpointError, match=f"header that cannot be used: .*{message}"):
         Checkpoint(tmp_path / "x.gguf")
+
+
+def test_names_are_mapped_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would do it for each module, in the square of the number of blocks."""
+    made = []
+
+    def counted(*given: Any) -> Any:
+        made.append(given)
+        return before(*given)
+
+    before = gguf.get_tensor_name_map
+    monkeypatch.setattr(gguf, "get_tensor_name_map", counted)
+    Checkpoint(file)
+    assert len(made) == 1
+    assert gguf.get_tensor_name_map is counted
+
+
+def test_a_file_that_takes_too_long(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(*_: Any) -> None:
+        for _ in itertools.count():
+            pass
+
+    monkeypatch.setattr(shared.gguf, "_SECONDS", 0.0)
+    monkeypatch.setattr(shared.gguf, "_convert", endless)
+    with pytest.raises(CheckpointError, match=r"more than 0 s of a processor to read, and has [\d,]+ bytes"):
+        Checkpoint(file)
+
+
+def test_a_file_of_more_than_its_tensors_hold(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("shared.recipes._FEW", 8)
+        patch.setattr("shared.recipes._MODULES", 0)
+        with pytest.raises(CheckpointError, match="many more layers than its 21 tensors hold"):
+            Checkpoint(file)
+    with monkeypatch.context() as patch:
+        patch.setattr("shared.buffers.MAX_BUFFERS", 8)
+        with pytest.raises(CheckpointError, match=r"small\.gguf describes tables of"):
+            Checkpoint(file)
+    assert Checkpoint(file).names()
 
 
 def test_the_package_that_is_missing_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +350,12 @@ def test_a_file_of_another_model_than_transformers_makes(
         ("gpt2", {"pre": "gpt-2"}, "12 ab  3", ["12", "Ġ", "ab", "Ġ", "Ġ", "3"]),
         ("gpt2", {"pre": "starcoder", "add_space_prefix": True}, "12 ab", ["1", "2", "Ġ", "ab"]),
         ("gpt2", {"pre": "smollm", "add_space_prefix": False}, "a  3", ["a", "ĠĠ", "3"]),
-        ("gpt2", {"pre": "llama-bpe", "fim_pre_token_id": 2, "add_sep_token": False}, "12", ["12"]),
+        ("gpt2", {"pre": "llama-bpe", "fim_pre_token_id": 2, "add_sep_token": False}, "12", ["<s>", "12"]),
+        ("gpt2", {"pre": "tekken", "add_bos_token": False}, "a12", ["a", "1", "2"]),
+        ("gpt2", {"pre": "tekken"}, "a", ["<s>", "a"]),
+        ("gpt2", {"pre": "smaug-bpe"}, "12", ["12"]),
+        ("gpt2", {"pre": ""}, "", r"has no tokenizer\.ggml\.pre, .* llama\.cpp of May 2024 or newer"),
+        ("gpt2", {"pre": "default"}, "", r"has no tokenizer\.ggml\.pre"),
         ("gpt2", {"pre": "qwen2", "mask_token_id": 2}, "12", ["1", "2"]),
         ("gpt2", {"pre": "deepseek-coder"}, "", r"tokenizer\.ggml\.pre = deepseek-coder, which"),
         ("gpt2", {"pre": "nobody-knows-this"}, "", r"ggml\.pre = nobody"),
@@ -303,6 +379,29 @@ def test_what_a_file_says_of_its_tokenizer(
         return
     made = own_tokenizer(Checkpoint(file).folder)
     assert made.convert_ids_to_tokens(made(text)["input_ids"]) == tokens
+
+
+@pytest.mark.parametrize(("pre", "tokens"), [("llama-bpe", ["zz"]), ("smaug-bpe", ["z", "z"])])
+def test_a_word_that_is_a_token_and_no_merge(
+    pre: str, tokens: list[str], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add(writer: gguf.GGUFWriter, tokens: list[str]) -> None:
+        before(writer, ["zz" if token == "~" else token for token in tokens])
+
+    before = gguf.GGUFWriter.add_token_list
+    monkeypatch.setattr(gguf.GGUFWriter, "add_token_list", add)
+    made = own_tokenizer(Checkpoint(written(file, pre=pre, add_bos_token=False)).folder)
+    assert made.convert_ids_to_tokens(made("zz")["input_ids"]) == tokens
+
+
+def test_a_gpt2_needs_no_name_of_how_text_is_split() -> None:
+    """Its files are older than that key."""
+    tokenizer = GPT2Tokenizer(vocab={"a": 0, "b": 1}, merges=[])
+    for architecture in ("gpt2", "llama"):
+        said = {"general.architecture": architecture, "tokenizer.ggml.model": "gpt2"}
+        fields = {name: SimpleNamespace(contents=lambda value=value: value) for name, value in said.items()}
+        with pytest.raises(CheckpointError) if architecture == "llama" else nullcontext():
+            shared.gguf._check_tokenizer(SimpleNamespace(fields=fields), tokenizer, "x.gguf")
 
 
 def test_all_tokens_that_end_an_answer(file: Path) -> None:
@@ -395,7 +494,7 @@ def test_what_ended_conversions_left_is_removed(file: Path) -> None:
     (left := made.parent / ".left").mkdir()
     (left / "model.safetensors").write_bytes(b"x")
     assert Checkpoint(file).folder == made
-    assert sorted(each.name for each in made.parent.iterdir()) == [".lock", "small"]
+    assert sorted(each.name for each in made.parent.iterdir()) == [".lock", ".used", "small"]
 
 
 def test_a_name_of_dots_alone(file: Path, tmp_path: Path) -> None:

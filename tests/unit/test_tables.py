@@ -116,7 +116,7 @@ def test_parquet_whose_rows_take_all_memory(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / "x.parquet"
     write_parquet(path, {"text": ["a"] * 1000})
     monkeypatch.setattr(tables, "_MAX_VALUES", 999)
-    with pytest.raises(ConfigurationError, match="has 1,000 values, and 999 are the most"):
+    with pytest.raises(ConfigurationError, match="has 1,000 values or more, and 999 are the most"):
         check_data([path])
     monkeypatch.setattr(tables, "_MAX_VALUES", 1000)
     with monkeypatch.context() as patch:
@@ -152,6 +152,84 @@ def test_parquet_whose_text_takes_all_memory(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(tables, "_plain", none_left)
     with pytest.raises(ConfigurationError, match=r"cannot read .*: it takes more memory than there is"):
         check_data([path])
+
+
+def write_nulls(path: Path, count: int, said: int | None = None) -> None:
+    """A row with a list of so many objects of nothing; ``said``: how many the footer says, if not these."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    objects = pyarrow.StructArray.from_arrays([pyarrow.nulls(count)], ["role"])
+    offsets = pyarrow.array([0, count], pyarrow.int32())
+    table = pyarrow.table({"messages": pyarrow.ListArray.from_arrays(offsets, objects)})
+    parquet.write_table(table, path, compression="zstd", use_dictionary=False, write_statistics=False)
+    if said is None:
+        return
+    content = bytearray(path.read_bytes())
+    begins = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    number = varint(2 * count)
+    padded = bytes([2 * said | 128]) + b"\x80" * (len(number) - 2) + b"\0"
+    content[begins:] = content[begins:].replace(number, padded)
+    path.write_bytes(content)
+    assert parquet.ParquetFile(path).metadata.row_group(0).column(0).num_values == said
+
+
+def varint(number: int) -> bytes:
+    """As Thrift writes it."""
+    return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + varint(number >> 7)
+
+
+@pytest.mark.parametrize("said", [None, 10])
+def test_parquet_whose_objects_take_all_memory(
+    said: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing takes no bytes in a file or in Arrow; the objects that are made of it do."""
+    path = tmp_path / "x.parquet"
+    write_nulls(path, 20_000, said)
+    converted = []
+    monkeypatch.setattr(tables, "_plain", converted.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "_MAX_ROWS_VALUES", 40_000)
+        with pytest.raises(ConfigurationError, match="row 1: it and the next 7 have more than 40,000 values"):
+            check_data([path])
+    monkeypatch.setattr(tables, "_MAX_VALUES", 40_000)
+    with pytest.raises(ConfigurationError, match="has 40,001 values or more, and 40,000 are the most"):
+        check_data([path])
+    assert not converted
+
+
+def test_parquet_that_names_a_text_many_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrow's dictionaries keep it once; each row gets a text of its own."""
+    pyarrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "x.parquet"
+    write_parquet(path, {"text": pyarrow.array(["a" * 10_000] * 8).dictionary_encode()})
+    assert len(records(path)) == 8
+    monkeypatch.setattr(tables, "_ROWS_BYTES", 79_999)
+    with pytest.raises(ConfigurationError, match="row 1: it and the next 7 have more than"):
+        check_data([path])
+
+
+def test_parquet_that_takes_more_memory_as_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.parquet"
+    write_parquet(path, {"text": ["a"]})
+    limits = []
+
+    def plain(_: Any) -> str:
+        limits.append(resource.getrlimit(resource.RLIMIT_AS)[0])
+        return "a"
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    monkeypatch.setattr(tables, "_plain", plain)
+    read_text(path)
+    assert limits != [before[0]]
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+def test_parquet_where_the_system_does_not_say_what_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.parquet"
+    write_parquet(path, {"text": ["a"]})
+    monkeypatch.setattr(tables, "_TAKEN", tmp_path / "none", raising=False)
+    assert [each.text for _, each in records(path)] == ["a"]
 
 
 def test_columns_of_parquet_that_no_record_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
