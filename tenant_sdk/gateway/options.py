@@ -77,7 +77,7 @@ class GatewayOptions:
         Option(
             _MODEL,
             "vLLM's parser for tool calls: hermes, llama3_json, mistral and others; or none. Default: "
-            "hermes, if the chat template writes calls in this form. Other parsers take seconds for some "
+            "hermes, if the chat template writes calls in this form. Other parsers are slow for some "
             "answers.",
             unit="NAME",
         ),

@@ -283,7 +283,7 @@ class SessionConfig:
             CONNECTION,
             "How many bits of each number in an answer are sent, with ring numerics. exact: all bits. half: "
             "the upper 16 of 32 bits, which halves the bytes of answers and effects; with ring-fine, the "
-            "upper 24 bits, which saves a quarter of these bytes. Half answers are rounded at random and "
+            "upper 24 bits, which saves a quarter of these bytes. Masks round half answers at random and "
             "without bias, so two runs differ. Checks then bound errors instead of excluding them "
             "(docs/explanation/numerics.md). auto: half for training and prompts if the connection is "
             "slower than 4 Gbit/s, otherwise exact.",
