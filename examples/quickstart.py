@@ -8,7 +8,7 @@ from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArgum
 
 import tenant_sdk
 
-# Which executors, and where the tokens for them are: `symbiosis-provider serve MODEL --dev` makes this file.
+# The executors' addresses, and where the tokens are. `symbiosis-provider serve MODEL --dev` makes this file.
 profile = os.environ.get("SYMBIOSIS_PROFILE", "symbiosis-dev/symbiosis.toml")
 with tenant_sdk.connect(profile=profile) as session:
     tokenizer = session.load_tokenizer()

@@ -105,8 +105,8 @@ class ServeConfig:
         str,
         Option(
             _SERVED,
-            "What starts the workers. process: this process, on this machine. ray: Ray, in the cluster at "
-            "RAY_ADDRESS, or on this machine if that is not set.",
+            "Launcher of the workers. process: this process starts them, on this machine. ray: Ray starts "
+            "them, in the cluster at RAY_ADDRESS, or on this machine if that is not set.",
             choices=("process", "ray"),
         ),
     ] = "process"
@@ -115,15 +115,15 @@ class ServeConfig:
         Option(
             _SERVED,
             "Devices where products run, one worker on each, such as cuda:0,cuda:1. Layers are placed by "
-            "free memory and speed. cpu,cpu is {workers} 2.",
+            "free memory and speed. cpu,cpu means the same as {workers} 2.",
         ),
     ] = ""
     plan: Annotated[
         bool,
         Option(
             _SERVED,
-            "Print which worker would have which layers, and why, and exit. Loads no weights and opens no "
-            "port.",
+            "Print the layers that each worker would have, and the reasons, and exit. This loads no weights "
+            "and opens no port.",
         ),
     ] = False
     json: Annotated[bool, Option(_SERVED, "Print the output of {plan} as JSON, for programs.")] = False
@@ -145,11 +145,15 @@ class ServeConfig:
         Path | None,
         Option(
             _ADMITTED,
-            "PEM file of the authority that signed tenants' certificates. Tenants without one are refused.",
+            "PEM file of the authority that signed tenants' certificates. Tenants without such a "
+            "certificate are refused.",
         ),
     ] = None
     max_connections: Annotated[
-        int, Option(_LIMITS, "Maximum number of connections. Further ones are closed immediately.", least=1)
+        int,
+        Option(
+            _LIMITS, "Maximum number of connections. Further connections are closed immediately.", least=1
+        ),
     ] = 256
     tenant_connections: Annotated[
         int, Option(_LIMITS, "Maximum number of connections of one tenant.", least=1)
@@ -183,7 +187,7 @@ class ServeConfig:
         float,
         Option(
             _LIMITS,
-            "Maximum time from SIGTERM to the exit, for answers to open requests.",
+            "Maximum time from SIGTERM to the exit. In this time, the executor answers open requests.",
             least=0,
         ),
     ] = 10.0
@@ -191,9 +195,9 @@ class ServeConfig:
         float,
         Option(
             _LIMITS,
-            "Maximum age of a session, 10 % more or less. The executor ends an older session as soon as none "
-            "of its requests is under way. The tenant's SDK connects again, perhaps to another replica. 0: "
-            "no maximum.",
+            "Maximum age of a session, varied by up to 10 %. The executor ends an older session as soon as "
+            "none of its requests is under way. The tenant's SDK connects again, perhaps to another "
+            "replica. 0: no maximum.",
             least=0,
         ),
     ] = 0.0
@@ -201,8 +205,8 @@ class ServeConfig:
         str,
         Option(
             _SCHEDULING,
-            "Which requests share a product. opportunistic: those that have arrived. none: each has its "
-            "own. lockstep: one of each active tenant.",
+            "Which requests share a product. opportunistic: all that have arrived. none: no requests. "
+            "lockstep: one request of each active tenant.",
             choices=("opportunistic", "none", "lockstep"),
         ),
     ] = "opportunistic"
@@ -218,13 +222,15 @@ class ServeConfig:
         int,
         Option(
             _SCHEDULING,
-            "Sequences that one tenant may decode at once. Further ones get the priority of prompts.",
+            "Sequences that one tenant may decode at once. Further sequences get the priority of prompts.",
             least=1,
         ),
     ] = 256
     batch_wait_ms: Annotated[
         float,
-        Option(_SCHEDULING, "Longest time that a request waits for others to share its product.", least=0),
+        Option(
+            _SCHEDULING, "Longest time that a request waits for others that could share its product.", least=0
+        ),
     ] = 5.0
     local_dir: Annotated[
         Path | None,
@@ -240,7 +246,7 @@ class ServeConfig:
         str,
         Option(
             _OBSERVED,
-            "Address of {admin_port}. Its pages have no password: if the address is not loopback, make sure "
+            "Address of {admin_port}. Its pages have no password. If the address is not loopback, make sure "
             "that only your cluster reaches it.",
         ),
     ] = "127.0.0.1"

@@ -37,7 +37,7 @@ class PlanOptions:
     """
 
     model: Annotated[
-        Path, Option(_GROUP, "Checkpoint folder, or a folder with only its config.json.", argument=True)
+        Path, Option(_GROUP, "Checkpoint folder, or a folder with only a config.json.", argument=True)
     ]
     workers: Annotated[
         int,
@@ -52,7 +52,8 @@ class PlanOptions:
         str,
         Option(
             _GROUP,
-            "Devices with one worker each: cuda:0,cuda:1. cpu,cpu is {workers} 2. Default: cpu.",
+            "Devices with one worker each, such as cuda:0,cuda:1. cpu,cpu means the same as {workers} 2. "
+            "Default: cpu.",
             unit="NAMES",
         ),
     ] = ""
@@ -66,7 +67,7 @@ class PlanOptions:
         str,
         Option(
             _GROUP,
-            "Answers that tenants ask for, with ring numerics: exact or half.",
+            "Answers that tenants request, with ring numerics: exact or half.",
             choices=("exact", "half"),
             unit="WHICH",
         ),
@@ -75,8 +76,8 @@ class PlanOptions:
         int,
         Option(
             _GROUP,
-            "Mask sources whose effects tenants download beside the answers, with ring numerics. They affect "
-            "the bytes of a token, but not the simulated network: this is the provider's network.",
+            "Mask sources whose effects tenants download beside the answers, with ring numerics. They count "
+            "in the bytes of a token, but not in the simulated network, which is the provider's.",
             least=0,
             unit="COUNT",
         ),
@@ -94,7 +95,12 @@ class PlanOptions:
     ] = 8
     rows: Annotated[
         int,
-        Option(_GROUP, "Rows in a fine-tuning step: sequences times tokens of each.", least=1, unit="COUNT"),
+        Option(
+            _GROUP,
+            "Rows in a fine-tuning step: the number of sequences times the tokens in each.",
+            least=1,
+            unit="COUNT",
+        ),
     ] = 512
     assume: Annotated[
         Sequence[str],

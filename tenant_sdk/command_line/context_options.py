@@ -100,8 +100,9 @@ class ContextOptions:
         Option(
             _CONTEXT,
             "Where keys and values are kept. host: in this machine's memory. disk: in an encrypted file, "
-            "which the system deletes at the end; they need not fit into memory. device: in transformers' "
-            "own cache, with the model. Default: host, or device if the model is on an accelerator.",
+            "which the system deletes at the end; keys and values then need not fit into memory. device: in "
+            "transformers' own cache, with the model. Default: host, or device if the model is on an "
+            "accelerator.",
             unit="device|host|disk",
         ),
     ] = None
@@ -118,7 +119,7 @@ class ContextOptions:
         Path | None,
         Option(
             _CONTEXT,
-            "Folder for that file, if {kv} is disk. Default: TMPDIR, else /var/tmp.",
+            "Folder for the encrypted file, if {kv} is disk. Default: TMPDIR, else /var/tmp.",
             unit="FOLDER",
         ),
     ] = None

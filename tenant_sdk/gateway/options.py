@@ -32,7 +32,7 @@ class GatewayOptions:
         Option(
             _MODEL,
             "Folder that contains folders of LoRA adapters. A client selects an adapter by giving its "
-            "folder's name as the model. Later changes of the folder take effect.",
+            "folder's name as the model. Changes of the folder take effect while the server runs.",
             unit="FOLDER",
         ),
     ] = None
@@ -77,7 +77,8 @@ class GatewayOptions:
         Option(
             _MODEL,
             "vLLM's parser for tool calls: hermes, llama3_json, mistral and others; or none. Default: "
-            "hermes, if the chat template writes calls in this form. Others are slow for some answers.",
+            "hermes, if the chat template writes calls in this form. Other parsers are slow for some "
+            "answers.",
             unit="NAME",
         ),
     ] = ""
@@ -114,7 +115,7 @@ class GatewayOptions:
         int,
         Option(
             _MODEL,
-            "Maximum number of different adapters in one step. Each takes memory in all layers.",
+            "Maximum number of different adapters in one step. Each adapter takes memory in all layers.",
             least=1,
         ),
     ] = 16
@@ -138,8 +139,9 @@ class GatewayOptions:
         bool,
         Option(
             _MODEL,
-            "Keep keys and values of prompts' prefixes, for prompts with the same prefix. The number of "
-            "rows then shows the provider that a prefix is known; a shorter wait shows it to other clients.",
+            "Keep keys and values of prompts, and use them for prompts that begin in the same way. The "
+            "number of rows then shows the provider that a beginning is known; a shorter wait shows it to "
+            "other clients.",
         ),
     ] = False
     speculate: Annotated[

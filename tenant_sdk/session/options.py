@@ -59,8 +59,8 @@ class SessionConfig:
             "URL of the executor: wss://host:port, or, for an executor on this machine, ipc:// and the "
             "absolute path of its directory (serve --local-dir). Several URLs, in a list or separated by "
             "commas, are replicas: executors of one operator and model. The session uses one replica at a "
-            "time. If executors serve parts (serve --part k/n), it uses one of each part. Several "
-            "addresses of a host name are replicas too.",
+            "time. If executors serve parts of the model (serve --part k/n), the session uses one executor "
+            "of each part. Several addresses of a host name are replicas too.",
             unit="URL",
         ),
     ] = ""
@@ -110,9 +110,9 @@ class SessionConfig:
             EXECUTORS,
             "Party that computes the effects of masks: the URL of an executor (or its replicas, as above) "
             "that another operator runs with the same weights. With local:FOLDER, local:FILE.gguf or "
-            "local:hub:NAME[@REVISION], this machine computes them from that checkpoint. With one-time "
-            "masks, rows stay hidden if one mask source does not collude with the provider. A noise-bank "
-            "takes one, by default the provider, which then sees every mask.",
+            "local:hub:NAME[@REVISION], this machine computes the effects from that checkpoint. With "
+            "one-time masks, rows stay hidden if one mask source does not collude with the provider. A "
+            "noise-bank uses one mask source. By default this is the provider, which then sees every mask.",
             unit="URL",
             single="mask_source",
         ),
@@ -143,7 +143,7 @@ class SessionConfig:
             TRUST,
             "Refuse executors with another digest of weights, parameters and files. The digest covers all "
             "downloads. It does not show that products are computed with these weights; {fingerprints} or a "
-            "mask source local:... does.",
+            "mask source local:... shows this.",
             unit="DIGEST",
         ),
     ] = None
@@ -151,10 +151,10 @@ class SessionConfig:
         Collection[str],
         Option(
             TRUST,
-            "Do not refuse parties that have this in common, although it suggests that they have the same "
-            "operator: host name (host), address, certificate key (key), machine, certificate authority "
-            f"(authority) or token. {ALL}: all of these, for a trial. One-time masks hide nothing from an "
-            "operator of both.",
+            "Accept parties that have this in common, although it suggests that one operator runs them: host "
+            "name (host), address, certificate key (key), machine, certificate authority (authority) or "
+            f"token. {ALL}: all of these, for a trial. One-time masks hide nothing from an operator who runs "
+            "both parties.",
             choices=(*SIGNS, ALL),
             unit="SIGN",
             single="allow_same",
@@ -172,8 +172,8 @@ class SessionConfig:
         Option(
             MASKS,
             "one-time, noise-bank or plain. With one-time masks, the provider sees uniform random numbers, "
-            "unless it colludes with all mask sources. They need ring numerics. The other modes protect "
-            "little or nothing (SECURITY.md).",
+            "unless it colludes with all mask sources. One-time masks need ring numerics. The other modes "
+            "protect little or nothing (SECURITY.md).",
             choices=PRIVACY_MODES,
             unit="MODE",
         ),
@@ -191,9 +191,10 @@ class SessionConfig:
         bool,
         Option(
             MASKS,
-            "After half a second without a request, fetch effects until they take {mask_budget_mib}, so that "
-            "a burst of requests need not wait for them. Default: fetch effects for the next requests. While "
-            "decoding, this is for as many rows as were used so far, 4 to 64.",
+            "After half a second without a request, fetch effects until they take {mask_budget_mib}, so "
+            "that a burst of requests need not wait for them. Default: fetch effects only for the next "
+            "requests. While decoding, these are effects for as many rows as were used so far, at least 4 "
+            "and at most 64.",
         ),
     ] = False
     pad_rows: Annotated[
@@ -201,7 +202,7 @@ class SessionConfig:
         Option(
             MASKS,
             "Hide how many rows a request has: add rows until their number is a power of two, and at least "
-            "this. Added rows are zeros under masks of their own, and cost as much as others. 0: add none.",
+            "this. Added rows are zeros under separate masks, and cost as much as other rows. 0: add none.",
             least=0,
             most=1 << 16,
             unit="ROWS",
@@ -237,7 +238,8 @@ class SessionConfig:
         float,
         Option(
             VERIFICATION,
-            "Fraction of requests that are checked if {verify} is sampled. Executors cannot predict which.",
+            "Fraction of requests that are checked if {verify} is sampled. Executors cannot predict which "
+            "requests are checked.",
             least=0,
             above=True,
             most=1,
@@ -248,8 +250,9 @@ class SessionConfig:
         float,
         Option(
             VERIFICATION,
-            "Fraction of checked requests with half answers that are repeated with exact ones, which also "
-            "find errors that are too small for the check. Executors cannot predict which. 0: none.",
+            "Fraction of checked requests with half answers that are sent again for exact answers. This "
+            "also finds errors that are too small for the check. Executors cannot predict which requests "
+            "are sent again. 0: none.",
             least=0,
             most=1,
             unit="RATE",
@@ -278,11 +281,12 @@ class SessionConfig:
         str,
         Option(
             CONNECTION,
-            "How much of each answer travels with ring numerics. exact: all bits. half: the upper 16 of 32 "
-            "bits, which halves the bytes of answers and effects. With ring-fine, it is the upper 24 bits, "
-            "which saves a quarter. Masks then round at random and without bias, so two runs differ. Checks "
-            "bound errors instead of excluding them (docs/explanation/numerics.md). auto: half for training "
-            "and prompts if the connection is slower than 4 Gbit/s, otherwise exact.",
+            "How many bits of each number in an answer are sent, with ring numerics. exact: all bits. half: "
+            "the upper 16 of 32 bits, which halves the bytes of answers and effects; with ring-fine, the "
+            "upper 24 bits, which saves a quarter of these bytes. Masks round half answers at random and "
+            "without bias, so two runs differ. Checks then bound errors instead of excluding them "
+            "(docs/explanation/numerics.md). auto: half for training and prompts if the connection is "
+            "slower than 4 Gbit/s, otherwise exact.",
             choices=ANSWERS,
             unit="WHICH",
         ),
@@ -312,9 +316,9 @@ class SessionConfig:
         Option(
             CONNECTION,
             "Seconds to wait for an executor that goes away while the session is open, for example to "
-            "restart. The session then repeats lost requests with the same bytes, so exact answers are the "
-            "same. 0: do not wait. This does not apply to the first connection, nor to an executor in this "
-            "process.",
+            "restart. The session then repeats lost requests with the same bytes, so with exact answers, "
+            "the results are the same. 0: do not wait. This does not apply to the first connection, nor to "
+            "an executor in this process.",
             least=0,
             unit="SECONDS",
         ),

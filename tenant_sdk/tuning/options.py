@@ -93,8 +93,8 @@ class TrainingOptions(ReadingOptions):
         float | None,
         Option(
             _ADAPTER,
-            "Scale of lora, rslora and adalora; they divide it by the rank, or by its root for rslora. "
-            "Default: twice the rank.",
+            "Scale of lora, rslora and adalora. It is divided by the rank, or, for rslora, by the square "
+            "root of the rank. Default: twice the rank.",
             least=0,
             above=True,
             unit="NUMBER",
@@ -108,12 +108,13 @@ class TrainingOptions(ReadingOptions):
         Path | None,
         Option(
             _ADAPTER,
-            "Folder of an adapter to train further, instead of a new one. It decides method and rank.",
+            "Folder of an adapter to train further, instead of a new one. Method and rank are then those of "
+            "this adapter.",
             unit="FOLDER",
         ),
     ] = None
     virtual_tokens: Annotated[
-        int, Option(_ADAPTER, "Virtual tokens of prefix, prompt and p-tuning.", least=1)
+        int, Option(_ADAPTER, "Number of virtual tokens of the methods prefix, prompt and p-tuning.", least=1)
     ] = 20
     learning_rate: Annotated[
         float | None,
@@ -130,7 +131,7 @@ class TrainingOptions(ReadingOptions):
         str,
         Option(
             _TRAINING,
-            "Schedule of the learning rate after the warm-up: linear or cosine (it falls), or constant.",
+            "Schedule of the learning rate after the warm-up: linear or cosine, which fall, or constant.",
             choices=("linear", "cosine", "constant"),
             unit="NAME",
         ),
@@ -205,8 +206,8 @@ class TrainingOptions(ReadingOptions):
         Sequence[str],
         Option(
             _TRAINING,
-            "Tracker: tensorboard (files in OUTPUT.runs), wandb or another of transformers' Trainer. It "
-            "gets losses, options and the model's configuration, but no text.",
+            "Tracker: tensorboard (files in OUTPUT.runs), wandb or another of transformers' Trainer. The "
+            "tracker gets losses, options and the model's configuration, but no text.",
             unit="NAME",
             single="report_to",
         ),

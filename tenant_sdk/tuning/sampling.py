@@ -59,8 +59,8 @@ class Sampling:
         float,
         Option(
             _GROUP,
-            "Above 1, make tokens that are already in the prompt or the text less likely, by dividing their "
-            "scores. An adapter then copies less from the prompt. 1: off.",
+            "Above 1, tokens that are already in the prompt or the text become less likely, so an adapter "
+            "copies less from the prompt. 1: off.",
             least=0,
             above=True,
             unit="NUMBER",
@@ -70,7 +70,7 @@ class Sampling:
         Sequence[str],
         Option(
             _GROUP,
-            "Also stop after this text, which is printed.",
+            "Also stop after this text. The text itself is printed.",
             unit="TEXT",
             single="stop",
         ),
@@ -79,8 +79,9 @@ class Sampling:
         bool,
         Option(
             _GROUP,
-            "Continue even if the text repeats itself. Without this, generation stops if the text ends with "
-            "the same sequence of tokens, repeated at least three times and 32 tokens long in total.",
+            "Continue even if the text repeats itself. Without this option, generation stops if the text "
+            "ends with the same sequence of tokens, repeated at least three times and 32 tokens long in "
+            "total.",
         ),
     ] = False
 
