@@ -13,6 +13,7 @@ twentieth in eight hours.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import signal
@@ -91,6 +92,7 @@ def work(
             if number == 0:  # and its requests move to a new connection
                 session.executor.connection.channel.close()
                 model(words)
+        gc.collect()  # models are cycles of objects, which Python would free at a time of its own
         rounds.append(time.monotonic() - began)
 
 
