@@ -18,13 +18,13 @@ PYTEST := pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-res
 # Where the two rings differ.
 RING := $(addprefix tests/integration/test_,$(addsuffix .py,bit_identity unused_answers tampering fingerprints bad_input rounded_answers)) \
   $(wildcard tests/integration/test_ring_*.py)
-test quick release coverage architectures: export OMP_NUM_THREADS ?= 1
+test quick release coverage architectures fuzz: export OMP_NUM_THREADS ?= 1
 # Every program is executed (tests/prepared.py).
 release coverage: export TEST_PREPARED := no
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install gateway clients demo test quick release counts coverage architectures check bench harden randomness clean
+.PHONY: help install gateway clients demo test quick release counts coverage architectures check fuzz bench harden randomness clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -106,6 +106,9 @@ check: install ## lint, check the format and the types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
+
+fuzz: install ## fuzz readers of foreign bytes; guided by coverage where atheris is installed
+	PYTHONPATH=.:tests $(BIN)/python -m fuzzing $(ARGS)
 
 bench: install ## measure split execution, the ring, transports, and many tenants on one executor
 	$(BIN)/python benchmarks/split_execution.py $(ARGS)

@@ -57,7 +57,10 @@ class Checkpoint:
             shards = {WEIGHTS}
         found: dict[str, Path] = {}
         for shard in sorted(shards):
-            path = self._own(Path(shard).name)
+            try:
+                path = self._own(Path(shard).name)
+            except ValueError as error:
+                raise CheckpointError(f"{index} is damaged: no file can be called {shard!r:.80}") from error
             try:
                 with safe_open(path, framework="pt") as file:
                     found.update(dict.fromkeys(file.keys(), path))

@@ -28,6 +28,7 @@ from shared.transport.colocated import SharedMemory
 from shared.wire.messages import GroupInfo
 
 _FRAME = struct.Struct("<IB")
+_PIECE = 1 << 20  # bytes that are read at once
 # Kinds: what to hold; that it is held, and its scales, or why not; memory, and that it is needed no more;
 # a batch, and that it is done; that an end lives, or still loads, and that there is nothing more to do.
 ASSIGNMENT, LOADED, SCALES, REFUSED, MEMORY, FORGET, BATCH, DONE, ALIVE, LOADING, END = range(11)
@@ -203,6 +204,10 @@ class LocalLink:
             length, kind = _FRAME.unpack(head)
             content = self._exactly(length)
             number = int.from_bytes(content[:8], "little")
+            if len(descriptors) != (kind == MEMORY):
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                raise OSError("the other end of the link sends memory that is none")
             if kind == MEMORY:
                 (descriptor,) = descriptors
                 try:
@@ -251,13 +256,12 @@ class LocalLink:
             self.send(FORGET, number.to_bytes(8, "little"))
 
     def _exactly(self, count: int) -> bytes:
-        data = bytearray(count)
-        view = memoryview(data)
-        while view:
-            got = self._socket.recv_into(view)
+        data = bytearray()  # which grows with what arrives, not with what a length says
+        while len(data) < count:
+            got = self._socket.recv(min(count - len(data), _PIECE))
             if not got:
                 raise EOFError("the other end of the link is gone")
-            view = view[got:]
+            data += got
         return bytes(data)
 
     def _readable(self, seconds: float | None) -> bool:

@@ -158,6 +158,18 @@ def test_the_digest_covers_what_tenants_download(tmp_path: Path, checkpoint: Cal
     assert BaseExecutor(tmp_path, numerics="float32").manifest.digest not in (original.digest, changed.digest)
 
 
+@pytest.mark.parametrize("shard", ["model\0.safetensors", "\ud800.safetensors"])
+def test_a_shard_that_no_file_can_be_called(
+    shard: str, tmp_path: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint("llama"), folder)
+    index = json.dumps({"weight_map": {"x": shard}})
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match="no file can be called"):
+        Checkpoint(folder)
+
+
 @pytest.mark.parametrize("name", ["chat_template.jinja", "config.json", "model.safetensors"])
 def test_links_out_of_the_folder_are_refused(
     name: str, tmp_path: Path, checkpoint: Callable[[str], Path]

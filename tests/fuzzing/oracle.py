@@ -1,0 +1,145 @@
+"""A target, and which outcomes of it are findings."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from shared.errors import SymbiosisError
+
+ROOT = Path(__file__).resolve().parents[2]
+CORPUS = Path(__file__).parent / "corpus"
+PACKAGES = ("shared", "tenant_sdk", "provider", "security")
+# Readers check sizes before they allocate, so that a small input takes little. Half of it is for libraries.
+MEMORY = 1 << 30
+CALLS = 2_000_000  # of functions, for one input
+
+
+class Finding(Exception):
+    """An input had an outcome that is none of the documented ones."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A reader of bytes.
+
+    Attributes:
+        run: reads an input. It returns or raises one of the ``refusals``, or else there is a finding.
+        seeds: valid inputs, and some that are not quite.
+        modules: files of the product of which coverage is told.
+        refusals: documented errors.
+        words: what mutations put into an input.
+        divided: the input has several parts with ``SEPARATOR`` in between.
+        in_child: each input is read in a process of its own, since a library ends the whole process.
+    """
+
+    name: str
+    run: Callable[[bytes], None]
+    seeds: Callable[[], Sequence[bytes]]
+    modules: tuple[str, ...]
+    refusals: tuple[type[BaseException], ...] = (SymbiosisError,)
+    words: tuple[bytes, ...] = ()
+    divided: bool = False
+    in_child: bool = False
+
+
+SEPARATOR = b"\0\xff\0"
+
+
+def parts_of(data: bytes, count: int) -> list[bytes]:
+    """So many parts of an input; those that it lacks are empty."""
+    parts = data.split(SEPARATOR, count - 1)
+    return parts + [b""] * (count - len(parts))
+
+
+def check(target: Target, data: bytes, *, count_calls: bool = False) -> None:
+    """Run a target.
+
+    Args:
+        count_calls: have too many calls of functions be a finding. This takes time.
+
+    Raises:
+        Finding: see there.
+    """
+    if target.in_child:
+        _check_in_child(replace(target, in_child=False), data)
+        return
+    try:
+        with _few_calls() if count_calls else nullcontext():
+            target.run(data)
+    except target.refusals:
+        pass
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # panics of compiled libraries are no Exception
+        raise Finding(f"{place(error)}: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _check_in_child(target: Target, data: bytes) -> None:
+    pipe = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's last words
+        try:
+            check(target, data)
+            os._exit(0)
+        except Finding as finding:
+            os.write(pipe[1], str(finding).encode(errors="replace")[:1000])
+        finally:
+            os._exit(1)
+    os.close(pipe[1])
+    with open(pipe[0], "rb") as told:
+        said = told.read().decode(errors="replace")
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status:
+        raise Finding(said or f"in a library: the process ended with {status}")
+
+
+def place(error: BaseException) -> str:
+    """The innermost line of the product, or of the targets, that an error went through."""
+    found, trace = "nowhere", error.__traceback__
+    while trace is not None:
+        path = Path(trace.tb_frame.f_code.co_filename)
+        if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in (*PACKAGES, "tests"):
+            found = f"{path.relative_to(ROOT)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+@contextmanager
+def _few_calls() -> Iterator[None]:
+    """Raise a Finding when ``CALLS`` functions have been called."""
+    left = CALLS
+
+    def called(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            sys.setprofile(None)
+            raise Finding(f"more than {CALLS:,} calls of functions")
+
+    before = sys.getprofile()
+    sys.setprofile(called)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+@contextmanager
+def bounded_memory() -> Iterator[None]:
+    """Have memory beyond what the process has, and ``MEMORY``, end in an error, which is a finding."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
