@@ -347,7 +347,7 @@ def test_rows_that_an_adapter_spoils_end_their_sequence_alone() -> None:
 
 
 def test_connections_and_their_headers_have_limits() -> None:
-    assert ran("arrivals.py")["known"] == {"0": 0, "1": 0}
+    assert ran("connection_limits.py")["known"] == {"0": 0, "1": 0}
 
 
 def test_nothing_is_compiled_for_a_request(running: RunningGateway, client: Client) -> None:
