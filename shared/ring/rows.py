@@ -121,7 +121,7 @@ def unmask_and_dequantize(
         How many rows fail ``sum u * challenge == expected`` modulo 2^64.
 
     Raises:
-        ValueError: tensors of other dtypes or shapes.
+        ValueError: tensors of other dtypes or shapes, or one of ``challenge`` and ``expected`` alone.
     """
     rows, columns = answers.shape
     for each in (answers, *effects):
@@ -135,6 +135,8 @@ def unmask_and_dequantize(
     _check(scales, torch.float32, (width,))
     _check(challenge, torch.int32, (columns,))
     _check(expected, torch.int64, (rows,))
+    if (challenge is None) != (expected is None):  # native code would read at address 0
+        raise ValueError("a challenge and what is expected go together")
     if ring_native.LIBRARY is not None:
         return ring_native.unmask_and_dequantize(
             answers, effects, exponents, scales, blocks, challenge, expected

@@ -31,7 +31,7 @@ def take_upper_bits(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 16:
         return (numbers >> 16).to(torch.int16)
     parts = numbers.contiguous().view(torch.uint8).view(*numbers.shape, 4)
-    return parts[:, :, 1:].reshape(len(numbers), -1)
+    return parts[:, :, 1:].reshape(len(numbers), -1).contiguous()  # of a lone column it would be a view
 
 
 def widen_upper_bits(upper: torch.Tensor, bits: int) -> torch.Tensor:

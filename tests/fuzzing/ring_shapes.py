@@ -66,7 +66,8 @@ def rows(random: Random) -> None:
             expected = None if found is None else found[1]
             out = [torch.zeros(count, width) for width in widths]
             left = answers.clone()
-            wrong = unmask_and_dequantize(left, effects, exponents, scales, out, challenge, expected)
+            asked = None if expected is None else challenge
+            wrong = unmask_and_dequantize(left, effects, exponents, scales, out, asked, expected)
             made = [torch.zeros(count, width) for width in widths]
             write_products(left.float(), exponents, None, made)
             finite = all(all_finite_below(block) for block in blocks)

@@ -348,3 +348,13 @@ def test_native_code_that_cannot_be_used_is_done_without(
         monkeypatch.setattr(ring_native, "VERSION", 0)
         assert ring_native._load() is None
         assert "another version" in caplog.text
+
+
+@pytest.mark.parametrize("given", ["challenge", "expected"])
+def test_a_challenge_and_what_is_expected_go_together(given: str) -> None:
+    """Native code would read one of them at address 0."""
+    answers, exponents = torch.zeros((2, 3), dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    challenge = torch.ones(3, dtype=torch.int32) if given == "challenge" else None
+    expected = torch.zeros(2, dtype=torch.int64) if given == "expected" else None
+    with pytest.raises(ValueError, match="go together"):
+        unmask_and_dequantize(answers, [], exponents, None, [torch.empty(2, 3)], challenge, expected)

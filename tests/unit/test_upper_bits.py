@@ -91,3 +91,14 @@ def test_wrong_tensors_are_refused() -> None:
     for answers, effects in ((good, [good[:1]]), (good.int(), []), (good.T, []), (good, [good.int()])):
         with pytest.raises(ValueError, match="contiguous"):
             subtract_upper_bits(answers, effects, 16)
+
+
+@pytest.mark.parametrize("bits", [16, 24])
+def test_a_lone_column_lies_side_by_side_without_native_code(
+    bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is sent."""
+    monkeypatch.setattr("shared.ring.native.LIBRARY", None)
+    taken = take_upper_bits(torch.arange(3, dtype=torch.int32).view(3, 1) << 16, bits)
+    assert taken.is_contiguous()
+    assert (subtract_upper_bits(taken, [taken], bits) == 0).all()
