@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from shared.errors import SymbiosisError
+from shared.interruption import Interrupted, interrupted
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = Path(__file__).parent / "corpus"
 PACKAGES = ("shared", "tenant_sdk", "provider", "security")
 # Readers check sizes before they allocate, so that a small input takes little. Half of it is for libraries.
 MEMORY = 1 << 30
-CALLS = 2_000_000  # of functions, for one input
+SECONDS = 30.0  # of a processor, for one input that takes milliseconds
 
 
 class Finding(Exception):
@@ -59,11 +57,11 @@ def parts_of(data: bytes, count: int) -> list[bytes]:
     return parts + [b""] * (count - len(parts))
 
 
-def check(target: Target, data: bytes, *, count_calls: bool = False) -> None:
+def check(target: Target, data: bytes, *, timed: bool = False) -> None:
     """Run a target.
 
     Args:
-        count_calls: have too many calls of functions be a finding. This takes time.
+        timed: have an input that takes ``SECONDS`` be a finding.
 
     Raises:
         Finding: see there.
@@ -72,10 +70,12 @@ def check(target: Target, data: bytes, *, count_calls: bool = False) -> None:
         _check_in_child(replace(target, in_child=False), data)
         return
     try:
-        with _few_calls() if count_calls else nullcontext():
+        with interrupted(SECONDS) if timed else nullcontext():
             target.run(data)
     except target.refusals:
         pass
+    except Interrupted:
+        raise Finding(f"takes more than {SECONDS:g} s of a processor") from None
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # panics of compiled libraries are no Exception
@@ -111,26 +111,6 @@ def place(error: BaseException) -> str:
             found = f"{path.relative_to(ROOT)}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found
-
-
-@contextmanager
-def _few_calls() -> Iterator[None]:
-    """Raise a Finding when ``CALLS`` functions have been called."""
-    left = CALLS
-
-    def called(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            sys.setprofile(None)
-            raise Finding(f"more than {CALLS:,} calls of functions")
-
-    before = sys.getprofile()
-    sys.setprofile(called)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
 
 
 @contextmanager
