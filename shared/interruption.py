@@ -45,8 +45,8 @@ def interrupted(seconds: float) -> Iterator[None]:
         over.set()
         watching.join()
         if raised:
-            # One that was asked for since comes now. Taking it back with NULL would have Python 3.11 look for it
-            # for ever, and hang under a debugger or a profiler.
+            # One that was asked for since comes now. Taken back with NULL, it would have Python 3.11 look for
+            # it for ever, and hang under a debugger or a profiler.
             with suppress(Interrupted):
                 time.sleep(0)
                 time.sleep(0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import time
 from contextlib import suppress
 
@@ -32,3 +34,20 @@ def test_nothing_comes_after_the_block() -> None:
 def test_what_waits_takes_no_time() -> None:
     with interrupted(60.0):
         time.sleep(0.01)
+
+
+TRACED = """
+import resource, sys
+from shared.interruption import Interrupted, interrupted
+resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+with interrupted(60.0):
+    pass
+sys.setprofile(lambda *_: None)
+print(len("done"))
+"""
+
+
+def test_a_profiler_works_afterwards() -> None:
+    """Python 3.11 would hang in its first instruction if an exception had been taken back."""
+    done = subprocess.run([sys.executable, "-c", TRACED], capture_output=True, text=True, timeout=800)
+    assert done.stdout == "4\n", done.stderr
