@@ -50,4 +50,4 @@ print(len("done"))
 def test_a_profiler_works_afterwards() -> None:
     """Python 3.11 would hang in its first instruction if an exception had been taken back."""
     done = subprocess.run([sys.executable, "-c", TRACED], capture_output=True, text=True, timeout=800)
-    assert done.stdout == "4\n", done.stderr
+    assert (done.returncode, done.stdout) == (0, "4\n"), done.stderr
