@@ -20,7 +20,7 @@ import torch
 from provider.engine.fairness import RowCosts
 from provider.engine.lanes import BatchResult, Lane, ProcessLane, Request, RowRange
 from provider.engine.latency import LatencyModel
-from provider.engine.loop import Loop, LoopTask
+from provider.engine.loop import Loop
 from provider.engine.profiling import shapes_of
 from provider.engine.scheduler import (
     Batch,
@@ -98,7 +98,6 @@ class Engine:
         row_costs: virtual tokens of rows.
         read_ahead: bring a group's weight nearer until told to stop; while there is nothing to do.
         on_batch: told rows, seconds and the multiplying thread's processor seconds of every product.
-        make_loop: of this engine, the loop whose thread it belongs to.
 
     Attributes:
         loop: whose thread this belongs to; sessions watch their descriptors there.
@@ -116,9 +115,8 @@ class Engine:
         read_ahead: Callable[[int, Callable[[], bool]], None] = lambda group, stop: None,
         on_batch: Callable[[int, float, float], None] = lambda rows, seconds, processor: None,
         clock: Callable[[], float] = time.perf_counter,
-        make_loop: Callable[[LoopTask], Loop] = Loop,
     ) -> None:
-        self.loop = make_loop(self)
+        self.loop = self._make_loop()
         self._lanes, self.policy, self._latency = list(lanes), policy, latency
         self._lane_of, self._row_costs, self._clock = lane_of, row_costs or RowCosts(), clock
         self._read_ahead, self._on_batch = read_ahead, on_batch
@@ -130,6 +128,10 @@ class Engine:
         self._next_group: int | None = None  # to read ahead
         for lane in self._lanes:
             lane.attach(self.loop, lambda: self.loop.call(_nothing))  # which decides anew
+
+    def _make_loop(self) -> Loop:
+        """What a simulation replaces."""
+        return Loop(self)
 
     @classmethod
     def of(

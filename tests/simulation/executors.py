@@ -182,6 +182,19 @@ class SimulatedLane(ProcessLane):
         """Nothing is to be ended."""
 
 
+class SimulatedEngine(Engine):
+    """An engine on the kernel's clock, with a loop of the kernel."""
+
+    def __init__(
+        self, kernel: Kernel, lane: SimulatedLane, policy: WatchedPolicy, latency: LatencyModel
+    ) -> None:
+        self._kernel = kernel
+        super().__init__([lane], policy, latency, clock=lambda: kernel.now)
+
+    def _make_loop(self) -> Loop:
+        return EventLoop(self, self._kernel)
+
+
 class WatchedPolicy:
     """A policy whose decisions are looked at; see ``invariants.Fairness``."""
 
@@ -263,9 +276,7 @@ class Executor:
         kernel, latency = self.kernel, LatencyModel(shapes_of(self.served.manifest.groups))
         policy = WatchedPolicy(Opportunistic(latency), self._watch())
         lane = SimulatedLane(kernel, self.served.products, self.health)
-        engine = Engine(
-            [lane], policy, latency, clock=lambda: kernel.now, make_loop=lambda task: EventLoop(task, kernel)
-        )
+        engine = SimulatedEngine(kernel, lane, policy, latency)
         self.service = Service(self.served, engine, metrics(), self.quotas())
         self.connections = Connections(metrics(), engine.loop, ConnectionLimits(of_tenant=8))
         self.connections._open = InOrder()  # type: ignore[assignment]
