@@ -24,7 +24,8 @@ from msgspec.structs import replace
 
 from shared.errors import ConfigurationError, peer_text
 from tenant_sdk.tuning.message_parts import REASONING
-from tenant_sdk.tuning.tables import csv_records, is_table, parquet_records
+from tenant_sdk.tuning.parquet import parquet_records
+from tenant_sdk.tuning.tables import csv_records, is_table
 
 _NAMES = (".jsonl", ".ndjson", ".json")
 # A record needs one of these.

@@ -60,7 +60,7 @@ def fuzz(target: Target, seconds: int, atheris: Any) -> dict[str, Any]:
             break
         done.unlink(missing_ok=True)
         search = Search(target, folder)
-        if atheris is None or target.in_child:
+        if atheris is None:
             work = partial(at_random, search, left, corpora)
         else:
             work = partial(guided, atheris, search, left, corpora)

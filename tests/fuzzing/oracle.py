@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from shared.errors import SymbiosisError
@@ -35,7 +34,6 @@ class Target:
         refusals: documented errors.
         words: what mutations put into an input.
         divided: the input has several parts with ``SEPARATOR`` in between.
-        in_child: each input is read in a process of its own, since a library ends the whole process.
     """
 
     name: str
@@ -45,7 +43,6 @@ class Target:
     refusals: tuple[type[BaseException], ...] = (SymbiosisError,)
     words: tuple[bytes, ...] = ()
     divided: bool = False
-    in_child: bool = False
 
 
 SEPARATOR = b"\0\xff\0"
@@ -66,9 +63,6 @@ def check(target: Target, data: bytes, *, timed: bool = False) -> None:
     Raises:
         Finding: see there.
     """
-    if target.in_child:
-        _check_in_child(replace(target, in_child=False), data)
-        return
     try:
         with interrupted(SECONDS) if timed else nullcontext():
             target.run(data)
@@ -80,26 +74,6 @@ def check(target: Target, data: bytes, *, timed: bool = False) -> None:
         raise
     except BaseException as error:  # panics of compiled libraries are no Exception
         raise Finding(f"{place(error)}: {type(error).__name__}: {str(error)[:200]}") from error
-
-
-def _check_in_child(target: Target, data: bytes) -> None:
-    pipe = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's last words
-        try:
-            check(target, data)
-            os._exit(0)
-        except Finding as finding:
-            os.write(pipe[1], str(finding).encode(errors="replace")[:1000])
-        finally:
-            os._exit(1)
-    os.close(pipe[1])
-    with open(pipe[0], "rb") as told:
-        said = told.read().decode(errors="replace")
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if status:
-        raise Finding(said or f"in a library: the process ended with {status}")
 
 
 def place(error: BaseException) -> str:
