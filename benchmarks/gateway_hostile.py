@@ -318,30 +318,30 @@ async def measure(hostile: Hostile, url: str, rounds: int, requests: int, words:
     """Seconds that the plain client's requests take, undisturbed and disturbed, for each kind."""
     found: Times = {}
     kinds: dict[str, tuple[Callable[[], Awaitable[None]], int]] = {
-        "large schemas, clients that leave": (hostile.schemas, 4),
-        "grammars that grow": (hostile.grammars, 2),
-        "tokenizing": (hostile.tokenizing, 4),
-        "absurd adapters": (hostile.adapter, 2),
-        "headers that do not end": (hostile.slow_headers, 1),
-        "bodies that do not end": (hostile.slow_bodies, 1),
-        "connections that say nothing": (hostile.many_connections, 1),
-        "log-probabilities": (hostile.log_probabilities, 2),
+        "large schemas, clients that disconnect early": (hostile.schemas, 4),
+        "grammars whose states grow with each token": (hostile.grammars, 2),
+        "large texts to `/tokenize` and `/detokenize`": (hostile.tokenizing, 4),
+        "adapters with absurd weights": (hostile.adapter, 2),
+        "headers without an end": (hostile.slow_headers, 1),
+        "bodies without an end": (hostile.slow_bodies, 1),
+        "connections without a request": (hostile.many_connections, 1),
+        "log-probabilities of prompts": (hostile.log_probabilities, 2),
         "bad requests": (hostile.bad_requests, 2),
         "long prompts": (hostile.long_prompts, 1),
         "many adapters": (hostile.many_adapters, 1),
-        "bodies of small values": (hostile.small_values, 2),
+        "bodies of millions of small values": (hostile.small_values, 2),
         "answers that are not read": (hostile.unread, 1),
-        "trailers": (hostile.trailers, 1),
-        "settings of each prompt": (hostile.settings, 2),
-        "figures": (hostile.figures, 4),
+        "chunked bodies with endless trailers": (hostile.trailers, 1),
+        "many settings (`logit_bias`) for each prompt": (hostile.settings, 2),
+        "metrics and lists, without a pause": (hostile.figures, 4),
         "long answers": (hostile.long_answers, 2),
-        "constraints that passed": (hostile.passed, 4),
-        "constraints, clients that leave": (hostile.left, 16),
+        "slow constraints that passed their trial": (hostile.passed, 4),
+        "slow constraints, clients that disconnect at once": (hostile.left, 16),
         "responses of many items": (hostile.items, 8),
-        "strict tools beside patterns": (hostile.strict, 4),
-        "padding of prompts": (hostile.padding, 4),
-        "prompts that are repeated": (hostile.repeated, 1),
-        "calls that are read": (hostile.calls, 8),
+        "strict tools beside a slow pattern": (hostile.strict, 4),
+        "`padding` in `chat_template_kwargs`": (hostile.padding, 4),
+        "`echo` in many answers that are not read": (hostile.repeated, 1),
+        "tool calls, required and in the text": (hostile.calls, 8),
     }
     async with openai.AsyncOpenAI(
         base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0, timeout=120
@@ -398,7 +398,7 @@ def main() -> None:
             measure(Hostile(url, adapter), url, options.rounds, options.requests, options.kinds)
         )
     table = Table(title=f"streams of {TOKENS} tokens, ms: p50, p99")
-    for column in ("hostile client", "undisturbed", "disturbed", "times, p50", "times, p99"):
+    for column in ("hostile client", "alone", "beside it", "ratio of medians", "ratio of 99th percentiles"):
         table.add_column(column)
     for kind, sides in found.items():
         quantiles = [[1e3 * quantile(side, share) for share in (0.5, 0.99)] for side in sides]
