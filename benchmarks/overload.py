@@ -55,7 +55,7 @@ from shared.wire.messages import ErrorInfo, Hello, decode, encode
 WIDTH = 512
 REQUEST_ROWS, QUOTA = 16, 64  # rows of a request, and of a tenant in flight
 TENANTS, TIMES = 6, 3
-AFTER_REFUSAL = 0.02  # seconds; the executor asks for more
+AFTER_REFUSAL = 0.003  # seconds; the executor asks for more
 IDLE, FULL, OVER = 0.15, 0.35, 0.5  # shares of a round
 SQUATTERS = 8  # of each of five kinds
 MOST_MEMORY, MOST_TIMES = 1.1, 3.0
@@ -166,26 +166,24 @@ async def squat(load: Load, kind: int, token: str) -> None:
         await asyncio.sleep(0.5)
 
 
-async def loaded(load: Load) -> Counter[str]:
-    """All tenants of a process, and those that squat."""
+async def loaded(load: Load, pipe: Connection) -> None:
+    """Run all tenants, and those that squat; tell the counts, and end this process with its connections."""
     counts: Counter[str] = Counter()
     until = time.monotonic() + load.seconds
-    tenants = [Tenant(load, token, counts).run(until) for token in load.tokens]
     kinds = range(5) if load.squat else ()
-    idle = [
+    squatters = [
         asyncio.create_task(squat(load, kind, load.tokens[at])) for kind in kinds for at in range(SQUATTERS)
     ]
-    await asyncio.gather(*tenants)
-    for task in idle:
-        task.cancel()
-    await asyncio.gather(*idle, return_exceptions=True)
-    return counts
+    await asyncio.gather(*(Tenant(load, token, counts).run(until) for token in load.tokens))
+    failed = [task for task in squatters if task.done()]
+    pipe.send(counts + Counter({f"a squatter failed: {task.exception()!r}": 1 for task in failed}))
+    os._exit(0)
 
 
 def run_load(load: Load, pipe: Connection) -> None:
     """Main of a process."""
     torch.set_num_threads(1)
-    pipe.send(asyncio.run(loaded(load)))
+    asyncio.run(loaded(load, pipe))
 
 
 def beside(load: Load, session: tenant_sdk.Session) -> tuple[list[float], Counter[str]]:
@@ -228,9 +226,11 @@ def rounds(running: Executor, count: int, seconds: float) -> list[str]:
             over, counts = beside(load, session)
             rates = done["answers"] / FULL / seconds, counts["answers"] / OVER / seconds
             rest = {kind: count for kind, count in counts.items() if kind != "answers"}
+            offered = counts.total() / OVER / seconds / rates[0]
             console.print(
                 f"round {number + 1}: {memory[-1]:.0f} MiB; p99 {p99(full):.1f} ms at full load "
-                f"({rates[0]:.0f} answers a second), {p99(over):.1f} ms in overload ({rates[1]:.0f}); {rest}"
+                f"({rates[0]:.0f} answers a second), {p99(over):.1f} ms in overload ({rates[1]:.0f}, "
+                f"{offered:.1f} times as many asked for); {rest}"
             )
             alone, within = alone + full, within + over
             all_counts += done + counts
