@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 GATEWAY := .venv-gateway
 CLIENTS := .venv-clients
 TOKENIZERS := $(VENV)/real-tokenizers
+SSLYZE := .venv-sslyze
 # Threads that spin while they wait slow down whatever shares the machine (docs/explanation/performance.md).
 export GOMP_SPINCOUNT ?= 1000
 # Tests start hundreds of processes, which would all compile the same modules.
@@ -71,6 +72,11 @@ $(CLIENTS)/.installed: requirements-clients.txt
 	@.ci/install $(CLIENTS) --no-deps -r requirements-clients.txt
 	@touch $@
 
+$(SSLYZE)/.installed:
+	@$(PYTHON) -m venv $(SSLYZE)
+	@.ci/install $(SSLYZE) 'sslyze>=6.3'
+	@touch $@
+
 demo: install $(if $(findstring --no-gateway,$(ARGS)),,gateway) ## fine-tune a chat model on private messages through an executor, compare, serve the adapter
 	@$(BIN)/python examples/demo.py $(ARGS)
 
@@ -117,7 +123,7 @@ bench: install ## measure split execution, the ring, transports, and many tenant
 	$(BIN)/python benchmarks/request_rate.py $(ARGS)
 	$(BIN)/python benchmarks/serving.py $(ARGS)
 
-harden: install ## simulation, fuzzing, kills and soak, with a report: an hour; ten minutes: ARGS=--short
+harden: install $(SSLYZE)/.installed ## simulation, fuzzing, kills, overload, soak, TLS; with a report: 75 minutes, or 15: ARGS=--short
 	$(BIN)/python benchmarks/harden.py $(ARGS)
 
 randomness: install ## test what a provider receives for randomness; half a GiB: ARGS="--mib 128"

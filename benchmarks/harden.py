@@ -1,7 +1,7 @@
-"""One programme of faults: simulation, fuzzing, kills, soak, and what else must survive; a table and a page.
+"""One programme of faults: simulation, fuzzing, kills, overload, soak and more; a table and a page.
 
-    make harden                 # about an hour
-    make harden ARGS=--short    # about ten minutes
+    make harden                 # 75 minutes
+    make harden ARGS=--short    # 15 minutes
 
 Each row is a program of its own, which exits with 0 if all of it held. This program runs one after the other,
 keeps their output in ``out/harden``, and writes ``report.html`` there. docs/explanation/reliability.md
@@ -80,6 +80,18 @@ ROWS = (
         "masked rows look random to the provider, and the controls do not",
         "benchmarks/mask_randomness.py --mib 4",
         "benchmarks/mask_randomness.py --mib 64",
+    ),
+    Row(
+        "overload",
+        "beside three times the work, others wait at most three times as long; refusals say why",
+        "benchmarks/overload.py --minutes 1 --rounds 3",
+        "benchmarks/overload.py --minutes 10",
+    ),
+    Row(
+        "TLS",
+        "an executor's TLS has Mozilla's modern profile, but for findings that are explained",
+        "benchmarks/tls.py --sslyze .venv-sslyze/bin/sslyze",
+        "benchmarks/tls.py --sslyze .venv-sslyze/bin/sslyze",
     ),
     Row(
         "soak",

@@ -243,7 +243,8 @@ def rounds(running: Executor, count: int, seconds: float) -> list[str]:
     console.print(
         f"p99 within the quota: {ratio:.2f} times that at full load; memory {grown:.2f} times that before "
         f"the second round; {all_counts['answers']:,} answers, "
-        f"{all_counts['refused: overloaded']:,} refusals; failed: {', '.join(failed) or 'nothing'}"
+        f"{all_counts['refused: overloaded']:,} refusals; failed: {', '.join(failed) or 'nothing'}",
+        soft_wrap=True,
     )
     return failed
 
