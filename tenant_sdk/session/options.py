@@ -38,7 +38,7 @@ EXECUTORS, TRUST, MASKS, VERIFICATION, CONNECTION = (
 )
 _FILE = Placeholder("FILE")
 WEAKER = Message(
-    "Weaker modes must be asked for: {} or {}; SECURITY.md says what they are worth",
+    "Weaker modes must be selected by name: {} or {}; SECURITY.md describes their limits",
     Argument("privacy", "noise-bank"),
     Argument("privacy", "plain"),
 )
