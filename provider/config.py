@@ -325,8 +325,8 @@ class ServeConfig:
         if self.dev and not self.numerics.startswith("ring"):
             raise ConfigurationError(
                 "{dev} is for one-time masks, which need integers: leave out {numerics}; to try these "
-                "numerics, serve without {dev}, with the files of `symbiosis-provider certs` and `token add`, "
-                "and give tenants --privacy plain",
+                "numerics, serve without {dev}, with the files of `symbiosis-provider certs` and `token "
+                "add`, and give tenants --privacy plain",
                 dev=True,
                 numerics=self.numerics,
             )
