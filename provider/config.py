@@ -207,7 +207,7 @@ class ServeConfig:
         str,
         Option(
             _SCHEDULING,
-            "Which requests share a product. opportunistic: all that have arrived. none: no requests. "
+            "Requests that share a product. opportunistic: all that have arrived. none: each is alone. "
             "lockstep: one request of each active tenant.",
             choices=("opportunistic", "none", "lockstep"),
         ),
