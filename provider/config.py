@@ -60,7 +60,9 @@ class ServeConfig:
             choices=(*FLOATS, "ring", "ring-fine"),
         ),
     ] = "ring"
-    serve_head: Annotated[bool, Option(_SERVED, "Also serve the output head.", negative=True)] = False
+    serve_head: Annotated[
+        bool, Option(_SERVED, "Also serve the output head. Default: tenants compute it.", negative=True)
+    ] = False
     device: Annotated[str, Option(_SERVED, "Where products run: cpu, cuda, cuda:1, ...")] = "cpu"
     threads: Annotated[
         int,
@@ -205,7 +207,7 @@ class ServeConfig:
         str,
         Option(
             _SCHEDULING,
-            "Which requests share a product. opportunistic: all that have arrived. none: no requests. "
+            "Requests that share a product. opportunistic: all that have arrived. none: each is alone. "
             "lockstep: one request of each active tenant.",
             choices=("opportunistic", "none", "lockstep"),
         ),
@@ -307,7 +309,7 @@ class ServeConfig:
             given = getattr(self, name)
             if self.dev and given is not None:
                 raise ConfigurationError(
-                    "{dev} makes what it needs in {dev_dir}: leave out {}",
+                    "{dev} makes certificates and tokens in {dev_dir}: leave out {}",
                     Argument(name, given),
                     dev=True,
                     dev_dir=self.dev_dir,
@@ -315,16 +317,16 @@ class ServeConfig:
             if not (self.dev or self.plan) and given is None and name != "client_ca":
                 raise ConfigurationError(
                     "{} is missing: see `symbiosis-provider certs` and `token add`; or try it all out on "
-                    "one machine with {dev}, which makes what it needs",
+                    "one machine with {dev}, which makes certificates and tokens",
                     Argument(name, Placeholder("PATH")),
                     dev=True,
                 )
         self._check_together()
         if self.dev and not self.numerics.startswith("ring"):
             raise ConfigurationError(
-                "{dev} is for one-time masks, which need integers: leave out {numerics}; to try that, "
-                "serve without {dev}, with what `symbiosis-provider certs` and `token add` make, and "
-                "give tenants --privacy plain",
+                "{dev} is for one-time masks, which need integers: leave out {numerics}; to try these "
+                "numerics, serve without {dev}, with the files of `symbiosis-provider certs` and `token "
+                "add`, and give tenants --privacy plain",
                 dev=True,
                 numerics=self.numerics,
             )

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 TENANT = "dev"
 ONE_OPERATOR = (
-    "Provider and mask source are one operator here, you: masks hide nothing from whoever runs both."
+    "Here you run both the provider and the mask source, so the masks hide nothing from their operator."
 )
 _FIRST_LINE = "# Made by `symbiosis-provider serve --dev`, and made anew by the next one."
 _PROFILE = """{first}

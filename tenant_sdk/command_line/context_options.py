@@ -110,7 +110,7 @@ class ContextOptions:
         float,
         Option(
             _CONTEXT,
-            "Memory for keys and values, if {kv} is disk.",
+            "If {kv} is disk: memory for keys and values, in addition to those of two layers.",
             least=0,
             unit="GIB",
         ),
@@ -119,7 +119,7 @@ class ContextOptions:
         Path | None,
         Option(
             _CONTEXT,
-            "Folder for the encrypted file, if {kv} is disk. Default: TMPDIR, else /var/tmp.",
+            "If {kv} is disk: folder for the encrypted file. Default: TMPDIR, else /var/tmp.",
             unit="FOLDER",
         ),
     ] = None

@@ -135,10 +135,12 @@ def _together(
         try:
             if url.startswith(LOCAL):
                 trusted_checkpoint(url.removeprefix(LOCAL), manifest)
-                yield CheckResult("weights", True, f"{url} holds what the provider claims to serve")
+                yield CheckResult("weights", True, f"{url} has the weights that the provider claims to serve")
             elif url in comparison.manifests:  # else its own results say why
                 check_agreement(url, comparison.manifests[url], manifest)
-                yield CheckResult("weights", True, f"{url} lists what the provider lists")
+                yield CheckResult(
+                    "weights", True, f"{url} lists the same files and parameters as the provider"
+                )
         except ConfigurationError as error:
             yield CheckResult(
                 "weights", False, error.told, "use mask sources of the provider's very checkpoint"

@@ -142,10 +142,10 @@ def fingerprint(
 def doctor(
     executors: options.SessionOptions,
     wait: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait in all until executors listen.")
+        float, typer.Option(min=0, metavar="SECONDS", help="Maximum time to wait until all executors listen.")
     ] = 30.0,
 ) -> None:
-    """Check executors step by step; at the first failure, say what is wrong and what to do."""
+    """Check executors step by step. At the first failure, print the fault and a remedy."""
     targets, rules = executors.targets(wait)
     urls = escape(" and ".join(target.party for target in targets))
     STATUS.print(f"examining {urls} (loading torch takes some seconds)")
@@ -178,7 +178,7 @@ def trust(
         Path, typer.Argument(help="symbiosis.toml, or the settings file of a tracker. Read it first.")
     ],
 ) -> None:
-    """Let commands use this file if it is in the folder where they run, until it changes."""
+    """Approve a file. Commands that run in its folder then use it, until it changes."""
     RESULTS.print(f"{escape(str(approve(file)))} is used by commands that find it, until it changes")
 
 

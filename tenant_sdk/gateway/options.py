@@ -139,9 +139,9 @@ class GatewayOptions:
         bool,
         Option(
             _MODEL,
-            "Keep keys and values of prompts, and use them for prompts that begin in the same way. The "
-            "number of rows then shows the provider that a beginning is known; a shorter wait shows it to "
-            "other clients.",
+            "Keep keys and values of prompts, and use them for prompts that begin in the same way. Then the "
+            "provider learns from the number of rows that a beginning is known, and other clients learn "
+            "it from a shorter wait.",
         ),
     ] = False
     speculate: Annotated[

@@ -38,7 +38,7 @@ EXECUTORS, TRUST, MASKS, VERIFICATION, CONNECTION = (
 )
 _FILE = Placeholder("FILE")
 WEAKER = Message(
-    "Weaker modes must be asked for: {} or {}; SECURITY.md says what they are worth",
+    "Weaker modes must be selected by name: {} or {}; SECURITY.md describes their limits",
     Argument("privacy", "noise-bank"),
     Argument("privacy", "plain"),
 )
@@ -228,7 +228,7 @@ class SessionConfig:
         str | None,
         Option(
             VERIFICATION,
-            "Which answers to check for wrong products: always (all), sampled or off (none). Checks need "
+            "Answers that are checked for wrong products: always (all), sampled or off (none). Checks need "
             "ring numerics. Default: always with one-time masks or {fingerprints}, else off.",
             choices=VERIFY_MODES,
             unit="WHEN",
@@ -281,7 +281,7 @@ class SessionConfig:
         str,
         Option(
             CONNECTION,
-            "How many bits of each number in an answer are sent, with ring numerics. exact: all bits. half: "
+            "Bits of each number in an answer that are sent, with ring numerics. exact: all bits. half: "
             "the upper 16 of 32 bits, which halves the bytes of answers and effects; with ring-fine, the "
             "upper 24 bits, which saves a quarter of these bytes. Masks round half answers at random and "
             "without bias, so two runs differ. Checks then bound errors instead of excluding them "

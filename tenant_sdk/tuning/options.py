@@ -55,7 +55,7 @@ class TrainingOptions(ReadingOptions):
             _DATA,
             "Training data: plain text, JSONL, CSV with a header, or Parquet. A record has `text`, or "
             "`prompt` and `completion`, or `messages`, or ShareGPT's or Alpaca's keys. `symbiosis-tenant "
-            "data` shows which tokens are learned (count in the loss).",
+            "data` shows the learned tokens, which count in the loss.",
             unit="FILE",
             single="data",
         ),
@@ -66,8 +66,8 @@ class TrainingOptions(ReadingOptions):
         Sequence[Path],
         Option(
             _DATA,
-            "Data that is not learned: the loss on it is measured before, during and after the training, and "
-            "some of its prompts are answered at the end.",
+            "Data that is not learned. The loss on it is measured before, during and after the training. At "
+            "the end, the base model and the adapter answer some of its prompts.",
             unit="FILE",
             single="held_out",
         ),
@@ -121,7 +121,7 @@ class TrainingOptions(ReadingOptions):
         Option(
             _TRAINING,
             "Learning rate. The default depends on the method and on the model's width: 0.001 for lora up to "
-            "a width of 800, less for wider models.",
+            "a width of 824, less for wider models.",
             least=0,
             above=True,
             unit="RATE",

@@ -113,8 +113,8 @@ def test_doctor_examines_mask_sources_too(
     assert "✗ authorities  give the mask source's own authority" in doctor_says(1, *where, *source)
     said = doctor_says(0, *where, *source, "--allow-same", "all")
     assert said.count("✓ download") == 2
-    assert f"{other} lists what the provider lists" in said
-    assert f"local:{checkpoint('llama')} holds what the provider claims" in said
+    assert f"{other} lists the same files and parameters as the provider" in said
+    assert f"local:{checkpoint('llama')} has the weights that the provider claims" in said
     assert "✓ operators    " in said
     assert "have the same address, certificate key, machine: allowed by --allow-same;" in said
 

@@ -57,7 +57,7 @@ def ends(pid: int, seconds: float = 800.0) -> bool:
 
 def test_what_it_prints_can_be_typed(tmp_path: Path) -> None:
     with development(tmp_path, "--numerics", RING) as running:
-        assert "masks hide nothing from whoever runs both" in running.printed
+        assert "the masks hide nothing from their operator" in running.printed
         for party in ("provider", "masks"):
             kept = tmp_path / "symbiosis-dev" / party / "token"
             assert kept.stat().st_mode & 0o777 == 0o600
@@ -69,7 +69,7 @@ def test_what_it_prints_can_be_typed(tmp_path: Path) -> None:
             words = [{"120": "2"}.get(word, word) for word in words]  # steps
             words += SHORT[words[0]]
             said.append(ok(start("tenant_sdk.command_line.main", *words, cwd=tmp_path)))
-        assert "lists what the provider lists" in said[0][0]
+        assert "lists the same files and parameters as the provider" in said[0][0]
         assert "adapter: symbiosis-dev/adapter" in said[1][0]
         assert "4 tokens in" in said[2][1]
         source = source_of(tmp_path)

@@ -67,7 +67,11 @@ def test_the_choices_are_those_that_there_are() -> None:
         ("tenant_requests", math.inf, "tenant_requests=inf"),
         ("tls_dir", None, "tls_dir=PATH is missing"),
         ("token_file", None, "or try it all out on one machine with dev=True"),
-        ("dev", True, "dev=True makes what it needs in dev_dir='symbiosis-dev': leave out tls_dir='t'"),
+        (
+            "dev",
+            True,
+            "dev=True makes certificates and tokens in dev_dir='symbiosis-dev': leave out tls_dir='t'",
+        ),
         ("decode_objective_ms", 0.5, "decode_objective_ms=0.5 must be at least 1"),
     ],
 )
