@@ -19,7 +19,7 @@ from rich.markup import escape
 from shared.errors import Message, SymbiosisError
 from tenant_sdk.command_line import options
 from tenant_sdk.command_line.context_options import AnswerOptions, ContextOptions, PromptOptions
-from tenant_sdk.command_line.output import STATUS, loading, print_stats, say_connecting, shown
+from tenant_sdk.command_line.output import STATUS, loading, print_stats, say_connecting, say_kept, shown
 from tenant_sdk.session.options import SessionConfig
 from tenant_sdk.tuning.options import ModelOptions
 from tenant_sdk.tuning.sampling import Sampling
@@ -68,6 +68,7 @@ def _ready(
     if own.tokenizer is None and given.adapter is not None and tokenizer_in(given.adapter):
         STATUS.print(escape(shown(not_used(given.adapter))))
     with open_session(config) as session:
+        say_kept(session)
         model, tokenizer = load(session, own.tokenizer, own.model, bars=STATUS.is_terminal)
         if given.adapter is not None:
             model = load_adapter(model, given.adapter, session, allow_other_base=given.allow_other_base)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -61,7 +62,7 @@ def data(
     if config is None:
         info = tokenizer_info_in(tokenizer or Path())
     else:
-        with open_session(config) as session:
+        with open_session(replace(config, keep_gib=0.0)) as session:
             info = tokenizer_info_of(session)
     length, whole = reading.sequence_length, reading.train_on_prompt
     reader = Reader(info.tokenizer, length, whole, ends=info.ends, embeddings=info.embeddings)

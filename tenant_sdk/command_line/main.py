@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -32,9 +33,11 @@ from tenant_sdk.command_line.output import (
     print_notes,
     print_stats,
     say_connecting,
+    say_kept,
     shown,
 )
 from tenant_sdk.command_line.training import ShownTraining, print_report
+from tenant_sdk.session.options import TRAINING
 from tenant_sdk.session.profiles import approve
 from tenant_sdk.tuning.options import ModelOptions, TrainingOptions
 
@@ -62,6 +65,7 @@ def finetune(training: TrainingOptions, own: ModelOptions, connection: options.S
 
     TrainingCheckpoints(check_new_folder(training.output), {}).check(resume=training.resume)
     config = connection.session()
+    config = replace(config, keep_for=config.keep_for or TRAINING)
     check_data([*training.data, *training.held_out])
     talks, system = spoken_to(training.data)  # the files may be others when the training ends
     with loading():
@@ -77,6 +81,7 @@ def finetune(training: TrainingOptions, own: ModelOptions, connection: options.S
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", f"{training.output}.runs")
     say_connecting(config)
     with interruption_told(), open_session(config) as session, ShownTraining() as shows:
+        say_kept(session)
         adapted, tokenizer = load(session, own.tokenizer, own.model, training.base, bars=STATUS.is_terminal)
         told = Told(
             lambda line: STATUS.print(escape(shown(line))),

@@ -57,6 +57,12 @@ def say_connecting(config: SessionConfig) -> None:
     STATUS.print(f"connecting to {escape(party_name(config.provider))}{escape(others)}")
 
 
+def say_kept(session: Session) -> None:
+    """Say which layers the session keeps here, if it has a budget for them."""
+    if session.kept is not None:
+        STATUS.print(escape(str(session.kept)))
+
+
 @contextmanager
 def interruption_told() -> Iterator[None]:
     """Around all that draws on the terminal: what was interrupted is told below it.

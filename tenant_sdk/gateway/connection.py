@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from tenant_sdk.trust.operators import SYSTEM
 if TYPE_CHECKING:
     from tenant_sdk.session.session import Session
 
+log = logging.getLogger(__name__)
 _session: Session | None = None
 _SECRET = "secret"  # noqa: S105 - the key of a reference to one
 
@@ -86,6 +88,8 @@ def open_here(options: Mapping[str, Any]) -> Session:
         from tenant_sdk.session.opening import open_session
 
         _session = open_session(dataclasses.replace(read(options), fill_masks=True))
+        if _session.kept is not None:
+            log.warning("%s", _session.kept)
     return _session
 
 

@@ -164,7 +164,7 @@ def _prepare(
     from tenant_sdk.gateway import endpoints
     from tenant_sdk.session.opening import open_session
 
-    with open_session(dataclasses.replace(config, experts="local")) as session:
+    with open_session(dataclasses.replace(config, experts="local", keep_gib=0.0)) as session:
         say("downloading what this side holds: embeddings, norms, the head, and experts if there are any")
         tokenizer = write_folder(session, written(config), folder, options.dtype)
         longest = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from shared.spinning import stop_spinning
 from shared.wire.header import EXACT, RINGS, half_bits
 from shared.wire.messages import Manifest
 from shared.wire.protocol import GroupShape
+from shared.wire.traffic import token_bytes
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.connection.urls import LOCAL, is_local, party_name
@@ -29,6 +31,7 @@ from tenant_sdk.products.products import PlainProducts, Products, padded
 from tenant_sdk.products.ring_products import RingProducts
 from tenant_sdk.products.verification import Fingerprints, IntegerProduct, LiveFingerprints
 from tenant_sdk.products.verifier import Verifier
+from tenant_sdk.session.keeping import keep_groups
 from tenant_sdk.session.options import WEAKER, SessionConfig
 from tenant_sdk.session.parties import ReplicatedExecutor
 from tenant_sdk.session.profiles import takes_options
@@ -82,14 +85,25 @@ def open_session(config: SessionConfig) -> Session:
             stored.fit(manifest)
         elif stored is not None:
             stored.attest(manifest)  # its products are not checked, but all that is downloaded is
-        products = _products(config, remotes, sources, stored)
+        products, kept = _products(config, remotes, sources, stored), None
+        answer_bits = half_bits(manifest.numerics) if config.answers == "half" else EXACT
+        remote_sources = len(remotes) - 1 if config.privacy == "one-time" else 0
+        if config.keep_gib:
+            count = functools.partial(
+                token_bytes,
+                itemsize=provider.wire_dtype.itemsize,
+                answer_bits=answer_bits,
+                sources=remote_sources,
+            )
+            products, kept = keep_groups(config, products, provider, count)
         session = Session(
             provider,
             products,
             config.privacy,
             config.where_experts,
-            answer_bits=half_bits(manifest.numerics) if config.answers == "half" else EXACT,
-            remote_sources=len(remotes) - 1 if config.privacy == "one-time" else 0,
+            answer_bits=answer_bits,
+            remote_sources=remote_sources,
+            kept=kept,
         )
         opened.pop_all()
         return session

@@ -29,12 +29,15 @@ VERIFY_MODES = ("always", "sampled", "off")
 ANSWERS = ("exact", "half", "auto")
 WIRE_DTYPES = ("float32", "bfloat16")
 EXPERTS = ("local", "padded", "routed")
-EXECUTORS, TRUST, MASKS, VERIFICATION, CONNECTION = (
+GENERATION, TRAINING = "generation", "training"
+KEEP_DTYPES = ("float32", "bfloat16")
+EXECUTORS, TRUST, MASKS, VERIFICATION, CONNECTION, KEPT = (
     "Executors",
     "Trust",
     "Masks",
     "Verification",
     "Connection",
+    "Kept layers",
 )
 _FILE = Placeholder("FILE")
 WEAKER = Message(
@@ -323,6 +326,39 @@ class SessionConfig:
             unit="SECONDS",
         ),
     ] = 600.0
+    keep_gib: Annotated[
+        float,
+        Option(
+            KEPT,
+            "GiB of memory for weights of frozen layers that this machine multiplies with itself. The "
+            "session measures requests and its own products when it opens, keeps the layers that save most "
+            "time, and downloads their weights through the executor. 0: keep none "
+            "(docs/how-to/distance.md).",
+            least=0,
+            unit="GIB",
+        ),
+    ] = 0.0
+    keep_dtype: Annotated[
+        str,
+        Option(
+            KEPT,
+            "Element type of kept weights and their products. bfloat16 takes half the memory and is less "
+            "exact; processors without instructions for it are slow.",
+            choices=KEEP_DTYPES,
+            unit="NAME",
+        ),
+    ] = "float32"
+    keep_for: Annotated[
+        str,
+        Option(
+            KEPT,
+            "The work for which kept layers are chosen: generation, where each request costs a round trip, "
+            "or training, where bytes count. Default: training for symbiosis-tenant finetune, otherwise "
+            "generation.",
+            choices=("", GENERATION, TRAINING),
+            unit="WORK",
+        ),
+    ] = ""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""

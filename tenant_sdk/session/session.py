@@ -27,6 +27,7 @@ from tenant_sdk.model.naming import base_of_peer, find_base, name_model
 from tenant_sdk.model.virtual import Group
 from tenant_sdk.products.products import Products
 from tenant_sdk.sequences.contexts import LongContext, prefill
+from tenant_sdk.session.keeping import Kept
 
 
 class Session:
@@ -38,6 +39,7 @@ class Session:
         groups: the manifest's, as layers ask for their products.
         privacy: the privacy mode.
         experts: where experts are multiplied: ``local``, ``padded`` or ``routed``, see ``connect``.
+        kept: the groups whose products are computed here, if ``keep_gib`` was given.
     """
 
     def __init__(
@@ -49,8 +51,9 @@ class Session:
         *,
         answer_bits: int = EXACT,
         remote_sources: int = 0,
+        kept: Kept | None = None,
     ) -> None:
-        self._answer_bits, self._remote_sources = answer_bits, remote_sources
+        self._answer_bits, self._remote_sources, self.kept = answer_bits, remote_sources, kept
         self.executor, self.products, self.privacy, self._fork_guard = (
             executor,
             products,
@@ -75,14 +78,18 @@ class Session:
         )
 
     def token_bytes(self, *, training: bool = False) -> TokenBytes:
-        """Bytes of payloads that one token takes, from the shapes of the served layers, without experts.
+        """Bytes of payloads that one token takes, by the shapes of groups that it asks for, without experts.
 
         Args:
             training: forward and backward through all layers; default: forward, as in decoding.
         """
         directions = (Direction.FORWARD, Direction.BACKWARD) if training else (Direction.FORWARD,)
-        groups = self.manifest.groups
-        passed = [at for at, group in enumerate(groups) if not group.head and group.members[0].expert is None]
+        kept = self.kept.groups if self.kept else ()
+        passed = [
+            at
+            for at, group in enumerate(self.manifest.groups)
+            if not group.head and group.members[0].expert is None and at not in kept
+        ]
         return token_bytes(
             [self.executor.shapes[at] for at in passed],
             directions,

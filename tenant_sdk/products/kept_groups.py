@@ -1,0 +1,137 @@
+"""Groups whose weights the tenant keeps: which ones within a budget of memory, and their products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.functional import linear
+
+from shared.errors import ModelMismatch
+from shared.wire.header import Direction, RequestClass, member_indices
+from shared.wire.messages import GroupInfo
+from tenant_sdk.connection.remote import PendingProduct
+from tenant_sdk.products.products import Products
+
+ROWS_BYTES = 1 << 22  # of unit rows, or of their products, when a weight is asked for
+_UNITS = 1 << 14  # into which a budget is divided
+
+
+class KeptGroup(NamedTuple):
+    """A group that could be kept.
+
+    Attributes:
+        size: bytes of its weights.
+        saving: seconds of a token that keeping it saves; may be negative.
+    """
+
+    size: int
+    saving: float
+
+
+def choose_groups(groups: Sequence[KeptGroup], budget: int) -> list[int]:
+    """Which groups save most seconds within a budget: a knapsack problem, by dynamic programming.
+
+    Sizes are rounded up to a 16,384th of the budget, so the result fits, and is the best but for that.
+
+    Args:
+        groups: all that may be kept.
+        budget: bytes.
+
+    Returns:
+        Their places, ascending. Of equal groups the first are taken.
+    """
+    unit = -(-budget // _UNITS)
+    if unit <= 0:
+        return []
+    capacity = budget // unit
+    best = np.zeros(capacity + 1)  # seconds saved within so many units
+    taken = np.zeros((len(groups), capacity + 1), dtype=bool)
+    for at in reversed(range(len(groups))):
+        units = -(-groups[at].size // unit)
+        if groups[at].saving <= 0 or units > capacity:
+            continue
+        with_it = best[: capacity + 1 - units] + groups[at].saving
+        # As good is better: this group comes before those that were looked at.
+        taken[at, units:] = with_it >= best[units:] - 1e-15
+        best[units:] = np.maximum(best[units:], with_it)
+    chosen, left = [], capacity
+    for at, group in enumerate(groups):
+        if taken[at, left]:
+            chosen.append(at)
+            left -= -(-group.size // unit)
+    return chosen
+
+
+def group_weights(
+    product: Callable[[int, list[torch.Tensor]], list[torch.Tensor]],
+    info: GroupInfo,
+    member: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """A member's weight as the executor multiplies with it: its products with unit rows.
+
+    Args:
+        product: forward, of a bit mask of the group's members and rows float32 [T, D].
+
+    Returns:
+        W transposed, [D, O], in ``dtype``.
+
+    Raises:
+        ModelMismatch: the executor's numbers are not finite.
+    """
+    inputs, outputs = info.inputs, info.members[member].outputs
+    weight = torch.empty((inputs, outputs), dtype=dtype)
+    rows = max(1, ROWS_BYTES // (4 * max(inputs, outputs)))
+    for at in range(0, inputs, rows):
+        unit = torch.zeros((min(rows, inputs - at), inputs))
+        unit.diagonal(at).fill_(1.0)
+        (weight[at : at + len(unit)],) = product(1 << member, [unit])
+    if not weight.isfinite().all():
+        raise ModelMismatch(f"the executor's weight of {info.members[member].name} has no finite numbers")
+    return weight
+
+
+class KeptProducts:
+    """Another mode, without requests for some groups, whose weights are here.
+
+    Args:
+        inner: what asks for the products of all other groups.
+        weights: by group, of each member [O, D], all of one dtype, in which products are computed.
+    """
+
+    def __init__(self, inner: Products, weights: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        self._inner, self._weights = inner, weights
+
+    def submit(
+        self,
+        group: int,
+        direction: Direction,
+        members: int,
+        rows: list[torch.Tensor],
+        request_class: RequestClass = RequestClass.UNDECLARED,
+    ) -> PendingProduct:
+        """See Products."""
+        weights = self._weights.get(group)
+        if weights is None:
+            return self._inner.submit(group, direction, members, rows, request_class)
+        used = [weights[member] for member in member_indices(members)]
+        with torch.no_grad():
+            blocks = [block.to(used[0].dtype) for block in rows]
+            if direction == Direction.FORWARD:
+                results = [linear(blocks[0], weight).float() for weight in used]
+            else:
+                parts = [(block @ weight).float() for block, weight in zip(blocks, used, strict=True)]
+                results = [sum(parts[1:], parts[0])]
+        return PendingProduct(lambda: results)
+
+    @property
+    def rows_ahead(self) -> int:
+        """See Products."""
+        return self._inner.rows_ahead
+
+    def close(self) -> None:
+        """See Products."""
+        self._inner.close()

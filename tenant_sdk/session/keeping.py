@@ -1,0 +1,165 @@
+"""Which groups a session keeps here: measured, chosen, and their weights asked for."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from shared.wire.header import DTYPE_NAMES, Direction, RequestClass
+from shared.wire.messages import GroupInfo
+from shared.wire.protocol import GroupShape
+from shared.wire.traffic import TokenBytes
+from tenant_sdk.connection.remote import RemoteExecutor
+from tenant_sdk.products.kept_groups import KeptGroup, KeptProducts, choose_groups, group_weights
+from tenant_sdk.products.products import Products
+from tenant_sdk.session.options import TRAINING, SessionConfig
+
+TRAINING_ROWS = 256  # of a request that is measured for training
+TRIES = 7  # of which the fastest counts
+COLD_BYTES = 64 << 20  # of weights that are multiplied in turn, so that none lies in a processor's cache
+
+Shape = tuple[int, ...]  # inputs, and outputs of each member
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a session keeps here, and what that saves by what was measured.
+
+    Attributes:
+        groups: that are kept.
+        size: bytes of their weights.
+        requests: of a pass, forward and, in training, backward: with kept groups, and without.
+        bytes: of a token: with kept groups, and without.
+        seconds: of a token in the frozen layers: with kept groups, and without.
+        layers: names of kept layers, such as ``o_proj``, and how many groups have them.
+    """
+
+    groups: frozenset[int]
+    size: int
+    requests: tuple[int, int]
+    bytes: tuple[TokenBytes, TokenBytes]
+    seconds: tuple[float, float]
+    layers: Counter[str]
+
+    def __str__(self) -> str:
+        """In a sentence."""
+        if not self.groups:
+            return "keeps no layers here: none fits into the budget and saves time"
+        layers = ", ".join(f"{count} times {name}" for name, count in self.layers.items())
+        share = sum(self.bytes[0]) / sum(self.bytes[1])
+        return (
+            f"keeps {self.size / 2**30:.2f} GiB of weights here ({layers}): {self.requests[0]} requests "
+            f"a pass in place of {self.requests[1]}, and {share:.0%} of the bytes; by estimate, a token "
+            f"takes {1e3 * self.seconds[0]:.3g} ms in frozen layers in place of {1e3 * self.seconds[1]:.3g}"
+        )
+
+
+def keep_groups(
+    config: SessionConfig,
+    products: Products,
+    executor: RemoteExecutor,
+    token_bytes: Callable[[list[GroupShape], tuple[Direction, ...]], TokenBytes],
+) -> tuple[Products, Kept]:
+    """Measure groups, choose some within the budget, and ask for their weights.
+
+    Experts are not kept, since a token passes few of them; nor is the output head, which tenants have anyway.
+
+    Args:
+        products: of all groups.
+        executor: that serves them.
+        token_bytes: of one token that passes groups of these shapes in these directions.
+
+    Returns:
+        Products that ask for the other groups alone; and the choice.
+
+    Raises:
+        SymbiosisError: the executor, a mask source, or a wrong answer.
+    """
+    training, dtype = config.keep_for == TRAINING, DTYPE_NAMES[config.keep_dtype]
+    infos = {
+        at: info
+        for at, info in enumerate(executor.manifest.groups)
+        if not info.head and info.members[0].expert is None
+    }
+    measured = _measured(products, infos, dtype, training=training)
+    sizes = {at: info.inputs * sum(_shape(info)[1:]) * dtype.itemsize for at, info in infos.items()}
+    there, here = ({at: measured[_shape(info)][side] for at, info in infos.items()} for side in (0, 1))
+    places = list(infos)
+    candidates = [KeptGroup(sizes[at], there[at] - here[at]) for at in places]
+    chosen = [places[at] for at in choose_groups(candidates, int(config.keep_gib * 2**30))]
+    left = [at for at in places if at not in chosen]
+    directions = (Direction.FORWARD, Direction.BACKWARD) if training else (Direction.FORWARD,)
+    passed = [executor.shapes[at] for at in left], [executor.shapes[at] for at in places]
+    return KeptProducts(products, _weights(products, {at: infos[at] for at in chosen}, dtype)), Kept(
+        frozenset(chosen),
+        sum(sizes[at] for at in chosen),
+        (len(directions) * len(left), len(directions) * len(places)),
+        (token_bytes(passed[0], directions), token_bytes(passed[1], directions)),
+        (sum(there[at] for at in left) + sum(here[at] for at in chosen), sum(there.values())),
+        Counter("+".join(member.name.rpartition(".")[2] for member in infos[at].members) for at in chosen),
+    )
+
+
+def _shape(info: GroupInfo) -> Shape:
+    return (info.inputs, *(member.outputs for member in info.members))
+
+
+def _measured(
+    products: Products, infos: Mapping[int, GroupInfo], dtype: torch.dtype, *, training: bool
+) -> dict[Shape, tuple[float, float]]:
+    """Seconds of a token in groups of each shape, there and here."""
+    found: dict[Shape, tuple[float, float]] = {}
+    for at, info in infos.items():
+        inputs, *outputs = shape = _shape(info)
+        if shape in found:
+            continue
+        weights = [torch.full((width, inputs), 0.01, dtype=dtype) for width in outputs]
+        copies = max(1, COLD_BYTES // (inputs * sum(outputs) * dtype.itemsize))
+        cold = {copy: [weight.clone() for weight in weights] for copy in range(copies)}
+        found[shape] = (
+            _fastest(products, [at], shape, training=training),
+            _fastest(KeptProducts(products, cold), cold, shape, training=training),
+        )
+    return found
+
+
+def _fastest(products: Products, groups: Iterable[int], shape: Shape, *, training: bool) -> float:
+    """Seconds of a token: of one row forward, or of many forward and backward.
+
+    Args:
+        groups: of this shape, which are asked for in turn.
+    """
+    request_class = RequestClass.FINETUNING if training else RequestClass.DECODE
+    count, members = TRAINING_ROWS if training else 1, (1 << len(shape) - 1) - 1
+    forward = [torch.randn(count, shape[0])]
+    backward = [torch.randn(count, width) for width in shape[1:]]
+    taken = []
+    for group in itertools.islice(itertools.cycle(groups), TRIES):
+        began = time.perf_counter()
+        products.submit(group, Direction.FORWARD, members, forward, request_class).result()
+        if training:
+            products.submit(group, Direction.BACKWARD, members, backward, request_class).result()
+        taken.append(time.perf_counter() - began)
+    return min(taken) / count
+
+
+def _weights(
+    products: Products, infos: Mapping[int, GroupInfo], dtype: torch.dtype
+) -> dict[int, list[torch.Tensor]]:
+    """Of each group and member, [O, D]."""
+    weights = dict[int, list[torch.Tensor]]()
+    for at, info in tqdm(infos.items(), "asking for kept weights", unit="group", disable=None):
+
+        def product(members: int, rows: list[torch.Tensor], at: int = at) -> list[torch.Tensor]:
+            return products.submit(at, Direction.FORWARD, members, rows, RequestClass.FINETUNING).result()
+
+        weights[at] = [
+            group_weights(product, info, member, dtype).T.contiguous() for member in range(len(info.members))
+        ]
+    return weights

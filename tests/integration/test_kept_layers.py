@@ -1,0 +1,107 @@
+"""Sessions that keep layers within a budget: numbers, gradients, and which groups are asked for.
+
+Kept weights are products with unit rows, so errors are those of the ring (docs/explanation/numerics.md): some
+1e-4 of a layer, relative L2. bfloat16 has eight bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import RING, Executor, relative_error
+from parity import load_local
+from peft import LoraConfig, get_peft_model
+from ring_sessions import one_time
+
+from shared.wire.header import Direction
+from tenant_sdk.session import keeping
+
+pytest_plugins = ("ring_fixtures",)
+
+TOKENS = torch.arange(24).reshape(2, 12)
+ALL, SOME = 1.0, 100_000 / 2**30  # GiB; two blocks of four groups take 200 KB
+
+
+@pytest.fixture
+def alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group saves as much, whatever this machine is busy with."""
+
+    def measured(_: Any, infos: Any, *__: Any, **___: Any) -> Any:
+        return {keeping._shape(info): (2.0, 1.0) for info in infos.values()}
+
+    monkeypatch.setattr(keeping, "_measured", measured)
+
+
+@pytest.fixture(scope="module")
+def pair(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> tuple[Executor, Executor]:
+    return serve(checkpoint("llama"), numerics=RING), serve(checkpoint("llama"), numerics=RING)
+
+
+@pytest.mark.usefixtures("alike")
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("budget", [ALL, SOME])
+def test_logits_and_gradients_are_those_of_a_local_model(
+    budget: float, dtype: str, tolerance: float, pair: tuple[Executor, Executor], checkpoint: Any
+) -> None:
+    models = [load_local(checkpoint("llama"))]
+    with one_time(*pair, keep_gib=budget, keep_dtype=dtype) as session:
+        assert session.stats.verified_rows > 0  # weights are answers like others
+        models.append(session.load_model(progress=False))
+        results = []
+        for model in models:
+            torch.manual_seed(0)
+            adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "down_proj"]))
+            output = adapted(TOKENS, labels=TOKENS)
+            output.loss.backward()
+            gradients = [p.grad.flatten() for p in adapted.parameters() if p.requires_grad]
+            results.append((output.logits.detach(), torch.cat(gradients)))
+    (logits, gradient), (got, got_gradient) = results
+    assert relative_error(got, logits) < tolerance
+    assert relative_error(got_gradient, gradient) < 2 * tolerance
+
+
+@pytest.mark.usefixtures("alike")
+def test_only_the_other_groups_are_asked_for(pair: tuple[Executor, Executor]) -> None:
+    with one_time(*pair, keep_gib=SOME) as session:
+        model, kept = session.load_model(progress=False), session.kept
+        assert kept is not None
+        assert 0 < len(kept.groups) < len(session.groups)
+        assert kept.size <= SOME * 2**30
+        with torch.no_grad():
+            model(TOKENS)  # which also asks for fingerprints
+            requests = session.stats.requests
+            model(TOKENS)
+        assert session.stats.requests - requests == kept.requests[0]
+        assert kept.requests == (kept.requests[1] - len(kept.groups), len(session.groups))
+        assert session.token_bytes() == kept.bytes[0]
+        assert sum(kept.bytes[0]) < sum(kept.bytes[1])
+        assert f"{kept.requests[0]} requests a pass in place of {kept.requests[1]}" in str(kept)
+    with one_time(*pair, keep_gib=ALL, keep_for="training") as session:
+        assert session.kept is not None
+        assert session.kept.requests == (0, 2 * (len(session.groups)))
+        requests = session.stats.requests
+        with torch.no_grad():
+            session.load_model(progress=False)(TOKENS)
+        assert session.stats.requests == requests
+
+
+def test_a_session_measures(pair: tuple[Executor, Executor]) -> None:
+    """The products of this machine and of the executors, in both directions."""
+    for work in ("generation", "training"):
+        with one_time(*pair, keep_gib=ALL, keep_for=work) as session:
+            assert session.kept is not None
+            assert session.kept.seconds[1] > 0
+            assert session.kept.seconds[0] <= session.kept.seconds[1]
+
+
+def test_a_budget_that_nothing_fits_into(pair: tuple[Executor, Executor]) -> None:
+    with one_time(*pair, keep_gib=1e-9) as session:
+        assert session.kept is not None
+        assert not session.kept.groups
+        assert "keeps no layers here" in str(session.kept)
+        (answer,) = session.groups[0].product(Direction.FORWARD, 1, [torch.ones(1, 64)])
+        assert answer.isfinite().all()
