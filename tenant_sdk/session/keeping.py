@@ -19,6 +19,7 @@ from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.products.kept_groups import KeptGroup, KeptProducts, choose_groups, group_weights
 from tenant_sdk.products.products import Products
 from tenant_sdk.session.options import TRAINING, SessionConfig
+from tenant_sdk.session.weight_cache import WeightCache
 
 TRAINING_ROWS = 256  # of a request that is measured for training
 TRIES = 7  # of which the fastest counts
@@ -96,7 +97,13 @@ def keep_groups(
     left = [at for at in places if at not in chosen]
     directions = (Direction.FORWARD, Direction.BACKWARD) if training else (Direction.FORWARD,)
     passed = [executor.shapes[at] for at in left], [executor.shapes[at] for at in places]
-    return KeptProducts(products, _weights(products, {at: infos[at] for at in chosen}, dtype)), Kept(
+    cache = None
+    if config.when_verified == "always":  # else nobody has checked the weights
+        manifest = executor.manifest
+        parties = [config.provider, *config.mask_sources]
+        cache = WeightCache([manifest.digest, manifest.numerics, dtype, config.answers, *parties])
+    weights = _weights(products, {at: infos[at] for at in chosen}, dtype, cache)
+    return KeptProducts(products, weights), Kept(
         frozenset(chosen),
         sum(sizes[at] for at in chosen),
         (len(directions) * len(left), len(directions) * len(places)),
@@ -150,11 +157,16 @@ def _fastest(products: Products, groups: Iterable[int], shape: Shape, *, trainin
 
 
 def _weights(
-    products: Products, infos: Mapping[int, GroupInfo], dtype: torch.dtype
+    products: Products, infos: Mapping[int, GroupInfo], dtype: torch.dtype, cache: WeightCache | None
 ) -> dict[int, list[torch.Tensor]]:
     """Of each group and member, [O, D]."""
     weights = dict[int, list[torch.Tensor]]()
     for at, info in tqdm(infos.items(), "asking for kept weights", unit="group", disable=None):
+        shapes = [(member.outputs, info.inputs) for member in info.members]
+        cached = cache.read(at, shapes, dtype) if cache else None
+        if cached is not None:
+            weights[at] = cached
+            continue
 
         def product(members: int, rows: list[torch.Tensor], at: int = at) -> list[torch.Tensor]:
             return products.submit(at, Direction.FORWARD, members, rows, RequestClass.FINETUNING).result()
@@ -162,4 +174,6 @@ def _weights(
         weights[at] = [
             group_weights(product, info, member, dtype).T.contiguous() for member in range(len(info.members))
         ]
+        if cache:
+            cache.write(at, weights[at])
     return weights

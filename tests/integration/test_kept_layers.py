@@ -26,6 +26,13 @@ TOKENS = torch.arange(24).reshape(2, 12)
 ALL, SOME = 1.0, 100_000 / 2**30  # GiB; two blocks of four groups take 200 KB
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where kept weights are written."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "symbiosis" / "kept"
+
+
 @pytest.fixture
 def alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each group saves as much, whatever this machine is busy with."""
@@ -105,3 +112,20 @@ def test_a_budget_that_nothing_fits_into(pair: tuple[Executor, Executor]) -> Non
         assert "keeps no layers here" in str(session.kept)
         (answer,) = session.groups[0].product(Direction.FORWARD, 1, [torch.ones(1, 64)])
         assert answer.isfinite().all()
+
+
+@pytest.mark.usefixtures("alike")
+def test_the_next_session_reads_weights_from_the_disk(pair: tuple[Executor, Executor], cache: Path) -> None:
+    outputs = []
+    for fresh in (True, False):
+        with one_time(*pair, keep_gib=ALL) as session:
+            assert (session.stats.requests > 0) == fresh
+            with torch.no_grad():
+                outputs.append(session.load_model(progress=False)(TOKENS).logits)
+    assert torch.equal(*outputs)
+    assert len(list(cache.rglob("*.safetensors"))) == 8
+    with one_time(*pair[::-1], keep_gib=ALL) as session:  # others may have lied
+        assert session.stats.requests > 0
+    with one_time(*pair, keep_gib=ALL, verify="off") as session:  # nobody would have checked them
+        assert session.stats.requests > 0
+    assert len(list(cache.iterdir())) == 2
