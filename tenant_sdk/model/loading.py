@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from tenant_sdk.model.mixtures import ExpertPlacement, expert_parameters
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.model.tokenizer import build_tokenizer
 from tenant_sdk.model.virtual import Group
+from tenant_sdk.products.kept_groups import group_weights
 from tenant_sdk.trust.attestation import linear_layers
 
 log = logging.getLogger(__name__)
@@ -46,7 +48,6 @@ log = logging.getLogger(__name__)
 PARTS_OF_A_NAME, PARTS_OF_A_MODEL = 16, 1024
 # What a model that is built for a peer may read first: text, images, sound.
 INPUTS = ("input_ids", "pixel_values", "input_features", "input_values")
-ROWS_BYTES = 1 << 22  # of unit rows, or of what comes of them, when an excluded layer's weight is asked for
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -395,17 +396,7 @@ def _here(model: nn.Module, apart: Sequence[tuple[Group, int]]) -> Iterator[tupl
 def _fill_excluded(model: nn.Module, apart: Sequence[tuple[Group, int]], dtype: torch.dtype) -> None:
     """Give excluded layers the weights that the executor multiplies with: its products with unit rows."""
     for group, index, layer in _here(model, apart):
-        inputs, outputs = group.info.inputs, group.info.members[index].outputs
-        weight = torch.empty((inputs, outputs), dtype=dtype)  # W^T
-        rows = max(1, ROWS_BYTES // (4 * max(inputs, outputs)))
-        for at in range(0, inputs, rows):
-            unit = torch.zeros((min(rows, inputs - at), inputs))
-            unit.diagonal(at).fill_(1.0)
-            (weight[at : at + len(unit)],) = group.product(Direction.FORWARD, 1 << index, [unit])
-        if not weight.isfinite().all():
-            raise ModelMismatch(
-                f"the executor's weight of {group.info.members[index].name} has no finite numbers"
-            )
+        weight = group_weights(partial(group.product, Direction.FORWARD), group.info, index, dtype)
         if not isinstance(layer, Conv1D):
             weight = weight.T.contiguous()
         layer.weight = nn.Parameter(weight, requires_grad=True)
