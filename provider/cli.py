@@ -260,9 +260,11 @@ def plan_capacity(options: PlanOptions) -> None:
     _errors.print("loading torch, and measuring products", highlight=False)
     with imports.at_once():
         from provider.planning.capacity import Tenants, plan
+        from provider.planning.kept import kept_forecasts
         from provider.planning.layout import described, lay_out, read_groups
         from provider.planning.tables import (
             assumption,
+            kept_table,
             plan_described,
             plan_table,
             reasons,
@@ -280,23 +282,31 @@ def plan_capacity(options: PlanOptions) -> None:
         processes=options.workers > 0 or len(options.worker_devices) > 1,
         anyway=True,
     )
-    found = plan(
-        layout.lanes(),
+    tenants = Tenants(
+        options.tenants,
+        options.rows,
+        answer_bits=half_bits(options.numerics) if options.answers == "half" else EXACT,
+        sources=options.mask_sources,
+    )
+    lanes, size = layout.lanes(), layout.itemsize
+    found = plan(lanes, layout.shapes, itemsize=size, link=link, tenants=tenants, groups=layout.asked)
+    kept = kept_forecasts(
+        lanes,
         layout.shapes,
-        itemsize=layout.itemsize,
-        link=link,
-        tenants=Tenants(
-            options.tenants,
-            options.rows,
-            answer_bits=half_bits(options.numerics) if options.answers == "half" else EXACT,
-            sources=options.mask_sources,
-        ),
-        groups=layout.asked,
+        layout.asked,
+        itemsize=size,
+        answer_bits=tenants.answer_bits,
+        sources=tenants.sources,
     )
     names = ("network", "tenants", "rows", "answers", "mask_sources")
     asked = {name: getattr(options, name) for name in names}
     told = {"model": str(options.model)} | asked | described(layout) | plan_described(found)
-    tables = [workers_table(layout), plan_table(found, options.tenants, options.rows, source(layout))]
+    told["kept"] = [each._asdict() for each in kept]
+    tables = [
+        workers_table(layout),
+        plan_table(found, options.tenants, options.rows, source(layout)),
+        kept_table(kept),
+    ]
     said = [*reasons(layout), *layout.doubts, assumption()]
     _print_plan(layout.misfit, told if options.json else None, tables, said)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
 
 from provider.engine.profiling import PROFILE_ROWS
 from provider.planning.capacity import COSTS, CapacityPlan
+from provider.planning.kept import ROUND_TRIPS, TENANT_BYTES_PER_SECOND, KeptForecast
 from provider.planning.layout import WorkerLayout
 from provider.planning.simulation import CapacityForecast, Costs
 from provider.workers.planner import Device, gib
@@ -114,6 +116,27 @@ def plan_table(plan: CapacityPlan, tenants: int, rows: int, kind: str) -> Table:
     ]
     for name, cells in lines:
         table.add_row(name, *cells)
+    return table
+
+
+def kept_table(forecasts: Sequence[KeptForecast]) -> Table:
+    """What a tenant gets that keeps layers, by distance."""
+    table = Table(
+        title="A tenant that keeps frozen layers (keep_gib): their tokens a second, and requests a token",
+        caption="by estimate, without the tenant's other layers; its memory reads "
+        f"{TENANT_BYTES_PER_SECOND / 1e9:.0f} GB a second",
+    )
+    for title in (
+        "network",
+        "GiB kept",
+        *(f"{1e3 * each:g} ms away" for each in ROUND_TRIPS),
+        "MB a trained token",
+    ):
+        table.add_column(title, justify="right")
+    for each in forecasts:
+        cells = [f"{count:,.3g} ({asked})" for count, asked in zip(each.tokens, each.requests, strict=True)]
+        size, moved = f"{each.size / 2**30:.2f}", f"{each.tuning_bytes / 1e6:,.3g}"
+        table.add_row(f"{each.gigabits:g} Gbit/s", size, *cells, moved)
     return table
 
 

@@ -1,11 +1,9 @@
-"""Groups whose weights the tenant keeps: which ones within a budget of memory, and their products."""
+"""Groups whose weights the tenant keeps: their products, and how the weights are asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch.nn.functional import linear
 
@@ -16,53 +14,6 @@ from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.products.products import Products
 
 ROWS_BYTES = 1 << 22  # of unit rows, or of their products, when a weight is asked for
-_UNITS = 1 << 14  # into which a budget is divided
-
-
-class KeptGroup(NamedTuple):
-    """A group that could be kept.
-
-    Attributes:
-        size: bytes of its weights.
-        saving: seconds of a token that keeping it saves; may be negative.
-    """
-
-    size: int
-    saving: float
-
-
-def choose_groups(groups: Sequence[KeptGroup], budget: int) -> list[int]:
-    """Which groups save most seconds within a budget: a knapsack problem, by dynamic programming.
-
-    Sizes are rounded up to a 16,384th of the budget, so the result fits, and is the best but for that.
-
-    Args:
-        groups: all that may be kept.
-        budget: bytes.
-
-    Returns:
-        Their places, ascending. Of equal groups the first are taken.
-    """
-    unit = -(-budget // _UNITS)
-    if unit <= 0:
-        return []
-    capacity = budget // unit
-    best = np.zeros(capacity + 1)  # seconds saved within so many units
-    taken = np.zeros((len(groups), capacity + 1), dtype=bool)
-    for at in reversed(range(len(groups))):
-        units = -(-groups[at].size // unit)
-        if groups[at].saving <= 0 or units > capacity:
-            continue
-        with_it = best[: capacity + 1 - units] + groups[at].saving
-        # As good is better: this group comes before those that were looked at.
-        taken[at, units:] = with_it >= best[units:] - 1e-15
-        best[units:] = np.maximum(best[units:], with_it)
-    chosen, left = [], capacity
-    for at, group in enumerate(groups):
-        if taken[at, left]:
-            chosen.append(at)
-            left -= -(-group.size // unit)
-    return chosen
 
 
 def group_weights(

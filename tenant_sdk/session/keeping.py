@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
+from shared.kept_groups import KeptGroup, choose_groups
 from shared.wire.header import DTYPE_NAMES, Direction, RequestClass
 from shared.wire.messages import GroupInfo
 from shared.wire.protocol import GroupShape
 from shared.wire.traffic import TokenBytes
 from tenant_sdk.connection.remote import RemoteExecutor
-from tenant_sdk.products.kept_groups import KeptGroup, KeptProducts, choose_groups, group_weights
+from tenant_sdk.products.kept_groups import KeptProducts, group_weights
 from tenant_sdk.products.products import Products
 from tenant_sdk.session.options import TRAINING, SessionConfig
 from tenant_sdk.session.weight_cache import WeightCache

@@ -8,6 +8,7 @@ import pytest
 
 from provider.engine.latency import LatencyModel, Shape
 from provider.planning.capacity import PlacedLanes, Tenants, plan
+from provider.planning.kept import ROUND_TRIPS, SHARES, kept_forecasts
 from provider.planning.options import NetworkLink
 from provider.planning.simulation import Costs, Product
 from provider.workers.planner import Device, Placement, place
@@ -70,3 +71,19 @@ def test_what_the_policy_learns_changes_no_product() -> None:
     assert found.memory == [placement.memory(0), placement.memory(1)]
     assert sum(found.memory) == 2 * sum(shape.size for shape in SHAPES)
     assert 0 < found.tune.passes_per_second < found.decode.passes_per_second
+
+
+def test_what_is_kept_saves_round_trips_and_bytes() -> None:
+    """Far away, tokens a second are as many times as many as there are fewer requests."""
+    _, near = lanes(1, FAST)
+    found = kept_forecasts(near, WIRE, range(8), itemsize=4, sources=1)
+    assert [each.size for each in found] == 2 * [int(share * 4 * 8 * 8192 * 0.75) for share in SHARES]
+    none, _, quarter, half, everything = found[len(SHARES) :]
+    assert none.requests == [8] * len(ROUND_TRIPS)
+    assert everything.requests == [0] * len(ROUND_TRIPS)
+    assert everything.tuning_bytes == 0.0
+    assert none.tuning_bytes > half.tuning_bytes > 0
+    far = ROUND_TRIPS.index(5e-2)
+    assert half.tokens[far] / none.tokens[far] == pytest.approx(8 / half.requests[far], rel=0.1)
+    assert quarter.requests[far] == 5
+    assert none.tokens == sorted(none.tokens, reverse=True)

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from shared.errors import ModelMismatch
+from shared.kept_groups import KeptGroup, choose_groups
 from shared.wire.header import Direction, RequestClass
 from shared.wire.messages import GroupInfo, Member
 from tenant_sdk.connection.remote import PendingProduct
-from tenant_sdk.products.kept_groups import KeptGroup, KeptProducts, choose_groups, group_weights
+from tenant_sdk.products.kept_groups import KeptProducts, group_weights
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -40,6 +41,14 @@ def test_what_saves_nothing_is_not_kept() -> None:
     assert choose_groups([KeptGroup(10, 0.0), KeptGroup(10, -1.0), KeptGroup(10, 1.0)], 1000) == [2]
     assert choose_groups([KeptGroup(10, 1.0)], 0) == []
     assert choose_groups([], 10) == []
+
+
+def test_groups_that_fill_a_budget_are_all_kept() -> None:
+    """Sizes of a model: multiples of a large number, so nothing is lost by rounding."""
+    groups = [KeptGroup(4 * 576 * width, 1.0) for width in (576, 960, 3072, 1536) * 30]
+    total = sum(group.size for group in groups)
+    assert choose_groups(groups, total) == list(range(120))
+    assert len(choose_groups(groups, total - 1)) == 119
 
 
 def test_large_budgets_are_never_exceeded() -> None:

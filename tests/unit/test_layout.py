@@ -28,6 +28,7 @@ SUBPACKAGES = {
         "options",
         "command_line",
         "forks",
+        "kept_groups",
         "latency",
         "log_rate_limit",
         "memory",
