@@ -108,7 +108,9 @@ class ServeConfig:
         Option(
             _SERVED,
             "Launcher of the workers. process: this process starts them, on this machine. ray: Ray starts "
-            "them, in the cluster at RAY_ADDRESS, or on this machine if that is not set.",
+            "them, in the cluster at RAY_ADDRESS, or on this machine if that is not set. Workers of Ray or "
+            "torchrun join without authentication, and rows travel to them without TLS: use a "
+            "network that only the executor's machines reach.",
             choices=("process", "ray"),
         ),
     ] = "process"
