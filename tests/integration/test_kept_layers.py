@@ -17,6 +17,7 @@ from parity import load_local
 from peft import LoraConfig, get_peft_model
 from ring_sessions import one_time
 
+from shared.errors import VerificationError
 from shared.wire.header import Direction
 from tenant_sdk.session import keeping
 
@@ -129,3 +130,20 @@ def test_the_next_session_reads_weights_from_the_disk(pair: tuple[Executor, Exec
     with one_time(*pair, keep_gib=ALL, verify="off") as session:  # nobody would have checked them
         assert session.stats.requests > 0
     assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.usefixtures("alike")
+def test_a_wrong_answer_becomes_no_weight(
+    pair: tuple[Executor, Executor], proxy: Callable[[Executor], Any], cache: Path
+) -> None:
+    """The session is not opened, and the disk keeps what was right, if anything."""
+    middle = proxy(pair[0])
+
+    def change(message: Any, body: bytes) -> bytes:
+        rows = message.fields.rows
+        return body[:-1] + bytes([body[-1] ^ 1]) if message.fields.group == 1 and rows > 1 else body
+
+    middle.changes.append(change)
+    with pytest.raises(VerificationError), one_time(middle.executor, pair[1], keep_gib=ALL):
+        pass
+    assert [path.name for path in cache.rglob("*.safetensors")] == ["0.safetensors"]
