@@ -8,7 +8,8 @@ import math
 import select
 import ssl
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -222,18 +223,32 @@ class _Errors(logging.Handler):
         raise Finding(f"the executor failed: {record.getMessage()}") from error
 
 
-@cache
-def _quiet() -> None:
-    for name in ("provider.session.tenant", "provider.serve.connection"):
-        log = logging.getLogger(name)
-        log.addHandler(_Errors(logging.ERROR))
+@contextmanager
+def _failures_found() -> Iterator[None]:
+    """Have failures of the executor be findings, and all else that it logs be lost."""
+    logs = [logging.getLogger(name) for name in ("provider.session.tenant", "provider.serve.connection")]
+    before = [(log.level, log.propagate) for log in logs]
+    handler = _Errors(logging.ERROR)
+    for log in logs:
+        log.addHandler(handler)
         log.setLevel(logging.ERROR)
         log.propagate = False
+    try:
+        yield
+    finally:
+        for log, (level, propagate) in zip(logs, before, strict=True):
+            log.removeHandler(handler)
+            log.setLevel(level)
+            log.propagate = propagate
 
 
 def websocket_connection(data: bytes) -> None:
     """A whole connection of an executor, without a socket, until the tenant has left."""
-    _quiet()
+    with _failures_found():
+        _websocket_connection(data)
+
+
+def _websocket_connection(data: bytes) -> None:
     engine, sock = _Engine(), _Socket(data)
     metrics: Any = _Anything()
     catalog: Any = SimpleNamespace(fetch=_fetch)
