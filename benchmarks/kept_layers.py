@@ -27,6 +27,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
 from common import Executor, executor, write_model
 from distance import away
+from matplotlib import pyplot
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
@@ -129,6 +130,30 @@ def main() -> None:
     console.print(table)
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "kept_layers.json").write_text(json.dumps(found))
+    plot(found, options.output / "kept_layers.png")
+
+
+def plot(found: list[Any], path: Path) -> None:
+    """Times as fast as without kept layers, over the distance, and bytes, for each share."""
+    figure, (speed, moved) = pyplot.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
+    for share in sorted({each[2] for each in found}):
+        decoding = [each for each in found if each[0] == "generation" and each[2] == share]
+        ticks = [f"{each[1]:g} ms" for each in decoding]
+        speed.plot(ticks, [1 / each[4] for each in decoding], "o-", label=f"{share:.0%} of the weights")
+        speed.plot(ticks, [1 / each[5] for each in decoding], "x:", color=speed.lines[-1].get_color())
+    first = {each[1]: each for each in found if each[0] == "generation"}
+    speed.plot(
+        [f"{each:g} ms" for each in first], [1 / row[3] for row in first.values()], "ks-", label="none"
+    )
+    speed.set(
+        xlabel="round trip", ylabel="tokens a second", title="decoding (dotted: the session's estimate)"
+    )
+    speed.set_yscale("log")
+    speed.legend()
+    tuning = {each[2]: each[6] for each in found if each[0] == "training"}
+    moved.bar([f"{share:.0%}" for share in tuning], list(tuning.values()))
+    moved.set(xlabel="weights that are kept", ylabel="bytes, of those without", title="training", ylim=(0, 1))
+    figure.savefig(path, dpi=120)
 
 
 def row(

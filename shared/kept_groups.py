@@ -16,7 +16,7 @@ class KeptGroup(NamedTuple):
 
     Attributes:
         size: bytes of its weights.
-        saving: seconds of a token that keeping it saves; may be negative.
+        saving: what keeping it saves for a token, such as seconds or bytes; may be negative.
     """
 
     size: int
@@ -24,7 +24,7 @@ class KeptGroup(NamedTuple):
 
 
 def choose_groups(groups: Sequence[KeptGroup], budget: int) -> list[int]:
-    """Which groups save most seconds within a budget: a knapsack problem, by dynamic programming.
+    """Which groups save most within a budget: a knapsack problem, by dynamic programming.
 
     The result fits into the budget. It is the best one if the sizes have a common divisor of at least a
     16,384th of the budget, as those of a model usually have; else sizes are rounded up to that.
@@ -40,7 +40,7 @@ def choose_groups(groups: Sequence[KeptGroup], budget: int) -> list[int]:
     if unit <= 0:
         return []
     capacity = budget // unit
-    best = np.zeros(capacity + 1)  # seconds saved within so many units
+    best = np.zeros(capacity + 1)  # saved within so many units
     taken = np.zeros((len(groups), capacity + 1), dtype=bool)
     for at in reversed(range(len(groups))):
         units = -(-groups[at].size // unit)

@@ -52,7 +52,7 @@ class Kept:
     def __str__(self) -> str:
         """In a sentence."""
         if not self.groups:
-            return "keeps no layers here: none fits into the budget and saves time"
+            return "keeps no layers here: none fits into the budget and saves time or bytes"
         layers = ", ".join(f"{count} times {name}" for name, count in self.layers.items())
         share = sum(self.bytes[0]) / sum(self.bytes[1])
         return (
@@ -69,6 +69,9 @@ def keep_groups(
     token_bytes: Callable[[list[GroupShape], tuple[Direction, ...]], TokenBytes],
 ) -> tuple[Products, Kept]:
     """Measure groups, choose some within the budget, and ask for their weights.
+
+    For generation it keeps those that save most time, and for training those that save most bytes, which a
+    bulk request's time is made of on most networks.
 
     Experts are not kept, since a token passes few of them; nor is the output head, which tenants have anyway.
 
@@ -93,10 +96,11 @@ def keep_groups(
     sizes = {at: info.inputs * sum(_shape(info)[1:]) * dtype.itemsize for at, info in infos.items()}
     there, here = ({at: measured[_shape(info)][side] for at, info in infos.items()} for side in (0, 1))
     places = list(infos)
-    candidates = [KeptGroup(sizes[at], there[at] - here[at]) for at in places]
+    directions = (Direction.FORWARD, Direction.BACKWARD) if training else (Direction.FORWARD,)
+    moved = {at: sum(token_bytes([executor.shapes[at]], directions)) for at in places}
+    candidates = [KeptGroup(sizes[at], moved[at] if training else there[at] - here[at]) for at in places]
     chosen = [places[at] for at in choose_groups(candidates, int(config.keep_gib * 2**30))]
     left = [at for at in places if at not in chosen]
-    directions = (Direction.FORWARD, Direction.BACKWARD) if training else (Direction.FORWARD,)
     passed = [executor.shapes[at] for at in left], [executor.shapes[at] for at in places]
     cache = None
     if config.when_verified == "always":  # else nobody has checked the weights

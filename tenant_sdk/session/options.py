@@ -332,7 +332,7 @@ class SessionConfig:
             KEPT,
             "GiB of memory for weights of frozen layers that this machine multiplies with itself. The "
             "session measures requests and its own products when it opens, keeps the layers that save most "
-            "time, and downloads their weights through the executor. 0: keep none "
+            "time or bytes, and downloads their weights through the executor. 0: keep none "
             "(docs/how-to/distance.md).",
             least=0,
             unit="GIB",
