@@ -9,10 +9,11 @@ from typing import Any
 from rich.table import Table
 
 from provider.engine.profiling import PROFILE_ROWS
+from provider.executor.memory_check import gib
 from provider.planning.capacity import COSTS, CapacityPlan
 from provider.planning.layout import WorkerLayout
 from provider.planning.simulation import CapacityForecast, Costs
-from provider.workers.planner import Device, gib
+from provider.workers.planner import Device
 from shared.wire.traffic import SPEEDS
 
 MEASURED = "from products measured here"
