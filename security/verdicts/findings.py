@@ -115,7 +115,14 @@ def percent(value: float) -> str:
 
 
 def finding_of(
-    attack: Any, mode: str, sees: str, success: Estimate, chance: float | None, detail: str = "", **able: Any
+    attack: Any,
+    mode: str,
+    sees: str,
+    success: Estimate,
+    chance: float | None,
+    detail: str = "",
+    /,
+    **able: float | None,
 ) -> Finding:
     """Of an attack, in its own metric; ``able``: see there."""
     return Finding(attack.name, mode, sees, attack.metric, success, chance, detail, **able)
