@@ -64,7 +64,7 @@ def join(store: Store, rank: int) -> DistributedLink:
     return DistributedLink(_pair(store, rank, time_, 1, "the executor"), 0, "the executor")
 
 
-def over(store: Store) -> None:
+def announce_end(store: Store) -> None:
     """As the executor: tell also those who are about to join that there is nothing more to do."""
     with suppress(RuntimeError):  # the store has ended first
         store.set(_OVER, "1")

@@ -22,14 +22,14 @@ from provider.engine.profiling import shapes_of
 from provider.engine.scheduler import Opportunistic, Policy
 from provider.executor.loading import Numerics
 from provider.executor.stripes import Stripe
-from provider.workers.distributed import Rank, over
+from provider.workers.distributed import Rank, announce_end
 from provider.workers.gathered import GatheredLane, GatheredLatency
 from provider.workers.lane import WorkerLane
 from provider.workers.link import Assignment, Loaded
 from provider.workers.planner import Placement, place
 from provider.workers.process import Process, StartWorker
 from provider.workers.state import WorkerState
-from provider.workers.survey import Found, devices_of, survey_apart
+from provider.workers.survey import DeviceSurvey, devices_of, survey_in_subprocess
 from provider.workers.world import World, processors_each
 from shared.checkpoint import Checkpoint
 from shared.errors import ConfigurationError, Placeholder
@@ -94,7 +94,7 @@ def place_groups(
     Raises:
         ConfigurationError: one of the devices is not here, or they have no room for the weights.
     """
-    shapes, found = shapes_of(groups), list[Found]()
+    shapes, found = shapes_of(groups), list[DeviceSurvey]()
     weight_bytes = Numerics.named(numerics).weight_bytes
     if per_host:
         # Once for all: what is free changes.
@@ -106,7 +106,7 @@ def place_groups(
             known.append(dataclasses.replace(like[name], name=where))
         return place(shapes, known, weight_bytes=weight_bytes, stripes=stripes)
     if set(devices) != {"cpu"}:
-        found = survey_apart(devices, numerics, shapes)
+        found = survey_in_subprocess(devices, numerics, shapes)
         for each in found:
             if each.lines is None:
                 raise ConfigurationError(
@@ -281,7 +281,7 @@ class WorkerPool:
     def close(self) -> None:
         """End all workers."""
         if self._store is not None:
-            over(self._store)
+            announce_end(self._store)
         for lane in self.lanes:
             lane.close()
 

@@ -93,7 +93,7 @@ def check_reports(names: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Told:
+class TrainingCallbacks:
     """How a training tells its user of itself.
 
     Args:
@@ -195,7 +195,7 @@ def finetune(
     model: Any,
     tokenizer: Any,
     session: Session,
-    told: Told,
+    told: TrainingCallbacks,
     *,
     keep_tokenizer: bool = False,
     today: Callable[[], date] = date.today,
@@ -287,7 +287,7 @@ class _HeldOut:
     model: Any
     examples: Sequence[Example]
     progress: Progress
-    told: Told
+    told: TrainingCallbacks
     session: Session
     _last: tuple[int, float] = (0, 0.0)  # the step that was measured last, and its loss
 
@@ -367,7 +367,7 @@ def _answered(
     tokenizer: Any,
     examples: Sequence[Example],
     training: TrainingOptions,
-    told: Told,
+    told: TrainingCallbacks,
 ) -> TrainingReport:
     """With how many held-out prompts base and adapter answer to the letter."""
     try:

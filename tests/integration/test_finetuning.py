@@ -28,7 +28,7 @@ from tenant_sdk.tuning import trainer
 from tenant_sdk.tuning.adapters import METHODS, default_rate
 from tenant_sdk.tuning.conversations import whole
 from tenant_sdk.tuning.data import Reader, pack, read_tokens
-from tenant_sdk.tuning.finetuning import Told, check_reports, finetune, perplexity
+from tenant_sdk.tuning.finetuning import TrainingCallbacks, check_reports, finetune, perplexity
 from tenant_sdk.tuning.progress import TrainingStep
 from tenant_sdk.tuning.samples import Sample, answers, asked
 
@@ -192,7 +192,7 @@ def test_held_out_prompts_are_answered(session: tenant_sdk.Session, text: Path) 
     )
     samples: list[Sample] = []
     said: list[str] = []
-    told = Told(said.append, lambda _: None, samples=samples.extend)
+    told = TrainingCallbacks(said.append, lambda _: None, samples=samples.extend)
     report = finetune(training, session.load_model(progress=False), Letters(), session, told)
     assert [(each.prompt, each.expected) for each in samples] == [("Rex, terrier", "d")] * 3
     assert {each.adapted for each in samples} == {"d"}
