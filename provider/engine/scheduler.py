@@ -117,14 +117,14 @@ class Policy(Protocol):
 
     def finished(self, batch: Batch, seconds: float, now: float) -> None:
         """A batch was multiplied, in so many seconds, until now."""
-        ...
+        return  # by default there is nothing to do
 
     def session_ended(self, tenant: str, session: Hashable) -> None:
         """A session of a tenant has ended."""
-        ...
+        return  # by default there is nothing to do
 
 
-class Unbatched:
+class Unbatched(Policy):
     """Every request by itself, in the order of arrival: what there is without batching."""
 
     def __init__(self) -> None:
@@ -146,12 +146,6 @@ class Unbatched:
         """See Policy."""
         if work in self._queue:
             self._queue.remove(work)
-
-    def finished(self, batch: Batch, seconds: float, now: float) -> None:
-        """See Policy."""
-
-    def session_ended(self, tenant: str, session: Hashable) -> None:
-        """See Policy."""
 
 
 class Lockstep(Unbatched):
