@@ -164,11 +164,11 @@ class MaskReuse:
         return TokenGuess(targets, tokens, estimates, match)
 
 
-def _distinct(directions: torch.Tensor, most: int = 256) -> torch.Tensor:
-    """One of each among unit vectors that repeat up to rounding."""
+def _distinct(directions: torch.Tensor) -> torch.Tensor:
+    """One of each among unit vectors that repeat up to rounding; 256 at most."""
     kept: list[torch.Tensor] = []
     for direction in directions:
-        if len(kept) < most and not any(abs(float(direction @ other)) > 0.99 for other in kept):
+        if len(kept) < 256 and not any(abs(float(direction @ other)) > 0.99 for other in kept):
             kept.append(direction)
     return torch.stack(kept) if kept else directions[:0]
 
