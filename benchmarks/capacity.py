@@ -222,7 +222,9 @@ def extrapolated(work: Path) -> list[dict[str, Any]]:
         groups = read_groups(folder)
         for stripes in (1, DEVICES):
             names = [f"cuda:{i}" for i in range(DEVICES)]
-            layout = lay_out(groups, names, numerics="ring", stripes=stripes, assumed=ASSUMED, anyway=True)
+            layout = lay_out(
+                groups, names, numerics="ring", stripes=stripes, assumed=ASSUMED, allow_misfit=True
+            )
             for tenants in (1, 16):
                 told = plan(
                     layout.lanes(),

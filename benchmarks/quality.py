@@ -37,7 +37,7 @@ from shared.ring.mask_stream import MaskStream
 from shared.ring.rows import quantize_and_mask, unmask_and_dequantize, write_products
 from shared.ring.upper_bits import subtract_upper_bits, take_upper_bits
 from shared.wire.header import EXACT, Direction
-from tenant_sdk.tuning.conversations import whole
+from tenant_sdk.tuning.conversations import fully_learned
 from tenant_sdk.tuning.data import Blocks, Reader, collate_packed, pack, read_tokens
 from tenant_sdk.tuning.finetuning import perplexity
 
@@ -114,7 +114,7 @@ def language(numerics: str | None, tokenizer: Any) -> dict[str, Any]:
     def local() -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
-    examples = [whole(block) for block in held_out]
+    examples = [fully_learned(block) for block in held_out]
     with served(folder, numerics, local) as model, torch.no_grad():
         model.eval()
         prompts = torch.tensor([block[:PROMPT] for block in blocks[:PROMPTS]])

@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 import tenant_sdk
 from provider.workers import distributed
-from provider.workers.distributed import Rank, join
+from provider.workers.distributed import WaitForRank, join
 from provider.workers.rank import LOST
 from shared.command_line import version
 from shared.errors import ConfigurationError
@@ -185,7 +185,7 @@ def test_a_rank_of_another_version_is_refused_by_both_ends(store: TCPStore, tmp_
     world = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(store.port)}
     world |= {"PYTHONPATH": f"{tmp_path}:{ROOT}", "TORCHELASTIC_RUN_ID": "run"}
     said = f"rank 1 is of version 9.9, and the executor of version {version()}"
-    rank = Rank(PrefixStore("symbiosis/run/0", store), 1)
+    rank = WaitForRank(PrefixStore("symbiosis/run/0", store), 1)
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "provider.workers.rank"],
         env={**os.environ, **LOCAL, **world},
@@ -202,7 +202,7 @@ def test_a_rank_of_another_version_is_refused_by_both_ends(store: TCPStore, tmp_
 
 def test_a_rank_that_comes_again_in_another_version(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that it said the last time is taken for this time's."""
-    rank, theirs = Rank(store, 1), TCPStore("127.0.0.1", store.port)  # each end waits at its own
+    rank, theirs = WaitForRank(store, 1), TCPStore("127.0.0.1", store.port)  # each end waits at its own
     with monkeypatch.context() as older:
         older.setattr(distributed, "version", lambda: "0.9")
         for end in (lambda: join(theirs, 1), lambda: rank(threading.Event())):

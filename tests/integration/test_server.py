@@ -137,7 +137,7 @@ def test_further_connections_are_closed_at_once(another: Callable[..., Executor]
 def test_a_tenant_with_too_many_connections_is_turned_away(
     another: Callable[..., Executor],
 ) -> None:
-    executor = another(limits=ConnectionLimits(of_tenant=2))
+    executor = another(limits=ConnectionLimits(per_tenant=2))
     tokens = executor.server.tokens  # type: ignore[union-attr]
     with executor.connect() as first, executor.connect():
         with pytest.raises(ConnectionLost, match="too many connections") as caught:

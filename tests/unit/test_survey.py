@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_refused_or_said(monkeypatch: pytest.MonkeyPatch) -
     assert len(set(place_groups(groups, ["cpu"] * 2, 1, "ring").lane_of)) == 2
     with pytest.raises(ConfigurationError, match="devices='cuda:99' names cuda:99, which is not here"):
         place_groups(groups, ["cuda:99"], 1, "ring")
-    tight = lay_out(groups, ["far"], numerics="ring", assumed={"far": (1e6, 1e12, 1e13)}, anyway=True)
+    tight = lay_out(groups, ["far"], numerics="ring", assumed={"far": (1e6, 1e12, 1e13)}, allow_misfit=True)
     assert tight.misfit.startswith("the weights do not fit")
     assert tables.source(tight) == tables.EXTRAPOLATED
 
