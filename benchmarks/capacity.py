@@ -12,7 +12,6 @@ processors.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -24,7 +23,7 @@ from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-from common import Executor, cpu_seconds, executor, metrics, pss_mib, spread, write_model
+from common import Executor, arguments, cpu_seconds, executor, metrics, pss_mib, save, spread, write_model
 from rich.console import Console
 from rich.table import Table
 from serving import replay
@@ -223,7 +222,9 @@ def extrapolated(work: Path) -> list[dict[str, Any]]:
         groups = read_groups(folder)
         for stripes in (1, DEVICES):
             names = [f"cuda:{i}" for i in range(DEVICES)]
-            layout = lay_out(groups, names, numerics="ring", stripes=stripes, assumed=ASSUMED, anyway=True)
+            layout = lay_out(
+                groups, names, numerics="ring", stripes=stripes, assumed=ASSUMED, allow_misfit=True
+            )
             for tenants in (1, 16):
                 told = plan(
                     layout.lanes(),
@@ -252,10 +253,8 @@ def extrapolated(work: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Calibrate, compare, extrapolate."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = arguments(__doc__, rounds=3, output="out/bench")
     parser.add_argument("--seconds", type=float, default=4.0, help="of one measurement")
-    parser.add_argument("--output", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     console.print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors")
     with tempfile.TemporaryDirectory(prefix="symbiosis-capacity-") as name:
@@ -269,9 +268,8 @@ def main() -> None:
         show(found)
         more = extrapolated(work)
     console.print(f"load of the machine: {os.getloadavg()[0]:.1f}")
-    options.output.mkdir(parents=True, exist_ok=True)
     data = {"costs": costs._asdict(), "link": link._asdict(), "compared": found, "extrapolated": more}
-    (options.output / "capacity.json").write_text(json.dumps(data, indent=1))
+    save(options.output / "capacity.json", data)
 
 
 if __name__ == "__main__":

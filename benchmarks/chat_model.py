@@ -9,7 +9,6 @@ and ratios to local execution in the same run.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -18,10 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import tenant_sdk  # isort: skip - before torch
-
 import torch
-from common import executor
+from common import arguments, executor
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
@@ -53,9 +50,8 @@ def iteration(model: Any, ids: torch.Tensor) -> float:
 
 def main() -> None:
     """Run it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, rounds=3)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     ids = torch.randint(10, 40_000, (1, TOKENS), generator=torch.Generator().manual_seed(0))
     times: dict[str, list[list[float]]] = {mode: [[], []] for mode in MODES}
@@ -74,9 +70,7 @@ def main() -> None:
                 source = {"mask_sources": [masks.url], "mask_source_token": [masks.token]}
                 source |= {"mask_source_ca": [masks.ca], "allow_same": ["all"]}
                 more = given if given.get("privacy") == "plain" else {**source, **given}
-                session = stack.enter_context(
-                    tenant_sdk.connect(provider.url, token=provider.token, ca=provider.ca, **more)
-                )
+                session = stack.enter_context(provider.connect(**more))
                 base = session.load_model(progress=False)
             torch.manual_seed(0)
             config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")

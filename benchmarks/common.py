@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -13,10 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import tenant_sdk
 from provider.serve.tokens import TokenFile
 from shared.launching import Program
 
@@ -61,6 +64,10 @@ class Executor:
     tokens: TokenFile  # to add tenants
     local_url: str = ""  # with --local-dir
 
+    def connect(self, **options: Any) -> tenant_sdk.Session:
+        """A session of the tenant ``bench``."""
+        return tenant_sdk.connect(self.url, token=self.token, ca=self.ca, **options)
+
 
 def provider(*arguments: str) -> str:
     """Run ``symbiosis-provider`` and return what it printed."""
@@ -103,6 +110,24 @@ def executor(
             TokenFile(tokens),
             told.get("local_url", ""),
         )
+
+
+def arguments(document: str, *, rounds: int = 0, output: str = "") -> argparse.ArgumentParser:
+    """What a benchmark takes on its command line, with these defaults; it adds its own."""
+    parser = argparse.ArgumentParser(
+        description=document, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if rounds:
+        parser.add_argument("--rounds", type=int, default=rounds)
+    if output:
+        parser.add_argument("--output", type=Path, default=Path(output))
+    return parser
+
+
+def save(path: Path, found: Any) -> None:
+    """Write what was found, as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1))
 
 
 def peak_memory_mib(pid: int | None = None) -> float:

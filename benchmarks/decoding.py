@@ -9,8 +9,6 @@ of all tenants together and of the executor, the latter also as the kernel's sha
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -21,7 +19,7 @@ from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-from common import Executor, cpu_seconds, executor, metrics, spread, write_model
+from common import Executor, arguments, cpu_seconds, executor, metrics, save, spread, write_model
 from rich.console import Console
 from rich.table import Table
 from serving import large_model, results, started
@@ -67,13 +65,11 @@ def measure(plans: list[dict[str, Any]], running: Executor, seconds: float) -> d
 
 def main() -> None:
     """Measure in turn, print a table, write decoding.json."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = arguments(__doc__, rounds=5, output="out/bench")
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--tenants", type=int, default=8)
     parser.add_argument("--large", action="store_true", help="layers of Llama 2 7B's shape")
     parser.add_argument("--no-local", action="store_true", help="for more tenants than whole models fit here")
-    parser.add_argument("--output", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     sides = ("split",) if options.no_local else ("split", "local")
     found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
@@ -110,8 +106,7 @@ def main() -> None:
     rates = [statistics.median(run["rate"] for run in found[side]) for side in sides]
     if len(rates) > 1:
         console.print(f"ratio {rates[0] / rates[1]:.2f}", highlight=False)
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "decoding.json").write_text(json.dumps(found))
+    save(options.output / "decoding.json", found)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ matter (``symbiosis-audit``). Prints a table, and writes experts.json into --out
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import tempfile
 import time
@@ -26,7 +24,7 @@ from typing import Any
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
-from common import executor, spread
+from common import arguments, executor, save, spread
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
@@ -160,11 +158,7 @@ def _bytes(session: tenant_sdk.Session | None) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path("out"))
+    parser = arguments(__doc__, rounds=5, output="out")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
@@ -184,8 +178,7 @@ def main() -> None:
             spread(each["bytes"], 1e-3, 0) if any(each["bytes"]) else "",
         )
     Console(width=140).print(table)
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "experts.json").write_text(json.dumps(found, indent=1))
+    save(options.output / "experts.json", found)
 
 
 if __name__ == "__main__":

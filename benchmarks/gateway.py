@@ -34,7 +34,7 @@ import openai
 import peft
 import psutil
 import torch
-from common import Executor, executor, spread, write_model
+from common import Executor, arguments, executor, save, spread, write_model
 from distance import away
 from rich.console import Console
 from rich.table import Table
@@ -245,8 +245,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def main() -> None:
     """Measure in turn, print tables, write gateway.json."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = arguments(__doc__, rounds=5, output="out/bench")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--model", type=Path, help="folder of a checkpoint; the next four do not count then")
     parser.add_argument("--layers", type=int, default=6)
@@ -256,7 +255,6 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=32, help="that generate; 0: leave them out")
     parser.add_argument("--seconds", type=float, default=10.0, help="that these generate for")
     parser.add_argument("--round-trip", type=float, default=0.0, help="to the provider, in ms")
-    parser.add_argument("--output", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     found: dict[str, list[Any]] = {}
     with tempfile.TemporaryDirectory(prefix="symbiosis-bench-") as name, ExitStack() as stack:
@@ -327,13 +325,12 @@ def show(found: dict[str, list[Any]], options: argparse.Namespace) -> None:
         console.print(
             f"32 adapters / {options.processes} processes: {ratio:.2f} ({found['processes'][0]:.1f} tokens/s)"
         )
-    options.output.mkdir(parents=True, exist_ok=True)
     told = {
         "shape": {name: str(value) for name, value in vars(options).items() if name != "output"},
         "rates": rates,
         "ratios": ratios,
     }
-    (options.output / "gateway.json").write_text(json.dumps(told, indent=1))
+    save(options.output / "gateway.json", told)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ keys. Everything shares this machine's processors, the hostile clients too.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -25,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import openai
-from common import executor, write_model
+from common import arguments, executor, save, write_model
 from gateway import TOKENIZER, console, gateway, quantile, write_adapters
 from rich.table import Table
 from safetensors.torch import load_file, save_file
@@ -374,11 +373,9 @@ def write_absurd(adapters: Path, name: str) -> None:
 
 def main() -> None:
     """Measure in turn, print a table, write gateway_hostile.json."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=4)
+    parser = arguments(__doc__, rounds=4, output="out/bench")
     parser.add_argument("--requests", type=int, default=25, help="of the plain client in each half")
     parser.add_argument("--kinds", nargs="*", default=[], help="words of those to measure; none: all")
-    parser.add_argument("--output", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     os.environ["KEYS"] = " ".join(KEYS)
     with tempfile.TemporaryDirectory(prefix="symbiosis-bench-") as name, ExitStack() as stack:
@@ -406,8 +403,7 @@ def main() -> None:
         cells = [f"{p50:.0f}, {p99:.0f}" for p50, p99 in quantiles]
         table.add_row(kind, *cells, *(f"{b / a:.2f}" for a, b in zip(calm, loud, strict=True)))
     console.print(table)
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "gateway_hostile.json").write_text(json.dumps(found))
+    save(options.output / "gateway_hostile.json", found)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ enough kills.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -25,7 +24,7 @@ from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from common import provider
+from common import arguments, provider, save
 from rich.console import Console
 from rich.table import Table
 
@@ -180,12 +179,9 @@ def write_profile(folder: Path, parties: dict[str, Party]) -> Path:
 
 def main() -> None:
     """Train undisturbed, then kill; print a table, write kills.json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__, output="out/kills.json")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments")
-    parser.add_argument("--output", type=Path, default=Path("out/kills.json"))
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     draw, hits, adapters = random.Random(options.seed), Counter[str](), []
@@ -224,8 +220,7 @@ def main() -> None:
     console.print(table)
     equal = sum(each == right for each in adapters)
     console.print(f"{equal} of {len(adapters)} adapters equal the undisturbed one, bit for bit")
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps({"hits": hits, "adapters": len(adapters), "equal": equal}, indent=1))
+    save(options.output, {"hits": hits, "adapters": len(adapters), "equal": equal})
     sys.exit(equal != len(adapters))
 
 

@@ -11,8 +11,6 @@ other, a request takes the sum of the three; at best it takes as long as the lon
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import socket
@@ -29,7 +27,7 @@ from typing import Any
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
-from common import executor, spread, write_model
+from common import arguments, executor, save, spread, write_model
 from rich.console import Console
 from rich.table import Table
 from split_execution import BATCH, SEQUENCE, Executors, iteration, load
@@ -106,11 +104,9 @@ def asked(session: tenant_sdk.Session, *request: Any) -> None:
 
 def main() -> None:
     """Measure in turn, print a table, write link.json."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = arguments(__doc__, rounds=5, output="out/bench")
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--piece-kib", type=int, nargs="+", default=[0, PIECE_BYTES >> 10])
-    parser.add_argument("--output", type=Path, default=Path("out/bench"))
     parser.add_argument(
         "--iteration", action="store_true", help="whole iterations, of benchmarks/split_execution.py"
     )
@@ -140,10 +136,7 @@ def main() -> None:
                 ) as running:
                     base = BaseExecutor(work / "model", numerics=numerics)
                     sources = [f"local:{work / 'model'}"] if privacy == "one-time" else []
-                    with tenant_sdk.connect(
-                        running.url,
-                        token=running.token,
-                        ca=running.ca,
+                    with running.connect(
                         privacy=privacy,
                         mask_sources=sources,
                         answers=answers,
@@ -153,8 +146,7 @@ def main() -> None:
         finally:
             bare.terminate()
     Console(width=None if sys.stdout.isatty() else 150).print(table)
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "link.json").write_text(json.dumps(found))
+    save(options.output / "link.json", found)
 
 
 def iterations(rate: str, rounds: int) -> None:

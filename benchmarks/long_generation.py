@@ -30,6 +30,7 @@ from common import (
     LAYERS,
     WIDTH,
     Executor,
+    arguments,
     executor,
     forget_peak_memory,
     peak_memory_mib,
@@ -190,13 +191,11 @@ def pieces(context: int, repeats: int = 40) -> None:
 
 def main() -> None:
     """Measure in turn, print a table, write long_generation.json."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = arguments(__doc__, rounds=5, output="out/bench")
     parser.add_argument("--tokens", type=int, default=6)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 8192, 16384, 32768])
     parser.add_argument("--cold", action="store_true", help="each token, drop the file from memory")
     parser.add_argument("--pieces", action="store_true", help="what one layer costs, nothing else")
-    parser.add_argument("--output", type=Path, default=Path("out/bench"))
     parser.add_argument("--places", nargs="+", help=argparse.SUPPRESS)
     for name in ("url", "token", "ca"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)

@@ -10,8 +10,6 @@ Prints a table and writes long_serving.json into --output.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import executor, forget_peak_memory, spread, write_model
+from common import arguments, executor, forget_peak_memory, save, spread, write_model
 from load import bursty
 from rich.table import Table
 from serving import OBJECTIVE_MS, chatting, console, error_counts, replay, tuned_rows
@@ -68,18 +66,13 @@ def show(found: dict[str, list[dict[str, Any]]]) -> Table:
 
 def main() -> None:
     """Measure in turn, print a table, write long_serving.json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = arguments(__doc__, rounds=5, output="out/bench")
     parser.add_argument("--seconds", type=float, default=24.0, help="of one case")
-    parser.add_argument("--output", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="symbiosis-bench-") as name:
         found = measure(Path(name), options.rounds, options.seconds)
     console.print(show(found))
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "long_serving.json").write_text(json.dumps(found))
+    save(options.output / "long_serving.json", found)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from typing import Any
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
-from common import cpu_seconds, executor, forget_peak_memory, peak_memory_mib, write_model
+from common import arguments, cpu_seconds, executor, forget_peak_memory, peak_memory_mib, write_model
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
@@ -151,17 +151,13 @@ def case(told: dict[str, Any]) -> Any:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__, rounds=3, output="out/long_tuning")
     parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 2048, 4096, 8192, 16384, 32768])
     parser.add_argument("--ways", nargs="*", default=list(WAYS))
     parser.add_argument("--ratio-length", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--large", action="store_true", help="two layers of the shape of Llama 2 7B's")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=Path("out/long_tuning"))
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:

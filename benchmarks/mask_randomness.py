@@ -7,7 +7,7 @@
 Two executors run as processes, a provider that writes a transcript and a mask source. A tenant sends rows
 of zeros, of one constant, with a single number that is not zero, and of real text, as the bundled model
 computes them. The bytes in the transcript go through tests of NIST SP 800-22
-(``security.verdicts.randomness``), and so do the differences of successive messages, which show a mask that
+(``randomness.py``), and so do the differences of successive messages, which show a mask that
 serves twice. Three controls must fail: rows without masks, a noise bank, whose masks serve often, and one-
 time masks from a broken random source, which always gives the same bytes. Exits with 1 if masked rows fail
 or a control passes. The transcript takes as many bytes as are sent.
@@ -31,6 +31,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from randomness import ALPHA, LIMIT, SEQUENCE_BYTES, Battery
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
@@ -38,7 +39,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 import tenant_sdk
 from security.recordings.executors import ExecutorProcess
 from security.recordings.transcript import RecordedRequest
-from security.verdicts.randomness import ALPHA, LIMIT, SEQUENCE_BYTES, Battery
 from shared.wire.header import Direction, Operation
 from tenant_sdk import NoiseBankOptions
 from tenant_sdk.session import opening

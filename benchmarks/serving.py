@@ -10,7 +10,6 @@ and executor share its processors. Prints tables, and writes serving.json and se
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -32,6 +31,7 @@ import numpy as np
 import torch
 from common import (
     Executor,
+    arguments,
     cpu_seconds,
     executor,
     forget_peak_memory,
@@ -457,16 +457,12 @@ PARTS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]],
 
 def main() -> None:
     """Run everything, or what ``--only`` names."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = arguments(__doc__, rounds=5, output="out/bench")
     parser.add_argument("--seconds", type=float, default=12.0, help="of one run of one side")
     parser.add_argument("--only", choices=PARTS, action="append", help="repeat for more; default: all")
     parser.add_argument(
         "--trace", choices=TRACES, default="bursty", help="of the chats' arrivals in coserving"
     )
-    parser.add_argument("--output", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     PARTS["coserving"] = partial(coserving, trace=TRACES[options.trace]), show_coserving
     found: dict[str, Any] = {}

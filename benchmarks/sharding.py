@@ -10,8 +10,6 @@ groups forward and then backward, as tenants that tune do; each begins at anothe
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -27,7 +25,7 @@ from typing import Any
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
-from common import pss_mib, spread, write_model
+from common import arguments, pss_mib, save, spread, write_model
 from rich.console import Console
 from rich.table import Table
 
@@ -110,15 +108,11 @@ def workers(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = arguments(__doc__, rounds=5, output="out/sharding.json")
     parser.add_argument("--seconds", type=float, default=3.0, help="of one measurement")
     parser.add_argument("--numerics", default="ring")
     parser.add_argument("--together", action="store_true", help="callers begin at the same group")
     parser.add_argument("--shapes", default="small,large")
-    parser.add_argument("--output", type=Path, default=Path("out/sharding.json"))
     options = parser.parse_args()
     count = os.cpu_count() or 1
     measure = partial(products_per_second, seconds=options.seconds, together=options.together)
@@ -148,8 +142,7 @@ def main() -> None:
                         rates[name].setdefault(f"{callers} x {rows}", []).append(rate)
         found[shape] = {"rates": rates, "memory_mib": memory}
         show(shape, rates, memory)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(found, indent=1))
+    save(options.output, found)
 
 
 def show(shape: str, rates: dict[str, dict[str, list[float]]], memory: dict[str, list[float]]) -> None:

@@ -14,7 +14,6 @@ measured.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -25,6 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from common import arguments
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -324,14 +325,11 @@ def show(found: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Draw curves, or validate."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__, output="out/bench/cluster.png")
     parser.add_argument("--validate", type=Path, help="What sharding.py wrote")
     parser.add_argument("--numerics", default="ring", help="with which sharding.py ran")
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--redraw", action="store_true", help="what was simulated last")
-    parser.add_argument("--output", type=Path, default=Path("out/bench/cluster.png"))
     options = parser.parse_args()
     if options.validate:
         found = validate(options.validate, options.numerics)

@@ -12,9 +12,7 @@ twentieth in eight hours.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import signal
 import statistics
@@ -30,13 +28,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import numpy as np
 import torch
-from common import Executor, executor, pss_mib, write_model
+from common import Executor, arguments, executor, pss_mib, save, write_model
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
 from transformers import logging
-
-import tenant_sdk
 
 SAMPLE_SECONDS = 2.0
 ROTATE_SECONDS = 20.0
@@ -77,10 +73,7 @@ def work(
     words = torch.arange(16)[None] + number
     while not ends.is_set():
         began = time.monotonic()
-        with tenant_sdk.connect(
-            provider.url,
-            token=provider.token,
-            ca=provider.ca,
+        with provider.connect(
             mask_sources=[source.url],
             mask_source_token=source.token,
             mask_source_ca=source.ca,
@@ -131,12 +124,9 @@ def watch(
 
 def main() -> int:
     """Watch, print slopes, write soak.json; 1 if something grows."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__, output="out/soak.json")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--tenants", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path("out/soak.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="symbiosis-soak-") as name, ExitStack() as running:
@@ -172,8 +162,7 @@ def main() -> int:
     console.print(table)
     grows = [what for what, line in found.items() if line.grows()]
     console.print(f"grows: {', '.join(grows) or 'nothing'}" + ("" if alive else "; a tenant failed"))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps({"times": times, "seen": seen}))
+    save(options.output, {"times": times, "seen": seen})
     return int(bool(grows) or not alive)
 
 

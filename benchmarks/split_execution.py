@@ -13,7 +13,6 @@ split_execution.json and split_execution.png into --output.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import ssl
 import statistics
@@ -30,7 +29,7 @@ from typing import Any, NamedTuple
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
-from common import Executor, executor, metrics, peak_memory_mib, spread, write_model
+from common import Executor, arguments, executor, metrics, peak_memory_mib, save, spread, write_model
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
@@ -93,7 +92,7 @@ def load(mode: str, folder: Path, running: Executors) -> tuple[Any, tenant_sdk.S
                 "mask_source_ca": running.source.ca,
                 "allow_same": ["all"],
             }
-        session = tenant_sdk.connect(provider.url, token=provider.token, ca=provider.ca, **options)
+        session = provider.connect(**options)
         model = session.load_model(progress=False)
     torch.manual_seed(1)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -202,7 +201,7 @@ def measure_round_trips(running: Executor, tls: Path, work: Path, rounds: int) -
         time.sleep(0.05)
     context = ssl.create_default_context(cafile=str(tls / "ca.pem"))
     results = []
-    session = tenant_sdk.connect(running.url, token=running.token, ca=running.ca, privacy="plain")
+    session = running.connect(privacy="plain")
     remote = session.executor
     url = f"wss://127.0.0.1:{ready.read_text()}"
     with websocket_connect(url, ssl=context, compression=None, max_size=1 << 28) as socket:
@@ -346,11 +345,7 @@ def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Run everything."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path("out/bench"))
+    parser = arguments(__doc__, rounds=5, output="out/bench")
     parser.add_argument("--probe", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--executor", nargs=3, action="append", help=argparse.SUPPRESS)
@@ -377,9 +372,8 @@ def main() -> None:
             memory["executor, float32"] = peak_memory_mib(first.pid)
             memory["executor, ring"] = peak_memory_mib(second.pid)
     show(results, trips, memory)
-    options.output.mkdir(parents=True, exist_ok=True)
     data = {"iteration_and_decode": results, "round_trips": trips, "peak_memory_mib": memory}
-    (options.output / "split_execution.json").write_text(json.dumps(data, indent=1))
+    save(options.output / "split_execution.json", data)
     plot(results, options.output / "split_execution.png")
     console.print(f"wrote {options.output}/split_execution.json and .png")
 

@@ -13,7 +13,6 @@ Writes transports.json into --output.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import statistics
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import arguments, save
 from echo_executor import echo_service
 from rich.console import Console
 from rich.table import Table
@@ -78,11 +78,7 @@ def measure(sessions: dict[str, tenant_sdk.Session], rounds: int) -> dict[str, d
 
 def main() -> None:
     """Run everything."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--output", type=Path, default=Path("out/bench"))
+    parser = arguments(__doc__, rounds=10, output="out/bench")
     options, _ = parser.parse_known_args()  # `make bench ARGS=...` is for all of them
     keep_freed_memory()
     torch.set_num_threads(1)
@@ -123,8 +119,7 @@ def main() -> None:
         aim = SIZES[what.partition(",")[0]][2]
         table.add_row(what, *cells, f"{local_median / tls_median:.2f}", f"{aim:.2f}", f"{carriers:.2f}")
     console.print(table)
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "transports.json").write_text(json.dumps(results, indent=1))
+    save(options.output / "transports.json", results)
 
 
 if __name__ == "__main__":

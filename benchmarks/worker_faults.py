@@ -8,7 +8,6 @@ other worker's groups are asked for all the time; its longest answer meanwhile s
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Executor, executor, spread, write_model
+from common import Executor, arguments, executor, save, spread, write_model
 from rich.console import Console
 from rich.table import Table
 
@@ -48,7 +47,7 @@ def pid_of(running: Executor, worker: int) -> int:
 
 
 def connect(running: Executor) -> tenant_sdk.Session:
-    return tenant_sdk.connect(running.url, token=running.token, ca=running.ca, privacy="plain")
+    return running.connect(privacy="plain")
 
 
 def ask(session: tenant_sdk.Session, group: int) -> float:
@@ -97,11 +96,7 @@ def one_round(running: Executor, fault: signal.Signals, worker: int) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path("out/worker_faults.json"))
+    parser = arguments(__doc__, rounds=5, output="out/worker_faults.json")
     options = parser.parse_args()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as work:
@@ -120,8 +115,7 @@ def main() -> None:
         cells = [spread([each[of] for each in rounds]) for of in ("noticed", "again", "others")]
         table.add_row(name, *cells, f"{statistics.median(each['products'] for each in rounds):.0f}")
     Console(width=120).print(table)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(found, indent=1))
+    save(options.output, found)
 
 
 if __name__ == "__main__":

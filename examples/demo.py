@@ -43,7 +43,7 @@ from demo_report import Display, draw_losses, print_summary
 from shared.launching import Program
 from shared.wire.header import SEED_BYTES
 from tenant_sdk.tuning.data import Reader
-from tenant_sdk.tuning.finetuning import Told, TrainingReport, finetune
+from tenant_sdk.tuning.finetuning import TrainingCallbacks, TrainingReport, finetune
 from tenant_sdk.tuning.options import TrainingOptions
 from tenant_sdk.tuning.progress import TrainingStep
 from tenant_sdk.tuning.samples import Sample, answers, asked
@@ -216,7 +216,11 @@ def tune(
     steps = task.settings["steps"]
     with display.stage(f"fine-tuning through the executors, {steps} steps", total=steps) as advance:
         report = finetune(
-            training, model, tokenizer, session, Told(lambda _: None, show, samples=told.samples.extend)
+            training,
+            model,
+            tokenizer,
+            session,
+            TrainingCallbacks(lambda _: None, show, samples=told.samples.extend),
         )
     return report, told
 

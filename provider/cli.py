@@ -228,7 +228,7 @@ def _show_layout(config: ServeConfig) -> None:
         stripes=config.stripes,
         threads=config.threads,
         processes=bool(config.worker_devices),
-        anyway=True,
+        allow_misfit=True,
     )
     told = {"model": str(config.model_dir)} | described(layout)
     said = [*reasons(layout), *layout.doubts]
@@ -280,7 +280,7 @@ def plan_capacity(options: PlanOptions) -> None:
         stripes=options.stripes,
         assumed=assumed,
         processes=options.workers > 0 or len(options.worker_devices) > 1,
-        anyway=True,
+        allow_misfit=True,
     )
     tenants = Tenants(
         options.tenants,

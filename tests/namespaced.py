@@ -31,7 +31,7 @@ def in_child(session: tenant_sdk.Session, told: int) -> None:
     for what, action in {
         "take": lambda: masks.take(ProductKey(0, Direction.FORWARD, 1), 1),
         "ping": lambda: session.executor.channel.ping(),
-        "product": lambda: session.groups[0].forward_product(1, torch.ones(1, 64)),
+        "product": lambda: session.groups[0].plain_product(Direction.FORWARD, 1, (torch.ones(1, 64),)),
     }.items():
         try:
             action()
@@ -51,7 +51,7 @@ def main() -> None:
         url, token=os.environ["TOKEN"], ca=ca, mask_sources=[f"local:{folder}"], mask_budget_mib=0
     )
     layer, rows = session.groups[0], torch.ones(1, 64)
-    before = layer.forward_product(1, rows)[0]
+    before = layer.plain_product(Direction.FORWARD, 1, (rows,))[0]
     read, write = os.pipe()
     libc = ctypes.CDLL(None, use_errno=True)
     home = os.open("/proc/self/ns/pid", os.O_RDONLY)
@@ -65,7 +65,10 @@ def main() -> None:
     own = ssl.RAND_bytes(8), ssl.RAND_bytes(8)
     random = os.read(read, 16)
     check(random[8:] not in own, "random bytes of its own for TLS")
-    check(torch.equal(layer.forward_product(1, rows)[0], before), "the same product afterwards")
+    check(
+        torch.equal(layer.plain_product(Direction.FORWARD, 1, (rows,))[0], before),
+        "the same product afterwards",
+    )
     session.close()
     print("parent", os.getpid(), "ok", flush=True)
 

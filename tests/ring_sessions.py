@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,3 +87,9 @@ def products(sent: list[Sent]) -> list[bytes]:
 
 def seeds(sent: list[Sent]) -> list[bytes]:
     return [message.body for message in sent if message.operation == Operation.SEED_EFFECT]
+
+
+def assert_no_block_repeats(bodies: Iterable[bytes]) -> None:
+    """No 16 bytes, as AES makes them and as they lie in requests and seeds, are there twice."""
+    blocks = [body[at : at + 16] for body in bodies for at in range(0, len(body) - 15, 16)]
+    assert len(set(blocks)) == len(blocks) > 0

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from provider.engine.fairness import RowCosts
 from provider.engine.lanes import BatchResult, Lane, ProcessLane, Request, RowRange
 from provider.engine.latency import LatencyModel
 from provider.engine.loop import Loop
@@ -95,7 +94,6 @@ class Engine:
         lanes: where products run; each group on the one that ``lane_of`` names.
         policy: decides.
         latency: how long products take, as far as is known.
-        row_costs: virtual tokens of rows.
         read_ahead: bring a group's weight nearer until told to stop; while there is nothing to do.
         on_batch: told rows, seconds and the multiplying thread's processor seconds of every product.
 
@@ -111,14 +109,13 @@ class Engine:
         latency: LatencyModel,
         *,
         lane_of: Callable[[int], int] = lambda group: 0,
-        row_costs: RowCosts | None = None,
         read_ahead: Callable[[int, Callable[[], bool]], None] = lambda group, stop: None,
         on_batch: Callable[[int, float, float], None] = lambda rows, seconds, processor: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.loop = self._make_loop()
         self._lanes, self.policy, self._latency = list(lanes), policy, latency
-        self._lane_of, self._row_costs, self._clock = lane_of, row_costs or RowCosts(), clock
+        self._lane_of, self._clock = lane_of, clock
         self._read_ahead, self._on_batch = read_ahead, on_batch
         self._all = sum(shape.size for shape in latency.shapes)
         self._submissions: dict[QueuedRequest, _Submission] = {}
@@ -227,8 +224,8 @@ class Engine:
     def _work(self, tenant: str, session: Hashable, header: Header) -> QueuedRequest:
         key = BatchKey(header.group, header.direction, header.members, header.dtype)
         shape = self._latency.shapes[header.group]
-        share = shape.size * self._latency.share(header.group, header.members) / self._all
-        cost = share * self._row_costs.of(header.operation, header.direction)
+        # Virtual tokens of a row: through all groups it costs one (``provider.engine.fairness``).
+        cost = shape.size * self._latency.share(header.group, header.members) / self._all
         request_class = bounded_class(header.request_class, header.direction, header.rows)
         lane = self._lane_of(header.group)
         return QueuedRequest(tenant, key, header.rows, request_class, cost, self._clock(), session, lane)

@@ -1,31 +1,12 @@
 """Virtual token counters: who got how much of the executor (FlexLLM, appendix C, algorithm 4).
 
-A tenant's counter grows with the rows that are multiplied for it. Who waits and has the smallest is
-next. A tenant that comes back after a rest is lifted to the smallest of those who waited meanwhile, less
-LEAD: it saves up no more credit than that, and owes none. Counters are changed before a product.
+A tenant's counter grows with the rows that are multiplied for it: a row through all groups costs one token.
+Who waits and has the smallest is next. A tenant that comes back after a rest is lifted to the smallest of
+those who waited meanwhile, less LEAD: it saves up no more credit than that, and owes none. Counters are
+changed before a product.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-
-from shared.wire.header import Direction, Operation
-
-
-@dataclass(frozen=True)
-class RowCosts:
-    """Virtual tokens of one row through all groups, by what it is."""
-
-    forward: float = 1.0
-    backward: float = 1.0
-    effect: float = 1.0
-
-    def of(self, operation: int, direction: int) -> float:
-        """What one row of such a request costs."""
-        if operation != Operation.PRODUCT:
-            return self.effect
-        return self.forward if direction == Direction.FORWARD else self.backward
-
 
 # Virtual tokens that a tenant may be ahead of another that waits, if no piece of work costs more: enough for
 # those who decode to fall in step, and no more than a second's worth or so. As much credit outlasts a rest:

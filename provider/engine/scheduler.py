@@ -117,14 +117,14 @@ class Policy(Protocol):
 
     def finished(self, batch: Batch, seconds: float, now: float) -> None:
         """A batch was multiplied, in so many seconds, until now."""
-        ...
+        return  # by default there is nothing to do
 
     def session_ended(self, tenant: str, session: Hashable) -> None:
         """A session of a tenant has ended."""
-        ...
+        return  # by default there is nothing to do
 
 
-class Unbatched:
+class Unbatched(Policy):
     """Every request by itself, in the order of arrival: what there is without batching."""
 
     def __init__(self) -> None:
@@ -147,14 +147,8 @@ class Unbatched:
         if work in self._queue:
             self._queue.remove(work)
 
-    def finished(self, batch: Batch, seconds: float, now: float) -> None:
-        """See Policy."""
 
-    def session_ended(self, tenant: str, session: Hashable) -> None:
-        """See Policy."""
-
-
-class Lockstep:
+class Lockstep(Unbatched):
     """Wait until every active tenant asks, then multiply all that share the oldest request's key.
 
     What batching costs without opportunism (Symbiosis §4.5): the slowest tenant sets the pace.
@@ -164,12 +158,12 @@ class Lockstep:
     """
 
     def __init__(self, patience: float = 1.0) -> None:
-        self._queue: list[QueuedRequest] = []
+        super().__init__()
         self._active = _Active(patience)
 
     def add(self, work: QueuedRequest, now: float) -> None:
         """See Policy."""
-        self._queue.append(work)
+        super().add(work, now)
         self._active.seen(work.tenant, now)
 
     def next(self, now: float, lane: int = 0) -> Batch | float | None:
@@ -184,17 +178,6 @@ class Lockstep:
         batch = [work for work in self._queue if work.key == key]
         self._queue = [work for work in self._queue if work.key != key]
         return [work.take(work.rows) for work in batch]
-
-    def drop(self, work: QueuedRequest) -> None:
-        """See Policy."""
-        if work in self._queue:
-            self._queue.remove(work)
-
-    def finished(self, batch: Batch, seconds: float, now: float) -> None:
-        """See Policy."""
-
-    def session_ended(self, tenant: str, session: Hashable) -> None:
-        """See Policy."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def check_memory(
         raise ConfigurationError(
             "not enough memory to load {}: needs about {} (weights {} + {} for Python and torch), {} "
             "available ({}); {}",
-            *(model, _gib(weights + more), _gib(weights), _gib(more), _gib(there), where, ADVICE),
+            *(model, gib(weights + more), gib(weights), gib(more), gib(there), where, ADVICE),
         )
 
 
@@ -73,7 +73,7 @@ def memory_errors(model: str) -> Iterator[None]:
         there, where = available_memory()
         raise ConfigurationError(
             "not enough memory to load {}: {}; {} available ({}); {}",
-            *(model, str(error).splitlines()[0] if text else "none is left", _gib(there), where, ADVICE),
+            *(model, str(error).splitlines()[0] if text else "none is left", gib(there), where, ADVICE),
         ) from error
 
 
@@ -120,5 +120,6 @@ def _field(path: Path, name: str) -> float:
         return float("inf")
 
 
-def _gib(count: float) -> str:
+def gib(count: float) -> str:
+    """Bytes as people read them."""
     return f"{max(count, 0.0) / GIB:.2f} GiB"

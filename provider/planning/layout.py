@@ -122,7 +122,7 @@ def lay_out(
     assumed: Assumed | None = None,
     threads: int = 0,
     processes: bool = True,
-    anyway: bool = False,
+    allow_misfit: bool = False,
 ) -> WorkerLayout:
     """Measure devices that are here, and place groups; takes seconds.
 
@@ -134,7 +134,7 @@ def lay_out(
         assumed: see ``provider.planning.options``; such devices are not measured.
         threads: see ``survey``.
         processes: each device has a worker process; else there is one device, and it is this process's.
-        anyway: place them as if there were room, if there is none, and say so in ``misfit``.
+        allow_misfit: place them as if there were room, if there is none, and say so in ``misfit``.
 
     Raises:
         ConfigurationError: they do not fit, or cannot be divided so.
@@ -154,7 +154,7 @@ def lay_out(
     try:
         placement = place(shapes, devices, weight_bytes=weight_bytes, stripes=stripes)
     except ConfigurationError as error:
-        if not anyway:
+        if not allow_misfit:
             raise
         misfit = error.told
         roomy: list[Device] = [replace(device, memory=float("inf")) for device in devices]

@@ -10,11 +10,12 @@ from typing import Any
 from rich.table import Table
 
 from provider.engine.profiling import PROFILE_ROWS
+from provider.executor.memory_check import gib
 from provider.planning.capacity import COSTS, CapacityPlan
 from provider.planning.kept import ROUND_TRIPS, TENANT_BYTES_PER_SECOND, KeptForecast
 from provider.planning.layout import WorkerLayout
-from provider.planning.simulation import CapacityForecast, Costs
-from provider.workers.planner import Device, gib
+from provider.planning.simulation import CapacityForecast
+from provider.workers.planner import Device
 from shared.wire.traffic import SPEEDS
 
 MEASURED = "from products measured here"
@@ -148,13 +149,13 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:,.0f} ms"
 
 
-def assumption(costs: Costs = COSTS) -> str:
+def assumption() -> str:
     """What a forecast takes for granted of a request, in a sentence without its full stop."""
     micro, nano = 1e6, 1e9
     return (
-        f"assumed: a request costs the executor's thread {costs.request_seconds * micro:.0f} µs and "
-        f"{costs.byte_seconds * nano:.2f} ns a byte, and its tenant's machine "
-        f"{costs.tenant_seconds * micro:.0f} µs and {costs.tenant_byte_seconds * nano:.2f} ns a byte; each "
+        f"assumed: a request costs the executor's thread {COSTS.request_seconds * micro:.0f} µs and "
+        f"{COSTS.byte_seconds * nano:.2f} ns a byte, and its tenant's machine "
+        f"{COSTS.tenant_seconds * micro:.0f} µs and {COSTS.tenant_byte_seconds * nano:.2f} ns a byte; each "
         "tenant has a machine of its own"
     )
 

@@ -102,15 +102,15 @@ class ConnectionLimits(NamedTuple):
     """Of an executor, over all transports together.
 
     Attributes:
-        together: how many connections there may be, with those whose handshake is under way; further ones
+        total: how many connections there may be, with those whose handshake is under way; further ones
             are closed at once.
-        of_tenant: of one tenant; further ones are turned away.
+        per_tenant: of one tenant; further ones are turned away.
         seconds: after which a connection is drained, so that its tenant comes again, perhaps to another
             replica; 0: never.
     """
 
-    together: int = 256
-    of_tenant: int = 64
+    total: int = 256
+    per_tenant: int = 64
     seconds: float = 0.0
 
 
@@ -133,10 +133,10 @@ class Connections:
     def reserve(self, peer: str) -> bool:
         """Whether there is room for another, kept until ``start`` or ``release``; if not, that is counted."""
         with self._changed:
-            if self._reserved + len(self._open) < self._limits.together:
+            if self._reserved + len(self._open) < self._limits.total:
                 self._reserved += 1
                 return True
-        self.turn_away(peer, f"{self._limits.together} connections are open, which is the limit")
+        self.turn_away(peer, f"{self._limits.total} connections are open, which is the limit")
         return False
 
     def turn_away(self, peer: str, why: str) -> None:
@@ -156,12 +156,12 @@ class Connections:
         """Whether a tenant may have another; kept, or counted and logged, as by ``reserve``."""
         with self._changed:
             there = sum(each.tenant == tenant for each in self._open) + self._reserved_for[tenant]
-            if there < self._limits.of_tenant:
+            if there < self._limits.per_tenant:
                 self._reserved_for[tenant] += 1
                 return True
         self.metrics.handshake_failed("tenant_full")
         who = {"tenant": tenant}
-        log.warning("tenant %s has %d connections already", tenant, self._limits.of_tenant, extra=who)
+        log.warning("tenant %s has %d connections already", tenant, self._limits.per_tenant, extra=who)
         return False
 
     def release_for(self, tenant: str) -> None:

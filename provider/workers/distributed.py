@@ -64,13 +64,13 @@ def join(store: Store, rank: int) -> DistributedLink:
     return DistributedLink(_pair(store, rank, time_, 1, "the executor"), 0, "the executor")
 
 
-def over(store: Store) -> None:
+def announce_end(store: Store) -> None:
     """As the executor: tell also those who are about to join that there is nothing more to do."""
     with suppress(RuntimeError):  # the store has ended first
         store.set(_OVER, "1")
 
 
-class Joined:
+class JoinedWorker:
     """A worker that has joined; see ``provider.workers.process.StartedWorker``."""
 
     pid = 0
@@ -83,7 +83,7 @@ class Joined:
         return "on another machine, or started by others"
 
 
-class Rank:
+class WaitForRank:
     """Waits for the worker of a rank, again and again.
 
     Args:
@@ -97,7 +97,7 @@ class Rank:
         store.set(_VERSION, self._version)
         self._joined = 0  # the number of the time that it joined last, as far as is known
 
-    def __call__(self, stop: threading.Event) -> Joined:
+    def __call__(self, stop: threading.Event) -> JoinedWorker:
         """The next time that it joins.
 
         Raises:
@@ -121,7 +121,7 @@ class Rank:
         _check_versions(self._rank, worker, self._version)
         name = f"rank {self._rank} on {host}"
         try:
-            return Joined(DistributedLink(_pair(self._store, self._rank, time_, 0, name), 1, name))
+            return JoinedWorker(DistributedLink(_pair(self._store, self._rank, time_, 0, name), 1, name))
         except OSError as error:  # it has ended meanwhile, and will come again
             log.info("rank %d said that it is there, and is not: %s", self._rank, error)
             return self(stop)

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from provider.engine.latency import Shape
+from provider.executor.memory_check import gib
 from provider.executor.stripes import Stripe
 from shared.errors import Argument, ConfigurationError, Message, Placeholder
 
 REFERENCE_ROWS = 128  # of the product by which devices are compared; profiling measures as many
-GIB = 2.0**30
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,6 @@ class Placement:
     def lane_of(self) -> list[int]:
         """The lane of each group."""
         return [decision.lane for decision in self.decisions]
-
-    def lane_devices(self, lane: int) -> tuple[Device, ...]:
-        """Of a lane's workers."""
-        return self.devices[lane * self.stripes : (lane + 1) * self.stripes]
 
     def groups(self, worker: int) -> list[int]:
         """Numbers of the groups of which a worker has its stripe."""
@@ -263,8 +259,3 @@ def _refusal(
         *(len(shapes), gib(needed), weight_bytes, gib(largest), there, placed, len(shapes)),
         Message.joined("; ", advice),
     )
-
-
-def gib(count: float) -> str:
-    """Bytes as people read them."""
-    return f"{max(count, 0.0) / GIB:.2f} GiB"

@@ -22,14 +22,14 @@ from provider.engine.profiling import shapes_of
 from provider.engine.scheduler import Opportunistic, Policy
 from provider.executor.loading import Numerics
 from provider.executor.stripes import Stripe
-from provider.workers.distributed import Rank, over
+from provider.workers.distributed import WaitForRank, announce_end
 from provider.workers.gathered import GatheredLane, GatheredLatency
 from provider.workers.lane import WorkerLane
 from provider.workers.link import Assignment, Loaded
 from provider.workers.planner import Placement, place
 from provider.workers.process import Process, StartWorker
 from provider.workers.state import WorkerState
-from provider.workers.survey import Found, devices_of, survey_apart
+from provider.workers.survey import DeviceSurvey, devices_of, survey_in_subprocess
 from provider.workers.world import World, processors_each
 from shared.checkpoint import Checkpoint
 from shared.errors import ConfigurationError, Placeholder
@@ -94,7 +94,7 @@ def place_groups(
     Raises:
         ConfigurationError: one of the devices is not here, or they have no room for the weights.
     """
-    shapes, found = shapes_of(groups), list[Found]()
+    shapes, found = shapes_of(groups), list[DeviceSurvey]()
     weight_bytes = Numerics.named(numerics).weight_bytes
     if per_host:
         # Once for all: what is free changes.
@@ -106,7 +106,7 @@ def place_groups(
             known.append(dataclasses.replace(like[name], name=where))
         return place(shapes, known, weight_bytes=weight_bytes, stripes=stripes)
     if set(devices) != {"cpu"}:
-        found = survey_apart(devices, numerics, shapes)
+        found = survey_in_subprocess(devices, numerics, shapes)
         for each in found:
             if each.lines is None:
                 raise ConfigurationError(
@@ -138,20 +138,20 @@ class Sharding:
     fsdp: bool = False
 
     @property
-    def together(self) -> int:
+    def workers_per_lane(self) -> int:
         """How many workers a lane has."""
         return len(self.devices) if self.fsdp else self.stripes
 
-    def of_lane(self, number: int) -> Sequence[str]:
+    def lane_devices(self, number: int) -> Sequence[str]:
         """Devices of a lane's workers."""
-        return self.devices[number * self.together : (number + 1) * self.together]
+        return self.devices[number * self.workers_per_lane : (number + 1) * self.workers_per_lane]
 
     def starts(self, store: Store | None) -> list[StartWorker]:
         """What brings the workers of each lane; ``store``: the world's."""
-        starts: list[StartWorker] = [Process] * (len(self.devices) // self.together)
+        starts: list[StartWorker] = [Process] * (len(self.devices) // self.workers_per_lane)
         if self.world is not None and store is not None:
             ranks = range(1, self.world.size)
-            starts[len(starts) - len(ranks) :] = [Rank(store, rank) for rank in ranks]
+            starts[len(starts) - len(ranks) :] = [WaitForRank(store, rank) for rank in ranks]
         return starts
 
     def threads_of(self, start: StartWorker) -> int:
@@ -200,10 +200,10 @@ class WorkerPool:
         self.latency = (GatheredLatency if sharding.fsdp else LatencyModel)(shapes_of(groups))
         check_stripes(groups, sharding.stripes)
         served = part_of(groups, *part) if part else (0, len(groups))
-        check_lanes(groups[slice(*served)], len(sharding.devices), sharding.together)
+        check_lanes(groups[slice(*served)], len(sharding.devices), sharding.workers_per_lane)
         per_host = world.local_size if world is not None else 0
         self.placement = place_groups(
-            groups[slice(*served)], sharding.devices, sharding.together, numerics, per_host=per_host
+            groups[slice(*served)], sharding.devices, sharding.workers_per_lane, numerics, per_host=per_host
         )
         self.lane_of = [0] * len(groups)
         self.lane_of[slice(*served)] = self.placement.lane_of
@@ -237,7 +237,7 @@ class WorkerPool:
         checkpoint: Checkpoint,
         numerics: str,
     ) -> WorkerLane:
-        devices, stripes = sharding.of_lane(number), sharding.stripes
+        devices, stripes = sharding.lane_devices(number), sharding.stripes
         digest = sharding.world is not None or numerics not in RINGS
         threads = sharding.threads_of(start)
         whole = Assignment(str(checkpoint.folder), numerics, devices[0], threads, own, digest=digest)
@@ -281,7 +281,7 @@ class WorkerPool:
     def close(self) -> None:
         """End all workers."""
         if self._store is not None:
-            over(self._store)
+            announce_end(self._store)
         for lane in self.lanes:
             lane.close()
 

@@ -1,7 +1,7 @@
 """What devices of this machine have and reach: memory, and products of synthetic weights.
 
-``python -m provider.workers.survey`` answers a ``Wish`` on standard input with a list of ``Found``: so an
-executor asks about accelerators, on which it keeps nothing itself.
+``python -m provider.workers.survey`` answers a ``SurveyRequest`` on standard input with a list of
+``DeviceSurvey``: so an executor asks about accelerators, on which it keeps nothing itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MEASURED_ELEMENTS = 1 << 26  # of a shape at most, and of all its copies, so tha
 _SECONDS = 600.0
 
 
-class Found(msgspec.Struct, frozen=True):
+class DeviceSurvey(msgspec.Struct, frozen=True):
     """Of one device.
 
     Attributes:
@@ -53,7 +53,7 @@ class Found(msgspec.Struct, frozen=True):
     lines: list[tuple[tuple[float, float], tuple[float, float]]] | None
 
 
-class Wish(msgspec.Struct, frozen=True):
+class SurveyRequest(msgspec.Struct, frozen=True):
     """What shall be found out; ``shapes`` as (inputs, outputs of the members)."""
 
     devices: list[str]
@@ -61,7 +61,9 @@ class Wish(msgspec.Struct, frozen=True):
     shapes: list[tuple[int, tuple[int, ...]]]
 
 
-def survey(devices: Sequence[str], numerics: str, shapes: Sequence[Shape], threads: int = 0) -> list[Found]:
+def survey(
+    devices: Sequence[str], numerics: str, shapes: Sequence[Shape], threads: int = 0
+) -> list[DeviceSurvey]:
     """Measure products of each different shape on each different device, in this process; takes seconds.
 
     With so many threads on the CPU; 0: all workers there together have one a core. Shapes of more than
@@ -72,7 +74,7 @@ def survey(devices: Sequence[str], numerics: str, shapes: Sequence[Shape], threa
         try:
             device = device_of(name)
         except ConfigurationError:
-            found.append(Found(name, None, None))
+            found.append(DeviceSurvey(name, None, None))
             continue
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
         workers = list(devices).count(name)
@@ -85,17 +87,19 @@ def survey(devices: Sequence[str], numerics: str, shapes: Sequence[Shape], threa
             torch.set_num_threads(before)
         if device.type != "cpu":
             lines = [tuple((a * workers, b * workers) for a, b in both) for both in lines]  # type: ignore[misc]
-        found.append(Found(name, free, lines))
+        found.append(DeviceSurvey(name, free, lines))
     return found
 
 
-def survey_apart(devices: Sequence[str], numerics: str, shapes: Sequence[Shape]) -> list[Found]:
+def survey_in_subprocess(
+    devices: Sequence[str], numerics: str, shapes: Sequence[Shape]
+) -> list[DeviceSurvey]:
     """The same in a process of its own, which leaves nothing behind on the devices.
 
     Raises:
         ConfigurationError: it failed.
     """
-    wish = Wish(list(devices), numerics, [(shape.inputs, shape.outputs) for shape in shapes])
+    wish = SurveyRequest(list(devices), numerics, [(shape.inputs, shape.outputs) for shape in shapes])
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "provider.workers.survey"],
@@ -113,14 +117,14 @@ def survey_apart(devices: Sequence[str], numerics: str, shapes: Sequence[Shape])
         raise ConfigurationError(
             "{} cannot be measured: {}", Argument("devices", ",".join(devices)), "".join(last)
         )
-    return msgspec.json.decode(done.stdout, type=list[Found])
+    return msgspec.json.decode(done.stdout, type=list[DeviceSurvey])
 
 
 def devices_of(
     names: Sequence[str],
     groups: Sequence[GroupInfo],
     weight_bytes: int,
-    found: Sequence[Found] = (),
+    found: Sequence[DeviceSurvey] = (),
     shapes: Sequence[Shape] = (),
     assumed: Mapping[str, Sequence[float]] | None = None,
 ) -> list[Device]:
@@ -159,7 +163,7 @@ def devices_of(
 
 
 def latency_of(
-    device: Device, weight_bytes: int, shapes: Sequence[Shape], found: Found | None
+    device: Device, weight_bytes: int, shapes: Sequence[Shape], found: DeviceSurvey | None
 ) -> LatencyModel:
     """A model for shapes: of the lines measured of these same shapes, or of the device's two rates."""
     model = LatencyModel(shapes)
@@ -222,7 +226,7 @@ def weight_bytes_of(numerics: str) -> int:
 
 def main() -> None:
     """Entry point."""
-    wish = msgspec.json.decode(sys.stdin.buffer.read(), type=Wish)
+    wish = msgspec.json.decode(sys.stdin.buffer.read(), type=SurveyRequest)
     shapes = [Shape(inputs, outputs) for inputs, outputs in wish.shapes]
     sys.stdout.buffer.write(msgspec.json.encode(survey(wish.devices, wish.numerics, shapes)))
 

@@ -164,11 +164,11 @@ class MaskReuse:
         return TokenGuess(targets, tokens, estimates, match)
 
 
-def _distinct(directions: torch.Tensor, most: int = 256) -> torch.Tensor:
-    """One of each among unit vectors that repeat up to rounding."""
+def _distinct(directions: torch.Tensor) -> torch.Tensor:
+    """One of each among unit vectors that repeat up to rounding; 256 at most."""
     kept: list[torch.Tensor] = []
     for direction in directions:
-        if len(kept) < most and not any(abs(float(direction @ other)) > 0.99 for other in kept):
+        if len(kept) < 256 and not any(abs(float(direction @ other)) > 0.99 for other in kept):
             kept.append(direction)
     return torch.stack(kept) if kept else directions[:0]
 
@@ -178,20 +178,13 @@ def _first_token(public: PublicModel) -> int:
 
 
 class SubspaceProjection:
-    """Masks from a bank span few dimensions: find those, and match tokens in the rest.
-
-    Args:
-        dimensions: of the masks' span; None: as many as stand out.
-    """
+    """Masks from a bank span few dimensions: find those that stand out, and match tokens in the rest."""
 
     name: ClassVar[str] = "subspace projection"
     goal: ClassVar[str] = "tokens, from what masks of few dimensions leave"
     sees: ClassVar[str] = "rows"
     metric: ClassVar[str] = "tokens right (top 1)"
     source: ClassVar[str] = "principal components; masks of Symbiosis, section 3.8, span at most K dimensions"
-
-    def __init__(self, dimensions: int | None = None) -> None:
-        self.dimensions = dimensions
 
     def attack(self, view: View, rng: np.random.Generator) -> TokenGuess:
         """See Attack."""
@@ -204,7 +197,7 @@ class SubspaceProjection:
         root = torch.linalg.cholesky(spread.double()).float()
         whitened = torch.linalg.solve_triangular(root, unit(rows).T, upper=False).T
         values, vectors = torch.linalg.eigh((whitened.T @ whitened / len(rows)).double())
-        count = self.dimensions or int((values > 4 * values.median()).sum().clamp(max=table.shape[1] // 2))
+        count = int((values > 4 * values.median()).sum().clamp(max=table.shape[1] // 2))
         # Back from whitened directions to directions of rows.
         span = torch.linalg.qr(root.double() @ vectors[:, len(values) - count :]).Q.float()
         left = rows - rows @ span @ span.T

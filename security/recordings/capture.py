@@ -119,14 +119,12 @@ def tenant_of(mode: str) -> str:
     return f"{MODES.index(mode)}-{mode.split(',')[0].replace(' ', '-')}"
 
 
-def play(
-    session: tenant_sdk.Session, group: int, rows: int, rng: np.random.Generator, batch: int = 2048
-) -> torch.Tensor:
+def play(session: tenant_sdk.Session, group: int, rows: int, rng: np.random.Generator) -> torch.Tensor:
     """Send rows of one of two inputs, drawn for each: zeros, or large numbers that are all equal."""
     width = session.manifest.groups[group].inputs
     members = (1 << len(session.manifest.groups[group].members)) - 1
     drawn = torch.from_numpy(rng.integers(0, 2, rows).astype(bool))
-    for part in drawn.split(batch):
+    for part in drawn.split(2048):
         block = part[:, None].float().expand(-1, width).contiguous() * 3.0
         session.products.submit(group, Direction.FORWARD, members, [block]).result()
     return drawn
@@ -181,12 +179,12 @@ def metrics_page(executor: ExecutorProcess) -> str:
         return str(answer.read().decode())
 
 
-def printed(root: Any, most: int = 2000) -> str:
-    """``repr`` of an object and of every object of this project that it leads to."""
+def printed(root: Any) -> str:
+    """``repr`` of an object and of those of this project that it leads to, of the first 2,000 objects."""
     seen: dict[int, Any] = {}
     found: list[str] = []
     waiting = [root]
-    while waiting and len(seen) < most:
+    while waiting and len(seen) < 2000:
         thing = waiting.pop()
         if id(thing) in seen:
             continue

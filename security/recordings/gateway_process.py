@@ -141,7 +141,7 @@ def gateway(
         yield Gateway(program.wait_until_ready(START_SECONDS), key)
 
 
-def write_adapters(model: Path, folder: Path, names: list[str], strength: float = 0.1) -> None:
+def write_adapters(model: Path, folder: Path, names: list[str]) -> None:
     """LoRA adapters of random numbers on up projections, each so strong that it changes what rows are."""
     config = transformers.AutoConfig.from_pretrained(model)
     for number, name in enumerate(names):
@@ -152,5 +152,5 @@ def write_adapters(model: Path, folder: Path, names: list[str], strength: float 
             adapted = peft.get_peft_model(base, lora)
             for each, parameter in adapted.named_parameters():
                 if "lora_B" in each:
-                    torch.nn.init.normal_(parameter, std=strength)
+                    torch.nn.init.normal_(parameter, std=0.1)
         adapted.save_pretrained(str(folder / name))

@@ -24,7 +24,7 @@ from security.attacks.active import LyingProvider
 from security.recordings.capture import Parties
 from security.recordings.executors import ExecutorProcess
 from security.recordings.transcript import RecordedRequest, read_transcript
-from security.verdicts.findings import Finding, HostileFinding
+from security.verdicts.findings import Finding, HostileFinding, finding_of
 from security.verdicts.plan import MALICIOUS, AuditPlan, AuditResult, Stage
 from security.verdicts.statistics import rate
 from security.views.adversaries import requests_of
@@ -131,9 +131,7 @@ class Trials:
     ) -> Finding:
         """Of guesses at the last secrets, of which there are two and as many of each."""
         right = int((guesses == torch.tensor(secrets[-len(guesses) :]).bool()).sum())
-        return Finding(
-            attack.name, mode, sees, attack.metric, rate(right, len(guesses), self.confidence), 0.5
-        )
+        return finding_of(attack, mode, sees, rate(right, len(guesses), self.confidence), 0.5)
 
     def repeating(self, session: Session, secrets: list[int]) -> list[list[int]]:
         """Prompts of PROMPT tokens of the tenant's text, which repeat a phrase where the secret is 1."""

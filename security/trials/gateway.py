@@ -29,7 +29,7 @@ from security.attacks.tokens import NoiseAware, SubspaceProjection, VocabularyMa
 from security.recordings.gateway_process import NO_GATEWAY, Gateway, Work, gateway, write_adapters
 from security.recordings.workload import GroundTruth, SentRequest
 from security.trials.context import Trials, sequences
-from security.verdicts.findings import Finding, HostileFinding, NothingToScore, able, of_guess
+from security.verdicts.findings import Finding, HostileFinding, NothingToScore, able, finding_of, of_guess
 from security.verdicts.plan import (
     BLIND_RUNS,
     BOTH,
@@ -223,7 +223,7 @@ class Gateways:
         """What each row stands for: guessed by the provider, and read where masks are known."""
         view = during(views[PROVIDER], works)
         truth, read = self._truth(views[BOTH], works)
-        found = [Finding(VocabularyMatching.name, GATEWAY, BOTH, VocabularyMatching.metric, read, None)]
+        found = [finding_of(VocabularyMatching, GATEWAY, BOTH, read, None)]
         attacks: list[Any] = [VocabularyMatching(), SubspaceProjection(), NoiseAware()]
         for attack in attacks:
             blind = torch.cat(
@@ -234,7 +234,7 @@ class Gateways:
                 may = able(chance, success.trials, self.confidence, self.plan.resolution)
             except NothingToScore:  # the control fails too
                 success, chance, may = NOTHING, 0.0, {}
-            found.append(Finding(attack.name, GATEWAY, PROVIDER, attack.metric, success, chance, "", **may))
+            found.append(finding_of(attack, GATEWAY, PROVIDER, success, chance, **may))
         return found
 
     def _truth(self, both: View, works: list[Work]) -> tuple[GroundTruth, Estimate]:
@@ -269,16 +269,8 @@ class Gateways:
         guesses = AdapterOfRows().attack((torch.cat(blocks), answer[:half]), self.rng)
         right, trials = int((guesses == answer[half:]).sum()), len(answer) - half
         may = able(0.5, trials, self.confidence, self.plan.resolution)
-        of_rows = Finding(
-            AdapterOfRows.name,
-            GATEWAY,
-            sees,
-            AdapterOfRows.metric,
-            rate(right, trials, self.confidence),
-            0.5,
-            "",
-            **may,
-        )
+        score = rate(right, trials, self.confidence)
+        of_rows = finding_of(AdapterOfRows, GATEWAY, sees, score, 0.5, **may)
         blocks, several = side((0, 2))
         told = AdaptersInStep().attack((blocks, several[: len(several) // 2]), self.rng)
         return [of_rows, self.trials.score_guesses(AdaptersInStep, GATEWAY, told, several, sees)]
@@ -293,11 +285,10 @@ class Gateways:
         ]
         guesses = SequenceBoundary(LEAST).attack([rows for rows, _ in pairs], self.rng)
         right = int((guesses == torch.tensor([length for _, length in pairs])).sum()) if pairs else 0
-        return Finding(
-            SequenceBoundary.name,
+        return finding_of(
+            SequenceBoundary,
             GATEWAY,
             sees,
-            SequenceBoundary.metric,
             rate(right, len(pairs), self.confidence) if pairs else NOTHING,
             1 / (PAIR - 2 * LEAST + 1),
             f"{len(pairs)} of {len(works)} pairs came into one request",
@@ -317,9 +308,7 @@ class Gateways:
             f"computed at once were counted, in {sum(s.ended == WAVE for s in seen)} all ends"
         )
         estimate = rate(right, WAVE * waves, self.confidence)
-        result.findings.append(
-            Finding(StepCounts.name, mode, PROVIDER, StepCounts.metric, estimate, None, told)
-        )
+        result.findings.append(finding_of(StepCounts, mode, PROVIDER, estimate, None, told))
         result.figures[f"{StepCounts.name}, {mode}"] = told
 
     def _streams(self, tenant: str, works: list[Work]) -> list[Stream]:

@@ -182,14 +182,12 @@ class HostileProvider:
             self.trials.confidence,
         )
         return [
-            Finding(
-                attack.name,
+            findings.finding_of(
+                attack,
                 mode,
                 MALICIOUS,
-                attack.metric,
                 success,
                 chance,
-                "",
                 **findings.able(chance, success.trials, self.trials.confidence, self.plan.resolution),
             )
             for attack, (success, chance) in ((reader, read), (head, labels))

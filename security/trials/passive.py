@@ -31,7 +31,7 @@ from security.recordings.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_
 from security.recordings.transcript import RecordedRequest
 from security.recordings.workload import ADAPTER_TOKENS, GroundTruth, SentRequest
 from security.verdicts import findings
-from security.verdicts.findings import Finding, NothingToScore
+from security.verdicts.findings import NothingToScore
 from security.verdicts.plan import BLIND_RUNS, BOTH, NETWORK, PROVIDER, AuditPlan, AuditResult, Stage
 from security.verdicts.statistics import POWER, Estimate, rate
 from security.views.adversaries import (
@@ -207,9 +207,7 @@ class PassiveAttacks:
         except NothingToScore:
             # The view holds nothing of the kind: as good as a guess, and said so.
             success, chance, detail = Estimate(0.0, 0.0, 0.0, 0), 0.0, "this party sees nothing of the kind"
-        self.result.findings.append(
-            Finding(attack.name, mode, sees, attack.metric, success, chance, detail, **able)
-        )
+        self.result.findings.append(findings.finding_of(attack, mode, sees, success, chance, detail, **able))
 
     def _repeated(self, truth: GroundTruth, group: int) -> dict[int, SentRequest]:
         """Requests of a group for prompts that were sent again and again, by their place."""
@@ -258,9 +256,7 @@ class PassiveAttacks:
         success = findings.advantage(guesses, game.answer[half:], self.confidence)
         able = findings.able(0.5, success.trials, self.confidence, self.plan.resolution, scale=2)
         self.result.findings.append(
-            Finding(
-                DistinguishingGame.name, mode, PROVIDER, DistinguishingGame.metric, success, 0.0, "", **able
-            )
+            findings.finding_of(DistinguishingGame, mode, PROVIDER, success, 0.0, **able)
         )
 
     def _curves(self) -> None:
@@ -313,16 +309,9 @@ class PassiveAttacks:
             ):
                 # What comes first are the rows that fingerprints are tried with, of a number that is known.
                 right = sum(a == b for a, b in zip(prompts[-len(lengths) :], lengths, strict=False))
-                self.result.findings.append(
-                    Finding(
-                        attack.name,
-                        f"{ONE_TIME}, {name.replace('-', ' ')}",
-                        sees,
-                        attack.metric,
-                        rate(right, len(lengths), self.confidence),
-                        None,
-                    )
-                )
+                mode = f"{ONE_TIME}, {name.replace('-', ' ')}"
+                success = rate(right, len(lengths), self.confidence)
+                self.result.findings.append(findings.finding_of(attack, mode, sees, success, None))
         ranks = [
             [request.header._replace(request_id=0) for request in self.evidence.traffic[name]]
             for name in self.evidence.traffic

@@ -16,7 +16,7 @@ from security.recordings.capture import ONE_TIME
 from security.recordings.executors import AuditError
 from security.recordings.transcript import RecordedRequest
 from security.trials.context import Trials
-from security.verdicts.findings import Finding, HostileFinding
+from security.verdicts.findings import Finding, HostileFinding, finding_of
 from security.verdicts.plan import PROVIDER, AuditResult, Stage
 from security.verdicts.statistics import rate
 from security.views.adversaries import products_of
@@ -98,14 +98,9 @@ class Routes:
             known = np.array([self._expected(public, ids, setting) for ids in texts])
             guesses = Routing().attack(RoutingView(counted, known), self.rng)
             right = int((guesses == torch.arange(limit)).sum())
-            finding = Finding(
-                Routing.name,
-                f"{ONE_TIME}, experts {setting}, {length} tokens",
-                PROVIDER,
-                Routing.metric,
-                rate(right, limit, self.trials.confidence),
-                1 / limit,
-            )
+            mode = f"{ONE_TIME}, experts {setting}, {length} tokens"
+            success = rate(right, limit, self.trials.confidence)
+            finding = finding_of(Routing, mode, PROVIDER, success, 1 / limit)
             found[length] = finding, len(np.unique(counted, axis=0))
         return found
 

@@ -35,7 +35,7 @@ from security.recordings.executors import AuditError
 from security.recordings.transcript import RecordedRequest
 from security.recordings.workload import GroundTruth, watch
 from security.trials.context import PROMPT, HostedExecutor, Trials, sequences
-from security.verdicts.findings import Finding, HostileFinding
+from security.verdicts.findings import Finding, HostileFinding, finding_of
 from security.verdicts.plan import MALICIOUS, PROVIDER, AuditResult, Stage
 from security.verdicts.statistics import rate
 from security.views.adversaries import products_of, requests_of
@@ -322,7 +322,7 @@ class SupplyAttacks:
 
         hits = sum(read(tenant, truth) for tenant, truth in truths.items())
         defended, control = (
-            Finding(attack.name, mode, MALICIOUS, attack.metric, success, None)
+            finding_of(attack, mode, MALICIOUS, success, None)
             for mode, success in (
                 (ONE_TIME, rate(hits, len(tokens) * len(truths), self.trials.confidence)),
                 (
@@ -387,7 +387,7 @@ class SupplyAttacks:
                 hits += sum(any(torch.equal(row, each) for each in read) for row in expected)
             success = rate(hits, FORKS * FORKED_ROWS, self.trials.confidence)
             found[mode] = (
-                Finding(MaskServedTwice.name, mode, MALICIOUS, MaskServedTwice.metric, success, None),
+                finding_of(MaskServedTwice, mode, MALICIOUS, success, None),
                 copies,
                 ended,
             )
@@ -431,7 +431,7 @@ class SupplyAttacks:
 
     def _counted(self, attack: Any, mode: str, succeeded: list[bool]) -> Finding:
         success = rate(sum(succeeded), len(succeeded), self.trials.confidence)
-        return Finding(attack.name, mode, MALICIOUS, attack.metric, success, None)
+        return finding_of(attack, mode, MALICIOUS, success, None)
 
     def _folder(self) -> Path:
         self._folders += 1

@@ -114,6 +114,20 @@ def percent(value: float) -> str:
     return f"{100 * value:.2f} %" if abs(value) >= 0.01 or value == 0 else f"{100 * value:.4f} %"
 
 
+def finding_of(
+    attack: Any,
+    mode: str,
+    sees: str,
+    success: Estimate,
+    chance: float | None,
+    detail: str = "",
+    /,
+    **able: float | None,
+) -> Finding:
+    """Of an attack, in its own metric; ``able``: see there."""
+    return Finding(attack.name, mode, sees, attack.metric, success, chance, detail, **able)
+
+
 def able(
     chance: float, trials: int, confidence: float, wanted: float, scale: int = 1
 ) -> dict[str, float | None]:

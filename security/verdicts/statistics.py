@@ -56,13 +56,13 @@ def missing(chance: float, trials: int, confidence: float = CONFIDENCE) -> float
     return chance - most / trials if most >= 0 else None
 
 
-def detectable(chance: float, trials: int, confidence: float = CONFIDENCE, power: float = POWER) -> float:
-    """How far above chance the true rate must be for the observed one to count with probability ``power``.
+def detectable(chance: float, trials: int, confidence: float = CONFIDENCE) -> float:
+    """How far above chance the true rate must be for the observed one to count with probability POWER.
 
     That is more than ``visible``: a true rate just so far above chance is observed below it half the time.
     """
     least = _least(chance, trials, confidence)
-    return float(stats.beta.ppf(power, least, trials - least + 1)) - chance if least <= trials else 1 - chance
+    return float(stats.beta.ppf(POWER, least, trials - least + 1)) - chance if least <= trials else 1 - chance
 
 
 def power_at(advantage: float, chance: float, trials: int, confidence: float = CONFIDENCE) -> float:

@@ -71,7 +71,7 @@ def finetune(training: TrainingOptions, own: ModelOptions, connection: options.S
     with loading():
         from tenant_sdk.session.opening import open_session
         from tenant_sdk.tuning.data import has_chat_template
-        from tenant_sdk.tuning.finetuning import Told, check_reports
+        from tenant_sdk.tuning.finetuning import TrainingCallbacks, check_reports
         from tenant_sdk.tuning.finetuning import finetune as train
         from tenant_sdk.tuning.own import load
         from tenant_sdk.tuning.preview import show_first
@@ -83,7 +83,7 @@ def finetune(training: TrainingOptions, own: ModelOptions, connection: options.S
     with interruption_told(), open_session(config) as session, ShownTraining() as shows:
         say_kept(session)
         adapted, tokenizer = load(session, own.tokenizer, own.model, training.base, bars=STATUS.is_terminal)
-        told = Told(
+        told = TrainingCallbacks(
             lambda line: STATUS.print(escape(shown(line))),
             shows.step,
             lambda example: show_first(STATUS, tokenizer, example),

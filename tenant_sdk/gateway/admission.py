@@ -166,7 +166,7 @@ def _host(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Door:
+class Authenticator:
     """Who may come in.
 
     Args:

@@ -390,7 +390,7 @@ def second_prompts(running: Sequence[SequenceInfo]) -> set[str]:
     return paused
 
 
-class Seen:
+class RecentClients:
     """Which clients have had sequences lately."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tenant_sdk.gateway.admission import Door, Refusal, UnauthenticatedConnections
+from tenant_sdk.gateway.admission import Authenticator, Refusal, UnauthenticatedConnections
 from tenant_sdk.gateway.client_fairness import Reservations
 from tenant_sdk.gateway.http_frontend import BODY_BYTES, FLUSHED, SMALL_BODY_BYTES
 
@@ -27,29 +27,29 @@ class Connections:
     """What all connections of a server share.
 
     Args:
-        door: says whose a connection is.
+        authenticator: says whose a connection is.
         known: places of connections that have shown a key.
         unauthenticated: the others.
         unread: bytes of answers that known clients have not read yet.
     """
 
-    door: Door
+    authenticator: Authenticator
     known: Reservations
     unauthenticated: UnauthenticatedConnections
     unread: Reservations
 
     @classmethod
-    def at(cls, door: Door) -> Connections:
-        """Those behind a door."""
-        known, unread = (Reservations(most, door.clients) for most in (CONNECTIONS, UNREAD_BYTES))
-        return cls(door, known, UnauthenticatedConnections(MAX_UNAUTHENTICATED), unread)
+    def at(cls, authenticator: Authenticator) -> Connections:
+        """Those that an authenticator admits."""
+        known, unread = (Reservations(most, authenticator.clients) for most in (CONNECTIONS, UNREAD_BYTES))
+        return cls(authenticator, known, UnauthenticatedConnections(MAX_UNAUTHENTICATED), unread)
 
     def protocol(self) -> type[HttpToolsProtocol]:
         """What uvicorn makes for each connection."""
-        return type("Arrival", (_Arrival,), {"shared": self})
+        return type("LimitedConnection", (_LimitedConnection,), {"shared": self})
 
 
-class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
+class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
     """One connection."""
 
     shared: Connections
@@ -66,7 +66,7 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
         transport.set_write_buffer_limits(high=0)  # writing is paused until all has left
         self._expect()
         if (first := self.shared.unauthenticated.arrive(self)) is not None:
-            assert isinstance(first, _Arrival)  # noqa: S101 - only they arrive
+            assert isinstance(first, _LimitedConnection)  # noqa: S101 - only they arrive
             first.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -120,7 +120,7 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
         if b"upgrade" in given:  # its body would be read as the next request
             self._refuse(Refusal(400, "invalid_request_error", "a request here has no Upgrade"))
         if self._client is None:
-            client = self.shared.door.admit(self.headers)
+            client = self.shared.authenticator.admit(self.headers)
             if not isinstance(client, Refusal):
                 self.shared.unauthenticated.leave(self)
                 if not self.shared.known.take(client, 1):

@@ -31,11 +31,11 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
-from tenant_sdk.gateway.admission import MAX_ADAPTERS, Door, Queue, Refusal
+from tenant_sdk.gateway.admission import MAX_ADAPTERS, Authenticator, Queue, Refusal
 from tenant_sdk.gateway.calls import JSON_CALLS, bounded
 from tenant_sdk.gateway.client_fairness import Reservations
 from tenant_sdk.gateway.constraint_checks import ConstraintChecker
-from tenant_sdk.gateway.http_frontend import GENERATES, TOKENIZES, Front, Served
+from tenant_sdk.gateway.http_frontend import GENERATES, TOKENIZES, HttpFrontend, Served
 from tenant_sdk.gateway.log_redaction import leave_words_out
 from tenant_sdk.gateway.metrics import Collector, rates
 from tenant_sdk.gateway.parsing import RequestParser
@@ -77,7 +77,7 @@ class Gateway:
         adapters: folder that is watched, if any.
         most_rank: of adapters.
         allow_other_base: serve adapters that say they were made for another base.
-        door, queue: see ``Front``.
+        authenticator, queue: see ``HttpFrontend``.
         retry_after: seconds in which a provider that is away may be back.
         about: what the page says at the top.
         address: host and port on which it listens.
@@ -93,7 +93,7 @@ class Gateway:
     adapters: Path | None
     most_rank: int
     allow_other_base: bool
-    door: Door
+    authenticator: Authenticator
     queue: Queue
     retry_after: int
     about: str
@@ -134,8 +134,8 @@ class Endpoints:
         self._gateway = serving
         self._changing = Turns()
         # Names of each client, and of the folder if it is watched; and whose each is.
-        door = self._gateway.door
-        self._names = Reservations(MAX_ADAPTERS, door.clients + bool(door.keys))
+        authenticator = self._gateway.authenticator
+        self._names = Reservations(MAX_ADAPTERS, authenticator.clients + bool(authenticator.keys))
         self._owners = dict[str, str]()
         self._metrics_text = CachedAnswer(prometheus_client.generate_latest, FIGURES_SECONDS)
         self._status_text = CachedAnswer(self._status_now, FIGURES_SECONDS)
@@ -150,8 +150,8 @@ class Endpoints:
         gateway = self._gateway
         prometheus_client.REGISTRY.register(Collector(gateway))
         app.add_middleware(
-            Front,
-            door=gateway.door,
+            HttpFrontend,
+            authenticator=gateway.authenticator,
             queue=gateway.queue,
             folder=gateway.folder,
             retry_after=gateway.retry_after,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from tenant_sdk.gateway.admission import Door, Failure, Queue, Refusal, told
+from tenant_sdk.gateway.admission import Authenticator, Failure, Queue, Refusal, told
 from tenant_sdk.gateway.client_fairness import Reservations
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.requests import RESPONSES, ParsedRequest, parse_request, text_bytes
@@ -62,7 +62,7 @@ class ChecksConstraints(Protocol):
 
 
 class Served(NamedTuple):
-    """What ``Front`` knows of what is served.
+    """What ``HttpFrontend`` knows of what is served.
 
     Attributes:
         context: the most tokens of a sequence.
@@ -79,12 +79,12 @@ class Served(NamedTuple):
     calls: bool = False
 
 
-class Front:
+class HttpFrontend:
     """ASGI middleware.
 
     Args:
         application: vLLM's.
-        door, queue: who comes in, and how many.
+        authenticator, queue: who comes in, and how many.
         folder: where the worker writes its ``Status``.
         retry_after: seconds in which a provider that is away may be back.
         served: what it knows of what is served.
@@ -95,20 +95,20 @@ class Front:
         self,
         application: Application,
         *,
-        door: Door,
+        authenticator: Authenticator,
         queue: Queue,
         folder: Path,
         retry_after: int,
         served: Served,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._application, self._door, self._queue = application, door, queue
+        self._application, self._authenticator, self._queue = application, authenticator, queue
         self._folder, self._retry_after, self._clock = folder, retry_after, clock
         self._served = served
-        self._arriving = Reservations(BODIES_BYTES, door.clients)
+        self._arriving = Reservations(BODIES_BYTES, authenticator.clients)
         self._own: dict[str, asyncio.Lock] = {}
         self._parsing_turns = Turns()
-        self._unqueued = Reservations(MAX_UNQUEUED, door.clients)
+        self._unqueued = Reservations(MAX_UNQUEUED, authenticator.clients)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -118,8 +118,8 @@ class Front:
             return await send({"type": "websocket.close", "code": 1008})
         receive, send = _until_given_up(receive, send)
         path = scope["path"]
-        client = self._door.admit(scope["headers"])
-        if path in OPEN and (self._door.keys or isinstance(client, str)):
+        client = self._authenticator.admit(scope["headers"])
+        if path in OPEN and (self._authenticator.keys or isinstance(client, str)):
             return await self._opened(scope["method"], path, send)
         if isinstance(client, Refusal):
             return await _refuse(send, client)

@@ -18,7 +18,7 @@ from tenant_sdk.gateway.client_fairness import (
     Allowance,
     AttentionTimeDebt,
     Memory,
-    Seen,
+    RecentClients,
     SequenceInfo,
     Steps,
     next_admissions,
@@ -55,7 +55,7 @@ class Scheduler(Base):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **options: Any) -> None:
         threading.stack_size(ENGINE_STACK)  # of threads that compile constraints, which begin later
         super().__init__(*arguments, **options)
-        self._steps, self._seen = Steps(LinearLatency(*GUESSED_LINE), GUESSED_TOKEN), Seen()
+        self._steps, self._seen = Steps(LinearLatency(*GUESSED_LINE), GUESSED_TOKEN), RecentClients()
         self._attention_debt, self._attended = AttentionTimeDebt(), 0
         self._most_rows: int = self.scheduler_config.max_num_batched_tokens
         self._allowance = Allowance(GRACE_SECONDS, STEP_SECONDS)

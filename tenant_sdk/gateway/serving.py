@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.adapters import largest_rank
-from tenant_sdk.gateway.admission import MAX_ADAPTERS, Door, Queue
+from tenant_sdk.gateway.admission import MAX_ADAPTERS, Authenticator, Queue
 from tenant_sdk.gateway.calls import JSON_CALLS
 from tenant_sdk.gateway.connection import read, written
 from tenant_sdk.gateway.folder import METHOD, QUICK, content_format, shows_tools, tool_parser, write_folder
@@ -173,15 +173,15 @@ def _prepare(
                 "{context}: this model takes {} tokens at most", longest, context=options.context
             )
         manifest = session.manifest
-    door = Door(options.keys)
+    authenticator = Authenticator(options.keys)
     endpoints.serving = endpoints.Gateway(
         folder=folder,
         manifest=manifest,
         adapters=options.adapters,
         most_rank=options.max_rank or (largest_rank(options.adapters) if options.adapters else RANKS[0]),
         allow_other_base=options.allow_other_base,
-        door=door,
-        queue=Queue(options.max_sequences + options.max_waiting, door.clients),
+        authenticator=authenticator,
+        queue=Queue(options.max_sequences + options.max_waiting, authenticator.clients),
         retry_after=max(1, math.ceil(config.patience)),
         about=f"{config.privacy} masks, by way of {party_name(config.provider)}",
         address=("127.0.0.1" if options.host == "0.0.0.0" else options.host, options.port),  # noqa: S104
@@ -225,7 +225,7 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
 
     assert endpoints.serving is not None  # noqa: S101 - by _prepare
     manifest, drafts = endpoints.serving.manifest, options.draft_tokens or DRAFT_TOKENS
-    clients = endpoints.serving.door.clients
+    clients = endpoints.serving.authenticator.clients
     arguments: dict[str, Any] = {
         "model": folder,
         "served-model-name": options.name or Path(manifest.model).name,
@@ -319,7 +319,7 @@ def _run(arguments: list[str], options: GatewayOptions) -> None:
     from tenant_sdk.gateway.connection_limits import Connections
 
     if METHOD not in [each.name for each in load_endpoint_plugins(("generate",))]:
-        # vLLM would go on without, and so without a door.
+        # vLLM would go on without, and so without an authenticator.
         raise ConfigurationError("vLLM does not find this package's plugins; install it in this environment")
     endpoints.read_responses_as_chats()
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
@@ -327,7 +327,7 @@ def _run(arguments: list[str], options: GatewayOptions) -> None:
     serving = endpoints.serving
     assert serving is not None  # noqa: S101 - by _prepare
     try:
-        arrivals = Connections.at(serving.door).protocol()
+        arrivals = Connections.at(serving.authenticator).protocol()
         uvloop.run(run_server(parsed, http=arrivals, ws="none"))
     except RuntimeError as error:
         why = Status.read(serving.folder).error

@@ -160,12 +160,6 @@ class Group:
             return tuple(answer.view(*leading, answer.shape[-1]) for answer in answers)
         return tuple(own(answer, (*leading, answer.shape[-1])) for answer in answers)
 
-    def forward_product(
-        self, members: int, x: torch.Tensor, request_class: RequestClass = RequestClass.UNDECLARED
-    ) -> tuple[torch.Tensor, ...]:
-        """Outputs [..., O_m] of the members for x [..., D], outside autograd."""
-        return self.plain_product(Direction.FORWARD, members, (x,), request_class)
-
     def _ask(
         self, direction: Direction, members: int, blocks: list[torch.Tensor], request_class: RequestClass
     ) -> list[torch.Tensor]:

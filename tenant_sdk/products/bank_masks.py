@@ -19,7 +19,7 @@ from tenant_sdk.connection.channel import Entropy
 from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.products.forecast import ProductKey
 from tenant_sdk.products.mask_sources import MaskSource
-from tenant_sdk.products.masks import Mask
+from tenant_sdk.products.masks import Mask, Masks
 
 
 @dataclass
@@ -30,7 +30,7 @@ class _Bank:
     used: int = 0
 
 
-class BankMasks:
+class BankMasks(Masks):
     """Privacy mode ``noise-bank`` on the ring: K uniform masks for each kind, one picked secretly a row.
 
     The same weakness as with floats: a mask that serves twice shows the difference of two rows, and
@@ -86,14 +86,6 @@ class BankMasks:
     def forked(self) -> None:
         """See ``shared.forks``."""
         self._banks = {}
-
-    def note_request(self, key: ProductKey, rows: int) -> None:
-        """See Masks."""
-
-    @property
-    def rows_ahead(self) -> int:
-        """See Masks."""
-        return 0
 
     def close(self) -> None:
         """See Masks."""

@@ -81,12 +81,12 @@ class Masks(Protocol):
 
     def note_request(self, key: ProductKey, rows: int) -> None:
         """A request of so many rows had its masks, and others like it will come."""
-        ...
+        return  # by default there is nothing to do
 
     @property
     def rows_ahead(self) -> int:
         """Rows of masks, of all kinds, whose effects are in store or ordered; 0 if none are fetched ahead."""
-        ...
+        return 0
 
     @property
     def sources(self) -> int:
@@ -95,10 +95,10 @@ class Masks(Protocol):
 
     def close(self) -> None:
         """Stop background work and forget all masks."""
-        ...
+        return  # by default there is nothing to do
 
 
-class NoMasks:
+class NoMasks(Masks):
     """Privacy mode ``plain``: the mask is zero."""
 
     sources = 0
@@ -117,17 +117,6 @@ class NoMasks:
         self._fork_guard.check()
         plan = self._shapes[key.group].plan(key.direction, key.members)
         return _NoMask(torch.zeros((rows, plan.request_columns), dtype=torch.int32))
-
-    def note_request(self, key: ProductKey, rows: int) -> None:
-        """See Masks."""
-
-    @property
-    def rows_ahead(self) -> int:
-        """See Masks."""
-        return 0
-
-    def close(self) -> None:
-        """See Masks."""
 
 
 @dataclass(frozen=True)

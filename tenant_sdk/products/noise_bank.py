@@ -23,6 +23,7 @@ from tenant_sdk.connection.channel import Entropy
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
 from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.products.mask_sources import MaskSource
+from tenant_sdk.products.products import Products
 
 
 @dataclass
@@ -40,7 +41,7 @@ class _Bank:
     next: Future[_Bank] | None = None
 
 
-class NoiseBank:
+class NoiseBank(Products):
     """Privacy mode ``noise-bank``.
 
     A row x is sent as ``x + a n_k`` with k drawn secretly for every row, and ``a (n_k W)`` is
@@ -182,11 +183,6 @@ class NoiseBank:
     def forked(self) -> None:
         """See ``shared.forks``."""
         self._banks = {}
-
-    @property
-    def rows_ahead(self) -> int:
-        """See Products."""
-        return 0
 
     def close(self) -> None:
         """Stop fetching and forget the masks; in a forked child, nothing."""

@@ -49,14 +49,14 @@ class Products(Protocol):
     @property
     def rows_ahead(self) -> int:
         """Rows of masks, of all kinds, whose effects are in store or ordered; 0 if none are fetched ahead."""
-        ...
+        return 0
 
     def close(self) -> None:
         """Stop background work."""
-        ...
+        return  # by default there is nothing to do
 
 
-class PlainProducts:
+class PlainProducts(Products):
     """No mask: the executor sees every activation. The baseline for speed, no protection at all."""
 
     def __init__(self, remote: RemoteExecutor) -> None:
@@ -72,14 +72,6 @@ class PlainProducts:
     ) -> PendingProduct:
         """See Products."""
         return self._remote.submit(Operation.PRODUCT, group, direction, members, rows, request_class)
-
-    @property
-    def rows_ahead(self) -> int:
-        """See Products."""
-        return 0
-
-    def close(self) -> None:
-        """See Products."""
 
 
 class PaddedProducts:

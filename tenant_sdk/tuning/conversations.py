@@ -34,7 +34,7 @@ _MAX_ANSWERS = 256  # of a record: for each, all that is before it is rendered
 _SHOWN = 30  # characters of what a template writes, in an error
 
 
-def whole(tokens: Sequence[int]) -> Example:
+def fully_learned(tokens: Sequence[int]) -> Example:
     """An example all of which is learned."""
     return {"input_ids": list(tokens), "labels": list(tokens)}
 
@@ -45,7 +45,9 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def continued(tokenizer: Any, text: str, ids: list[int], more: str, *, special: bool = False) -> list[int]:
+def encode_continuation(
+    tokenizer: Any, text: str, ids: list[int], more: str, *, special: bool = False
+) -> list[int]:
     """Token ids of ``more`` where it follows ``text``, whose ``ids`` are given and stay as they are.
 
     Args:
@@ -82,7 +84,7 @@ def _refusal(template: str, *values: object) -> ConfigurationError:
     return ConfigurationError(template, *values, tokenizer=Placeholder("FOLDER"))
 
 
-def asked(tokenizer: Any, messages: Messages, tools: Tools, where: str) -> str:
+def generation_prompt(tokenizer: Any, messages: Messages, tools: Tools, where: str) -> str:
     """Messages as the chat template writes them, with what begins the next answer: what inference sends.
 
     Raises:
@@ -91,7 +93,7 @@ def asked(tokenizer: Any, messages: Messages, tools: Tools, where: str) -> str:
     return _render(tokenizer, messages, tools, where, add_generation_prompt=True)
 
 
-class Day:
+class TemplateDate:
     """A day that chat templates write as today's.
 
     Attributes:
@@ -124,7 +126,7 @@ class Conversations:
     tokenizer: Any
     ends: Sequence[int]
     length: int = sys.maxsize
-    day: Day | None = None
+    day: TemplateDate | None = None
 
     def examples(self, messages: Messages, tools: Tools, where: str) -> list[Example]:
         """What assistants say is learned, but for turns with ``weight`` 0.
@@ -145,7 +147,7 @@ class Conversations:
         chat = _Chat(self, messages, tools, where)
         found: list[Example] = []
         for count, at in enumerate(at for at in answers if messages[at].get("weight") != 0):
-            before = chat.asked(at)
+            before = chat.generation_prompt(at)
             prompt = encode(self.tokenizer, before)
             if fits := len(prompt) <= self.length:
                 if count == _MAX_ANSWERS:
@@ -155,7 +157,7 @@ class Conversations:
                     )
                 answer, labels = chat.answer(at, before, prompt)
             else:
-                everything = encode(self.tokenizer, chat.written(chat.messages))
+                everything = encode(self.tokenizer, chat.rendered(chat.messages))
                 prompt, answer, labels = max(prompt, everything, key=len), [], []
             earlier = found[-1] if found else {"input_ids": [], "labels": []}
             if prompt[: len(earlier["input_ids"])] == earlier["input_ids"]:
@@ -180,14 +182,14 @@ class Conversations:
                 "learns everything; remove it, or train on answers alone"
             )
         chat = _Chat(self, messages, tools, where)
-        text = chat.written(chat.messages)
+        text = chat.rendered(chat.messages)
         chat.check(chat.placeholder_rendering(len(messages)), text, lambda part: True)
         last = len(messages) - 1
         if last == 0 or messages[last]["role"] != "assistant":
-            return whole(encode(self.tokenizer, text))
-        before = chat.asked(last)
+            return fully_learned(encode(self.tokenizer, text))
+        before = chat.generation_prompt(last)
         prompt = encode(self.tokenizer, before)
-        return whole(prompt + chat.answer(last, before, prompt)[0])
+        return fully_learned(prompt + chat.answer(last, before, prompt)[0])
 
 
 class _Chat:
@@ -200,11 +202,11 @@ class _Chat:
         self.placeholders = TemplateProbe(self.messages, self.tools)
         self.ends = [end for end in map(of.tokenizer.decode, of.ends) if end]
 
-    def asked(self, at: int) -> str:
+    def generation_prompt(self, at: int) -> str:
         """What inference sends before the answer ``at``."""
-        return self.written(self.messages[:at], add_generation_prompt=True)
+        return self.rendered(self.messages[:at], add_generation_prompt=True)
 
-    def written(self, messages: Messages, **options: Any) -> str:
+    def rendered(self, messages: Messages, **options: Any) -> str:
         return _render(self.tokenizer, messages, self.tools, self.where, self.day, **options)
 
     def placeholder_rendering(self, until: int, **options: Any) -> str:
@@ -242,16 +244,16 @@ class _Chat:
         placeholders = self.placeholders
         rendering = self.placeholder_rendering(at, add_generation_prompt=True)
         self.check(rendering, before, lambda part: part.at < at and not part.thought)
-        answered = self.written(self.messages[: at + 1])
-        with_placeholders = self.written([*self.messages[:at], placeholders.messages[at]])
+        answered = self.rendered(self.messages[: at + 1])
+        with_placeholders = self.rendered([*self.messages[:at], placeholders.messages[at]])
         begin, ahead = _begin(before, answered), _begin(before, with_placeholders)
         if begin is None or ahead is None:
             raise self._begun_otherwise(at, rendering)
         end = begin + self.check(with_placeholders[ahead:], answered[begin:], lambda part: part.at == at)
         ids: list[int] = []
         labels: list[int] = []
-        for piece, learned in self._pieces(at, answered, begin, end):
-            more = continued(self.tokenizer, before, prompt + ids, piece)
+        for piece, learned in self._learned_pieces(at, answered, begin, end):
+            more = encode_continuation(self.tokenizer, before, prompt + ids, piece)
             before, ids = before + piece, ids + more
             labels += more if learned else [IGNORED] * len(more)
         if all(label == IGNORED for label in labels):
@@ -280,7 +282,7 @@ class _Chat:
             *(text[same : same + _SHOWN], prompt[same : same + _SHOWN]),
         )
 
-    def _pieces(self, at: int, answered: str, begin: int, end: int) -> list[tuple[str, bool]]:
+    def _learned_pieces(self, at: int, answered: str, begin: int, end: int) -> list[tuple[str, bool]]:
         """An answer up to the first end behind its last part, in pieces, each with whether it is learned.
 
         Args:
@@ -295,7 +297,7 @@ class _Chat:
             return [(answered[begin : end + stop], True)]
         turns = [*self.messages[:at], self.placeholders.messages[at], self.placeholders.next_turn(at)]
         try:
-            behind = self.placeholders.behind(self.written(turns), at)
+            behind = self.placeholders.behind(self.rendered(turns), at)
         except ConfigurationError:  # some want another order of roles
             behind = ""
         if stop := _stop(behind, self.ends):
@@ -304,7 +306,7 @@ class _Chat:
 
     def _marked(self, at: int, template: str, answer: str, begin: int) -> list[tuple[str, bool]]:
         """Pieces of an answer that begins at ``begin``; the template marks those that are learned."""
-        text = self.written(self.messages[: at + 1], chat_template=template)
+        text = self.rendered(self.messages[: at + 1], chat_template=template)
         found, place, learned = [], 0, False
         for piece in _SIGNS.split(text):
             if piece in (_BEGIN, _END):
@@ -329,7 +331,7 @@ class _Chat:
             for form in (messages, [_with_texts(message) for message in messages]):
                 placeholders = TemplateProbe(form, None)
                 try:
-                    rendering = self.written([*form[:at], placeholders.messages[at]])
+                    rendering = self.rendered([*form[:at], placeholders.messages[at]])
                 except ConfigurationError:
                     continue
                 if not placeholders.left_out(rendering, lambda part: part.at == at):
@@ -382,7 +384,12 @@ def _with_signs(template: str) -> str:
 
 
 def _render(
-    tokenizer: Any, messages: Messages, tools: Tools, where: str, day: Day | None = None, **options: Any
+    tokenizer: Any,
+    messages: Messages,
+    tools: Tools,
+    where: str,
+    day: TemplateDate | None = None,
+    **options: Any,
 ) -> str:
     """Messages as the chat template writes them; ``options`` are those of transformers."""
     template = options.get("chat_template") or chat_template(tokenizer, where, tools=tools)

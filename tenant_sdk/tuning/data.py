@@ -21,14 +21,14 @@ from tenant_sdk.tuning.characters import not_kept, note
 from tenant_sdk.tuning.conversations import (
     IGNORED,
     Conversations,
-    Day,
     Example,
     Messages,
-    asked,
+    TemplateDate,
     chat_template,
-    continued,
     encode,
-    whole,
+    encode_continuation,
+    fully_learned,
+    generation_prompt,
 )
 from tenant_sdk.tuning.records import Record, holds_records, read_text, records_of, where
 
@@ -129,7 +129,7 @@ def chat_prompt(tokenizer: Any, messages: Messages) -> list[int]:
         ConfigurationError: the tokenizer has no chat template, or it does not take the messages.
     """
     chat_template(tokenizer, "the prompt", Message("use `generate` without {system}"))
-    return encode(tokenizer, asked(tokenizer, messages, None, "the prompt"))
+    return encode(tokenizer, generation_prompt(tokenizer, messages, None, "the prompt"))
 
 
 def check_embedded(tokenizer: Any, ids: Sequence[int], embeddings: int | None, place: str) -> None:
@@ -253,7 +253,7 @@ class Reader:
     ends: tuple[int, ...] = ()
     embeddings: int | None = None
     say: Say = lambda _: None
-    day: Day | None = None
+    day: TemplateDate | None = None
 
     def read(self, paths: Sequence[Path]) -> list[Example]:
         """The examples of all files in order.
@@ -289,7 +289,7 @@ class Reader:
             for line, words in enumerate(text.split("\n"), 1):
                 note(first, set(words), line)
             lost = not_kept(self.tokenizer, first)
-            entries += (Entry(None, whole(block)) for block in blocks)
+            entries += (Entry(None, fully_learned(block)) for block in blocks)
             return ReadFile(path, tuple(entries), tokens=len(tokens), lost=lost)
         unread: set[str] = set()
         passed: set[str] = set()
@@ -316,7 +316,7 @@ class Reader:
             return [Entry(line, example, ended=ended)]
         if example["labels"] == example["input_ids"]:
             pieces = pack(example["input_ids"], self.length, keep_tail=True)
-            return [Entry(line, whole(piece), len(pieces), ended=ended) for piece in pieces]
+            return [Entry(line, fully_learned(piece), len(pieces), ended=ended) for piece in pieces]
         return [Entry(line, example, left_out=True, ended=ended)]
 
     def _encode(self, record: Record, place: str) -> list[Example]:
@@ -328,7 +328,7 @@ class Reader:
                 return [chats.everything(record.messages, tools, place)]
             return chats.examples(record.messages, tools, place)
         if record.text is not None:
-            return [whole(self._ended(self.tokenizer(record.text, verbose=False)["input_ids"]))]
+            return [fully_learned(self._ended(self.tokenizer(record.text, verbose=False)["input_ids"]))]
         prompt, completion = record.prompt or "", record.completion or ""
         start = prompt_tokens(self.tokenizer, prompt)
         if not start:
@@ -336,9 +336,9 @@ class Reader:
                 f"{place}: the prompt is empty and the tokenizer begins no text with a token, so that "
                 "nothing predicts the completion's first token: write a prompt, or the whole as `text`"
             )
-        answer = self._ended(continued(self.tokenizer, prompt, start, completion, special=True))
+        answer = self._ended(encode_continuation(self.tokenizer, prompt, start, completion, special=True))
         if self.train_on_prompt:
-            return [whole(start + answer)]
+            return [fully_learned(start + answer)]
         return [{"input_ids": start + answer, "labels": [IGNORED] * len(start) + answer}]
 
     @property

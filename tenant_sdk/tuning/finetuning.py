@@ -49,7 +49,7 @@ from tenant_sdk.tuning.adapters import (
     options_of,
     other_ranks,
 )
-from tenant_sdk.tuning.conversations import Day, Example
+from tenant_sdk.tuning.conversations import Example, TemplateDate
 from tenant_sdk.tuning.data import Reader, Say, collate, collate_packed, trained_tokens
 from tenant_sdk.tuning.folders import load_adapter, save_adapter
 from tenant_sdk.tuning.long_sequences import long_tuning
@@ -93,7 +93,7 @@ def check_reports(names: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Told:
+class TrainingCallbacks:
     """How a training tells its user of itself.
 
     Args:
@@ -195,7 +195,7 @@ def finetune(
     model: Any,
     tokenizer: Any,
     session: Session,
-    told: Told,
+    told: TrainingCallbacks,
     *,
     keep_tokenizer: bool = False,
     today: Callable[[], date] = date.today,
@@ -214,7 +214,7 @@ def finetune(
     """
     check_reports(training.report_to)
     say, output = told.say, check_new_folder(training.output)
-    day = Day(_started(output, training.resume) or today())
+    day = TemplateDate(_started(output, training.resume) or today())
     given = training.adapter
     if given is not None:
         set_seed(training.seed)
@@ -287,7 +287,7 @@ class _HeldOut:
     model: Any
     examples: Sequence[Example]
     progress: Progress
-    told: Told
+    told: TrainingCallbacks
     session: Session
     _last: tuple[int, float] = (0, 0.0)  # the step that was measured last, and its loss
 
@@ -367,7 +367,7 @@ def _answered(
     tokenizer: Any,
     examples: Sequence[Example],
     training: TrainingOptions,
-    told: Told,
+    told: TrainingCallbacks,
 ) -> TrainingReport:
     """With how many held-out prompts base and adapter answer to the letter."""
     try:
@@ -416,7 +416,7 @@ def _started(output: Path, resume: bool) -> date | None:
 
 
 def _read(
-    training: TrainingOptions, model: Any, tokenizer: Any, length: int, day: Day, say: Say
+    training: TrainingOptions, model: Any, tokenizer: Any, length: int, day: TemplateDate, say: Say
 ) -> tuple[list[Example], list[Example]]:
     """The examples to learn from, and those that are held out, of so many tokens at most."""
     if length < training.sequence_length:
@@ -439,7 +439,7 @@ def _read(
     examples = reader.read(training.data)
     if day.written:
         say(f"the chat template writes the date: {day.day} in each record, and at inference that of the day")
-    held_out = replace(reader, keep_tail=True, day=Day(day.day)).read(training.held_out)
+    held_out = replace(reader, keep_tail=True, day=TemplateDate(day.day)).read(training.held_out)
     known = {tuple(example["input_ids"]) for example in examples}
     if same := sum(tuple(example["input_ids"]) in known for example in held_out):
         say(f"{same} of {len(held_out)} held-out records are learned too: their loss says nothing of others")
@@ -477,7 +477,7 @@ def _settings(
     training: TrainingOptions,
     examples: Sequence[Example],
     held_out: Sequence[Example],
-    day: Day,
+    day: TemplateDate,
     given: Path | None,
 ) -> dict[str, Any]:
     """What must be the same if the training is resumed."""

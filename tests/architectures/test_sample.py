@@ -24,6 +24,7 @@ SAMPLE = {
     "GPT2LMHeadModel": "transposed layers, one for query, key and value",
     "GPTNeoXForCausalLM": "a head that is stored under another name; parallel blocks",
     "Phi3ForCausalLM": "fused projections",
+    "CohereForCausalLM": "attention and feed-forward on the same tensor",
     "Gemma3ForCausalLM": "tied head, scaled embeddings, windows",
     "BloomForCausalLM": "no positions but biases of attention",
     "MixtralForCausalLM": "experts that are stored one by one",
@@ -45,12 +46,15 @@ SAMPLE = {
     "CLIPModel": "images and text",
     "Wav2Vec2Model": "sound",
 }
+# Of one pass. Layers on the same tensor are one request: for T5 also keys and values of cross attention.
+REQUESTS = {"Phi3ForCausalLM": 8, "CohereForCausalLM": 6, "AlbertModel": 10, "BertModel": 9, "T5Model": 21}
 
 
 @pytest.mark.parametrize("class_name", SAMPLE)
 def test_equals_local(class_name: str) -> None:
     result = examine(*next(each for each in architectures() if each[2] == class_name))
     assert result.good, result
+    assert result.requests == REQUESTS.get(class_name, result.requests)
 
 
 @pytest.mark.architectures

@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 
 from tenant_sdk.gateway import connection_limits
-from tenant_sdk.gateway.admission import Door, UnauthenticatedConnections
+from tenant_sdk.gateway.admission import Authenticator, UnauthenticatedConnections
 from tenant_sdk.gateway.client_fairness import Reservations
 from tenant_sdk.gateway.connection_limits import Connections
 from tenant_sdk.gateway.http_frontend import FLUSHED
@@ -59,9 +59,12 @@ def asks(connection: socket.socket, key: int) -> bytes:
         return b""
 
 
-door = Door(KEYS)
+authenticator = Authenticator(KEYS)
 connections = Connections(
-    door, Reservations(8, door.clients), UnauthenticatedConnections(4), Reservations(160 << 20, door.clients)
+    authenticator,
+    Reservations(8, authenticator.clients),
+    UnauthenticatedConnections(4),
+    Reservations(160 << 20, authenticator.clients),
 )
 sockets = [socket.create_server(("127.0.0.1", 0))]
 port = sockets[0].getsockname()[1]

@@ -218,13 +218,6 @@ def test_wrong_options(
     assert message in str(result.exception)
 
 
-def test_a_token_in_place_of_a_variable_is_not_shown() -> None:
-    token = "_l1_PRwFiqtlZ9wq3Yx0aB-cdEFghIJklMNopQRstUV"
-    result = CliRunner().invoke(app, ["generate", *COMMON[:-1], token, "--prompt", "x"])
-    assert "takes the name of an environment variable" in str(result.exception)
-    assert token not in str(result.exception)
-
-
 def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shared options, from the command line to ``connect``."""
     for name in ("TENANT_TOKEN", "A_TOKEN", "B_TOKEN", "KEY"):

@@ -15,7 +15,8 @@ import pytest
 import torch
 from commands import BASE_MODEL
 from conftest import RING, Executor
-from test_torchrun import LOCAL, MASKED, SECONDS, logits, other_rank, ready, tree, wait_until
+from raw_peers import eventually
+from test_torchrun import LOCAL, MASKED, SECONDS, logits, other_rank, ready, tree
 
 from shared.launching import free_port
 
@@ -66,20 +67,20 @@ def test_workers_and_actors_that_are_killed(
         assert torch.equal(logits(session, 0), expected[0])
         os.kill(first, signal.SIGKILL)
         assert torch.equal(logits(session, 1), expected[1])
-        wait_until(lambda: not ready(executor))
+        eventually(lambda: not ready(executor))
         (again,) = workers(serving) - {first, second}
         assert parent(again) == actor
         os.kill(other, signal.SIGKILL)
-        wait_until(lambda: not alive(second))  # or two would say that they are the same
+        eventually(lambda: not alive(second))  # or two would say that they are the same
         assert torch.equal(logits(session, 2), expected[2])
         assert session.stats.verified_rows
-        wait_until(lambda: not ready(executor))
+        eventually(lambda: not ready(executor))
         (back,) = workers(serving) - {again}
         assert parent(back) not in (actor, other)
     started = tree(serving)
     executor.process.send_signal(signal.SIGTERM)
     assert executor.process.wait(SECONDS) == 0  # drained
-    wait_until(lambda: not any(map(alive, started)))
+    eventually(lambda: not any(map(alive, started)))
 
 
 def start(*options: str) -> list[str]:
@@ -100,7 +101,7 @@ def test_a_machine_of_the_cluster_vanishes(
     with ExitStack() as opened:
         head = start("--head", "--port", port, "--include-dashboard", "false")
         opened.enter_context(other_rank(head, **cluster))
-        wait_until(lambda: listens(int(port)))
+        eventually(lambda: listens(int(port)))
         with other_rank(start("--address", address), **cluster) as machine:
             executor = serve_process(BASE_MODEL, *RAY, "2", environment={**cluster, "RAY_ADDRESS": address})
             session = opened.enter_context(executor.connect(**MASKED))
@@ -108,8 +109,8 @@ def test_a_machine_of_the_cluster_vanishes(
             assert len(workers(machine.pid)) == 1
         with other_rank(start("--address", address), **cluster) as machine:
             assert torch.equal(logits(session, 1), expected[1])
-            wait_until(lambda: not ready(executor))
+            eventually(lambda: not ready(executor))
             (worker,) = workers(machine.pid)
             assert executor.process is not None
             executor.process.kill()
-            wait_until(lambda: not alive(worker))
+            eventually(lambda: not alive(worker))

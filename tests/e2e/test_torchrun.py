@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -21,11 +20,12 @@ import pytest
 import torch
 from commands import BASE_MODEL, ROOT
 from conftest import RING, Executor
+from raw_peers import eventually
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 import tenant_sdk
 from provider.workers import distributed
-from provider.workers.distributed import Rank, join
+from provider.workers.distributed import WaitForRank, join
 from provider.workers.rank import LOST
 from shared.command_line import version
 from shared.errors import ConfigurationError
@@ -70,13 +70,6 @@ def ready(executor: Executor) -> str:
         return error.read().decode()
 
 
-def wait_until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def logits(session: tenant_sdk.Session, at: int) -> torch.Tensor:
     with torch.no_grad():
         return session.load_model(progress=False)(torch.arange(40).view(1, -1) + at).logits
@@ -110,7 +103,7 @@ def test_torchrun_with_two_nodes(
             os.kill(worker, signal.SIGKILL)
             assert torch.equal(logits(session, 1), expected[1])
             assert session.stats.verified_rows
-        wait_until(lambda: not ready(executor))
+        eventually(lambda: not ready(executor))
         assert look_after in tree(node.pid)
         assert worker not in tree(node.pid)
         assert executor.process is not None
@@ -133,7 +126,7 @@ def test_a_machine_that_vanishes(
             assert torch.equal(logits(session, 0), expected[0])
             for pid in tree(machine.pid):
                 os.kill(pid, signal.SIGSTOP)
-            wait_until(lambda: "worker 1 is being started again" in ready(executor))
+            eventually(lambda: "worker 1 is being started again" in ready(executor))
             assert f"rank 1 on {socket.gethostname()} is silent" in ready(executor)
             with other_rank(SERVE, RANK="1", **world):
                 assert torch.equal(logits(session, 1), expected[1])
@@ -192,7 +185,7 @@ def test_a_rank_of_another_version_is_refused_by_both_ends(store: TCPStore, tmp_
     world = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(store.port)}
     world |= {"PYTHONPATH": f"{tmp_path}:{ROOT}", "TORCHELASTIC_RUN_ID": "run"}
     said = f"rank 1 is of version 9.9, and the executor of version {version()}"
-    rank = Rank(PrefixStore("symbiosis/run/0", store), 1)
+    rank = WaitForRank(PrefixStore("symbiosis/run/0", store), 1)
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "provider.workers.rank"],
         env={**os.environ, **LOCAL, **world},
@@ -209,7 +202,7 @@ def test_a_rank_of_another_version_is_refused_by_both_ends(store: TCPStore, tmp_
 
 def test_a_rank_that_comes_again_in_another_version(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that it said the last time is taken for this time's."""
-    rank, theirs = Rank(store, 1), TCPStore("127.0.0.1", store.port)  # each end waits at its own
+    rank, theirs = WaitForRank(store, 1), TCPStore("127.0.0.1", store.port)  # each end waits at its own
     with monkeypatch.context() as older:
         older.setattr(distributed, "version", lambda: "0.9")
         for end in (lambda: join(theirs, 1), lambda: rank(threading.Event())):

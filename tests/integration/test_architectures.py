@@ -31,6 +31,7 @@ from parity import (
     virtual_layers,
     worst_error,
 )
+from stored_models import build
 from torch import nn
 
 import tenant_sdk
@@ -280,3 +281,27 @@ def test_inference_mode(executor: Any, checkpoint: Folder) -> None:
         before = session.stats.requests
         assert relative_error(result(model, ids), result(local, ids)) < 1e-5
         assert session.stats.requests - before == ROUND_TRIPS["llama"]
+
+
+_STATES = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "state_size": 8}
+
+
+@pytest.mark.parametrize("kind", ["Mamba", "FalconMamba"])
+def test_a_model_that_reads_its_own_weights(
+    kind: str, serve: Callable[..., Executor], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One layer's weight is multiplied with by the model itself, so it stays with the tenant, who is told."""
+    local = build(f"{kind}ForCausalLM", f"{kind}Config", _STATES, tmp_path)
+    inputs, executor = {"input_ids": token_ids()}, serve(tmp_path)
+    assert "tenants keep 2 layers, such as backbone.layers.0.mixer.dt_proj" in caplog.text
+    with executor.connect() as session, torch.no_grad():
+        served = {member.name for group in session.manifest.groups for member in group.members}
+        assert not any("dt_proj" in name for name in served)
+        expected = local(**inputs)[0]
+        for get in (lambda: session.load_model(progress=False), lambda: session.attach(local)):
+            caplog.clear()
+            model = get()
+            assert "no product can stand for 2 linear layers" in caplog.text
+            assert "layers.0.mixer.dt_proj, layers.1.mixer.dt_proj" in caplog.text
+            assert not any("dt_proj" in name for name in virtual_layers(model))
+            assert relative_error(model(**inputs)[0], expected) < 1e-5

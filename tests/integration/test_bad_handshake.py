@@ -85,11 +85,6 @@ def test_a_wrong_token_is_401(llama: Executor, headers: tuple[str, ...]) -> None
     assert llama.token not in info["message"]
 
 
-def test_a_wrong_token_is_an_authentication_error(llama: Executor) -> None:
-    with pytest.raises(AuthenticationError, match="token"):
-        llama.connect(token="wrong")
-
-
 @pytest.mark.parametrize("token", ["", "two words", "line\nend"])
 def test_an_impossible_token_is_not_sent(llama: Executor, token: str) -> None:
     with pytest.raises(ConfigurationError, match="token"):

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from channels import answer, ask, channel_to, echo, error_of, submit, until_the_end
-from conftest import Executor
 from raw_peers import (
     BINARY,
     CLOSE,
@@ -31,9 +30,7 @@ from raw_peers import (
 )
 
 import tenant_sdk.connection.websocket_channel as channel_module
-from shared.checkpoint import Checkpoint
 from shared.errors import ConnectionLost, RequestTimeout, SymbiosisError
-from shared.wire.header import Direction, Operation
 from shared.wire.websocket import RECORD_BYTES
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.handshake import client_context, open_connection
@@ -43,29 +40,6 @@ pytest_plugins = ("wire_fixtures",)
 
 
 # -- many requests ---------------------------------------------------------------------------------
-
-
-def test_many_threads_get_their_own_answers(
-    llama: Executor, checkpoint: Callable[[str], Path], threads: ThreadPoolExecutor
-) -> None:
-    weights = [
-        Checkpoint(checkpoint("llama")).read(f"model.layers.0.self_attn.{name}_proj.weight") for name in "qkv"
-    ]
-    with llama.connect() as session:
-
-        def work(seed: int) -> None:
-            random, generator = Random(seed), torch.Generator().manual_seed(seed)
-            for _ in range(20):
-                x = torch.randn((random.choice([1, 2, 7, 300]), 64), generator=generator)
-                members = random.randint(1, 7)
-                got = session.executor.submit(Operation.PRODUCT, 0, Direction.FORWARD, members, [x]).result()
-                wanted = [x @ w.T for i, w in enumerate(weights) if members >> i & 1]
-                for y, expected in zip(got, wanted, strict=True):
-                    torch.testing.assert_close(y, expected)
-
-        for future in [threads.submit(work, seed) for seed in range(16)]:
-            assert error_of(future) is None
-        assert session.stats.requests == 16 * 20
 
 
 def test_many_requests_in_flight_and_waited_for_in_any_order(tls_dir: Path) -> None:

@@ -26,9 +26,9 @@ from shared.errors import (
 from tenant_sdk.sequences.planning import MemoryPlan
 from tenant_sdk.tuning import trainer
 from tenant_sdk.tuning.adapters import METHODS, default_rate
-from tenant_sdk.tuning.conversations import whole
+from tenant_sdk.tuning.conversations import fully_learned
 from tenant_sdk.tuning.data import Reader, pack, read_tokens
-from tenant_sdk.tuning.finetuning import Told, check_reports, finetune, perplexity
+from tenant_sdk.tuning.finetuning import TrainingCallbacks, check_reports, finetune, perplexity
 from tenant_sdk.tuning.progress import TrainingStep
 from tenant_sdk.tuning.samples import Sample, answers, asked
 
@@ -58,7 +58,7 @@ def test_perplexity_weighs_every_predicted_token_the_same(session: tenant_sdk.Se
         for block in blocks:
             logits = model(input_ids=torch.tensor([block])).logits[0].log_softmax(-1)
             nats += [-float(logits[i, token]) for i, token in enumerate(block[1:])]
-    examples = [whole(block) for block in blocks]
+    examples = [fully_learned(block) for block in blocks]
     assert perplexity(model.train(), examples, 3) == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
     assert model.training
 
@@ -192,7 +192,7 @@ def test_held_out_prompts_are_answered(session: tenant_sdk.Session, text: Path) 
     )
     samples: list[Sample] = []
     said: list[str] = []
-    told = Told(said.append, lambda _: None, samples=samples.extend)
+    told = TrainingCallbacks(said.append, lambda _: None, samples=samples.extend)
     report = finetune(training, session.load_model(progress=False), Letters(), session, told)
     assert [(each.prompt, each.expected) for each in samples] == [("Rex, terrier", "d")] * 3
     assert {each.adapted for each in samples} == {"d"}

@@ -372,7 +372,7 @@ def test_it_is_used_unless_told_otherwise(
 ) -> None:
     for verify, rows in ((None, 2), ("always", 2), ("off", 0)):
         with trio("llama")[0].connect(verify=verify, **trusted("llama").options) as session:
-            session.groups[0].forward_product(1, torch.ones((2, 64)))
+            session.groups[0].plain_product(Direction.FORWARD, 1, (torch.ones((2, 64)),))
             assert session.stats.verified_rows == rows
 
 

@@ -21,7 +21,16 @@ from forking import as_in_a_new_namespace, bytes_sent, fork, in_child, refused
 from memory_sources import KEYS, SHAPES, Entropy, MemorySource, product
 from parity import load_local
 from raw_peers import SECONDS, Peer, eventually
-from ring_sessions import WAYS, Trio, one_time, products, seeds, session_in, taken_down
+from ring_sessions import (
+    WAYS,
+    Trio,
+    assert_no_block_repeats,
+    one_time,
+    products,
+    seeds,
+    session_in,
+    taken_down,
+)
 from test_noise_bank import FORWARD, MemoryExecutor, blocks_for, make_bank
 
 from shared.ring.mask_stream import MaskStream
@@ -117,8 +126,7 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
         torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-3, atol=1e-3)
         assert session.stats.requests > requests
     if way in ("one source", "two sources", "local"):
-        blocks = [body[at : at + 16] for body in products(sent) for at in range(0, len(body), 16)]
-        assert len(set(blocks)) == len(blocks)
+        assert_no_block_repeats(products(sent))
         assert len(set(seeds(sent))) == len(seeds(sent))
 
 

@@ -20,7 +20,7 @@ from shared.errors import (
     ConfigurationError,
 )
 from tenant_sdk.tuning.adapters import options_of
-from tenant_sdk.tuning.finetuning import Told, finetune
+from tenant_sdk.tuning.finetuning import TrainingCallbacks, finetune
 from tenant_sdk.tuning.options import TrainingOptions
 from tenant_sdk.tuning.samples import Sample
 
@@ -156,7 +156,7 @@ def test_answers_of_a_base_whose_biases_an_adapter_has(
             **LONGER,
         )
         samples: list[Sample] = []
-        told = Told(lambda _: None, lambda _: None, samples=samples.extend)
+        told = TrainingCallbacks(lambda _: None, lambda _: None, samples=samples.extend)
         report = finetune(training, session.load_model(progress=False), Letters(), session, told)
     assert report.right_base is None
     assert [each.base for each in samples] == [None] * 4

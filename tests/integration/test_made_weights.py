@@ -18,8 +18,8 @@ from parity import fixed_result, load_local, token_ids, virtual_layers
 from quantised import needs_rules, quantise
 from ring_sessions import WAYS, Trio, session_in
 from safetensors.torch import save_file
+from stored_models import TABLE, build
 from test_fingerprints import Trusted
-from test_more_architectures import TABLE, build
 from test_ring_parity import Results, assert_equal, assert_near, results
 from test_workers import SECONDS, requests
 
@@ -50,11 +50,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
         if kind not in made:
             served, dense = (tmp_path_factory.mktemp(f"{kind}-{name}") for name in Made._fields)
             if kind == "pieces":
-                build(*TABLE["nomic_bert"][:3], served)
+                build(*TABLE["nomic_bert"], served)
                 made[kind] = Made(served, served)
                 return made[kind]
             for each in (served, dense):
-                build(*TABLE["mistral"][:3], each)
+                build(*TABLE["mistral"], each)
             save_file(quantise(served, kind), dense / "model.safetensors", {"format": "pt"})
             made[kind] = Made(served, dense)
         return made[kind]

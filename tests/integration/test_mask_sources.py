@@ -12,7 +12,7 @@ from conftest import Executor, make_model, relative_error
 from parity import add_lora, fixed_result, gradients, load_local, token_ids, worst_error
 
 from shared.checkpoint import Checkpoint
-from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
+from shared.errors import CheckpointError, ModelMismatch
 from shared.wire.header import Direction, Operation, RequestClass
 from tenant_sdk import NoiseBankOptions
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
@@ -189,12 +189,3 @@ def test_a_mask_source_that_serves_something_else_is_refused(
     wrong = serve(stranger) if what == "weights" else serve(folder, numerics="bfloat16")
     with pytest.raises(ModelMismatch, match=f"do not serve the same: other {what}"):
         llama.connect(privacy="noise-bank", mask_sources=[wrong.url])
-
-
-def test_sources_that_make_no_sense(llama: Executor, other: Executor) -> None:
-    with pytest.raises(ConfigurationError, match="uses no masks"):
-        llama.connect(privacy="plain", mask_sources=[other.url])
-    with pytest.raises(ConfigurationError, match="one mask source"):
-        llama.connect(privacy="noise-bank", mask_sources=[other.url, other.url])
-    with pytest.raises(ConfigurationError, match="privacy='none' must be one of"):
-        llama.connect(privacy="none")

@@ -130,24 +130,6 @@ def test_who_gets_what(trio: Callable[[str], Trio]) -> None:
     assert all(len(seed) == 32 for seed in seeds(sent))
 
 
-def test_nothing_that_is_not_finite_is_sent(trio: Callable[[str], Trio]) -> None:
-    provider, source, _ = trio("llama")
-    with one_time(provider, source) as session:
-        group = session.groups[1]
-        group.forward_product(1, torch.ones((2, WIDTH)))  # what is fetched once has been fetched
-        group.product(Direction.BACKWARD, 1, [torch.ones((2, WIDTH))])
-        for value in (float("nan"), float("inf"), -float("inf")):
-            for direction in (Direction.FORWARD, Direction.BACKWARD):
-                rows = torch.ones((2, WIDTH))
-                rows[1, 5] = value
-                with (
-                    taken_down() as sent,
-                    pytest.raises(NonFiniteError, match="NaN or infinity; nothing was sent"),
-                ):
-                    group.product(direction, 1, [rows])
-                assert not products(sent)
-
-
 def test_nothing_that_overflows_once_it_is_scaled_is_sent(
     trio: Callable[[str], Trio], proxy: Callable[[Executor], Middleman]
 ) -> None:

@@ -20,7 +20,7 @@ from clocks import only_closing_ends_waits
 from conftest import RING, Executor
 from parity import add_lora, gradients, token_ids
 from raw_peers import SECONDS, eventually
-from ring_sessions import Sent, Trio, one_time, taken_down
+from ring_sessions import Sent, Trio, assert_no_block_repeats, one_time, taken_down
 
 import tenant_sdk
 from provider.config import ServeConfig
@@ -225,8 +225,7 @@ def _only_copies(sent: list[Sent], party: dict[str, str]) -> list[tuple[str, byt
     """Masked rows and seeds that were sent again, with where to; no 16 bytes of them are in anything else."""
     masked = [m for m in sent if m.operation in (Operation.PRODUCT, Operation.SEED_EFFECT)]
     bodies = {(party[message.url], message.body) for message in masked}
-    blocks = [body[at : at + 16] for _, body in bodies for at in range(0, len(body), 16)]
-    assert len(set(blocks)) == len(blocks)
+    assert_no_block_repeats(body for _, body in bodies)
     counts = Counter((party[message.url], message.body) for message in masked)
     return [(m.url, m.body) for m in masked if counts[party[m.url], m.body] > 1]
 

@@ -18,7 +18,7 @@ from forking import in_child, refused
 from middleman import Message, Middleman
 from parity import add_lora, fixed_result, gradients, token_ids
 from raw_peers import SECONDS, eventually
-from ring_sessions import WAYS, Sent, Trio, one_time, session_in, taken_down
+from ring_sessions import WAYS, Sent, Trio, assert_no_block_repeats, one_time, session_in, taken_down
 from transports import Start
 from websockets.exceptions import ConnectionClosedError
 
@@ -76,8 +76,7 @@ def assert_only_copies_repeat(sent: list[Sent]) -> int:
     No 16 bytes of them, as AES makes them, are ever in another message.
     """
     bodies = Counter((message.url, message.body) for message in sent if message.operation in MASKED)
-    blocks = [body[at : at + 16] for _, body in bodies for at in range(0, len(body), 16)]
-    assert len(set(blocks)) == len(blocks)
+    assert_no_block_repeats(body for _, body in bodies)
     return sum(bodies.values()) - len(bodies)
 
 

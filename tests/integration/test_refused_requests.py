@@ -1,8 +1,10 @@
-"""How long the SDK waits before it sends a refused request again, and what it sends; nothing here sleeps."""
+"""What the SDK sends again after a refusal, and how it counts its pauses; nothing here sleeps.
+
+``tests/unit/test_retrying.py`` has how long it waits.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,63 +41,29 @@ def test_a_negative_time_from_an_executor_is_none(tls_dir: Path) -> None:
 
 
 class Refusing:
-    """Of a channel what a connection sees: it refuses so many times, then it answers."""
+    """Of a channel what a connection sees: it refuses three times, then it answers."""
 
-    timeout, peer, key_exchange, broken = 60.0, "wss://executor", "", False
-
-    def __init__(self, refusals: float, retry_after: float | None) -> None:
-        self.refusals, self.retry_after, self.sent = refusals, retry_after, 0
+    timeout, peer, key_exchange, broken, sent = 60.0, "wss://executor", "", False, 0
 
     def ask(self, _: Any) -> Any:
         self.sent += 1
         return self
 
     def wait(self, pending: object) -> Any:
-        if self.sent <= self.refusals:
-            raise RequestRefused("overloaded", "wait", retry_after=self.retry_after)
+        if self.sent <= 3:
+            raise RequestRefused("overloaded", "wait", retry_after=0.06)
         return self
 
 
-def wait_for(
-    channel: Any, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch, chance: float = 0.0
-) -> tuple[Any, Stats]:
-    """What a connection does with this channel's refusals; without an answer None."""
-    monkeypatch.setattr(reconnecting, "_hello", lambda channel: "model")
-    stats = Stats()
-    connection = ReconnectingConnection(single_replica(lambda: channel), stats, 0.0, clock=clock)
-    connection.policy.uniform = lambda: chance
-    try:
-        return connection.answer(channel, channel.ask), stats
-    except RequestRefused:
-        return None, stats
-
-
-@pytest.mark.parametrize("retry_after", [0.0, 1e-9])
-def test_an_executor_that_asks_for_no_pause_does_not_get_upload_after_upload(
-    retry_after: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    channel, clock = Refusing(math.inf, retry_after), SimulatedClock()
-    answer, _ = wait_for(channel, clock, monkeypatch)
-    assert answer is None
-    assert channel.sent < 40
-    assert 50 < sum(clock.waited) < channel.timeout
-
-
 def test_pauses_are_counted_and_then_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    channel, clock = Refusing(3, 0.06), SimulatedClock()
-    answer, stats = wait_for(channel, clock, monkeypatch, chance=0.5)
-    assert answer is channel
+    monkeypatch.setattr(reconnecting, "_hello", lambda channel: "model")
+    channel: Any = Refusing()
+    clock, stats = SimulatedClock(), Stats()
+    connection = ReconnectingConnection(single_replica(lambda: channel), stats, 0.0, clock=clock)
+    connection.policy.uniform = lambda: 0.5
+    assert connection.answer(channel, channel.ask) is channel
     assert clock.waited == pytest.approx([0.075, 0.125, 0.25])
     assert (stats.refusals, stats.seconds_throttled) == (3, pytest.approx(0.45))
-
-
-@pytest.mark.parametrize("retry_after", [None, 60.0, 1e308])
-def test_what_cannot_come_in_time_is_an_error_at_once(
-    retry_after: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    channel, clock = Refusing(math.inf, retry_after), SimulatedClock()
-    answer, _ = wait_for(channel, clock, monkeypatch)
-    assert (answer, channel.sent, clock.waited) == (None, 1, [])
 
 
 def test_what_is_sent_again_is_the_same_bytes_to_the_same_executor(

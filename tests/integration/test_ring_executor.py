@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,12 @@ from raw_peers import (
     header,
     open_raw,
 )
-from safetensors.torch import load_file, save_file
 
 from provider.executor.base import BaseExecutor
 from shared.checkpoint import Checkpoint
-from shared.errors import CheckpointError, ConfigurationError, WireError
-from shared.ring import product as ring_product
+from shared.errors import ConfigurationError, WireError
 from shared.ring.fixed_point import bounds, quantize_weight
 from shared.ring.mask_stream import MaskStream
-from shared.ring.product import fastest_kernel
 from shared.wire.header import RINGS, Direction, Header, Operation, member_indices
 from shared.wire.messages import Fetch, GroupInfo, Limits
 
@@ -155,48 +151,6 @@ def test_a_seed_stands_for_its_mask(ring: Callable[[str], Executor]) -> None:
                 assert torch.equal(effect, ask(peer, 0, direction, members, mask))
                 masked = ask(peer, 0, direction, members, rows + mask)
                 assert torch.equal(masked - effect, ask(peer, 0, direction, members, rows))
-
-
-def test_answers_do_not_depend_on_what_they_are_computed_with(ring: Callable[[str], Executor]) -> None:
-    """Alone, together, in parts, twice; from this executor or another replica of it."""
-    executor = ring("llama")
-    rows = integers(2, 300, 64)
-    with open_raw(executor) as peer, open_raw(executor) as other:
-        peer.hello()
-        other.hello()
-        together = ask(peer, 0, FORWARD, 0b111, rows)
-        assert torch.equal(ask(other, 0, FORWARD, 0b111, rows), together)
-        for size in (299, 100, 17):
-            parts = [ask(peer, 0, FORWARD, 0b111, part) for part in rows.split(size)]
-            assert torch.equal(torch.cat(parts), together)
-        for at in (0, 16, 17, 255, 256, 299):
-            assert torch.equal(ask(peer, 0, FORWARD, 0b111, rows[at : at + 1]), together[at : at + 1])
-        # Members asked for singly have the columns that they have in the whole.
-        second = ask(peer, 0, FORWARD, 0b010, rows)
-        assert torch.equal(second, torch.cat([together[:, 64:96], together[:, 128 + 64 : 128 + 96]], 1))
-
-
-def test_tenants_at_once_get_what_they_get_alone(ring: Callable[[str], Executor], threads: Any) -> None:
-    executor = ring("llama")
-    groups = base_of(executor).manifest.groups
-
-    def answers(seed: int) -> list[torch.Tensor]:
-        got = []
-        with open_raw(executor) as peer:
-            peer.hello()
-            for turn in range(8):
-                group = (seed + turn) % len(groups)
-                rows = integers(seed, 1 + (seed * 7 + turn * 13) % 40, groups[group].inputs)
-                if turn % 2:
-                    got.append(ask(peer, group, FORWARD, 1, rows, SEED_EFFECT, SEED))
-                else:
-                    got.append(ask(peer, group, FORWARD, 1, rows))
-        return got
-
-    alone = [answers(seed) for seed in range(6)]
-    at_once = list(threads.map(answers, range(6)))
-    for one, other in zip(alone, at_once, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_what_the_tenant_sent_stays_as_it_is(ring: Callable[[str], Executor]) -> None:
@@ -368,44 +322,6 @@ def test_floats_are_refused_by_a_ring_and_integers_by_floats(
 
 
 # -- starting --------------------------------------------------------------------------------------
-
-
-def test_the_kernel_that_was_chosen_is_logged(
-    checkpoint: Callable[[str], Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    fastest_kernel.cache_clear()
-    with caplog.at_level(logging.INFO, "shared"):
-        BaseExecutor(checkpoint("llama"), numerics=RING)
-    lines = [record.getMessage() for record in caplog.records if "ring kernel: " in record.getMessage()]
-    assert len(lines) == 1  # measured once, not for every group
-    assert lines[0].removeprefix("ring kernel: ").split()[0] in ring_product.KERNELS
-
-
-def test_no_executor_without_an_exact_kernel(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def wrong(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        out.zero_()
-
-    monkeypatch.setattr(ring_product, "KERNELS", {"wrong": wrong})
-    fastest_kernel.cache_clear()
-    try:
-        with pytest.raises(ConfigurationError, match="cannot serve ring numerics"):
-            BaseExecutor(checkpoint("llama"), numerics=RING)
-    finally:
-        fastest_kernel.cache_clear()
-
-
-def test_a_checkpoint_that_is_not_finite(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """It could be served as floats, whose answers would say so; integers would not."""
-    for file in checkpoint("llama").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    name = "model.layers.1.mlp.down_proj.weight"
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors[name][5, 6] = float("nan")
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=rf"{name}: .*NaN"):
-        BaseExecutor(tmp_path, numerics=RING)
 
 
 def test_a_device_that_is_not_there(checkpoint: Callable[[str], Path]) -> None:

@@ -92,7 +92,7 @@ def test_a_bank_from_a_local_checkpoint_can_be_verified_with_it(
 ) -> None:
     local = f"local:{checkpoint('llama')}"
     with connect(trio("llama")[0], privacy="noise-bank", mask_sources=[local], verify="always") as session:
-        session.groups[0].forward_product(1, torch.ones((2, 64)))
+        session.groups[0].plain_product(Direction.FORWARD, 1, (torch.ones((2, 64)),))
         assert session.stats.verified_rows == 2
 
 

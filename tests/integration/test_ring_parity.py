@@ -23,6 +23,8 @@ from parity import add_lora, fixed_result, gradients, load_local, token_ids, tot
 from ring_sessions import WAYS, Trio, one_time, session_in
 from torch import nn
 
+from shared.wire.header import Direction
+
 pytest_plugins = ("ring_fixtures",)
 
 LOGITS, GRADIENTS, ONE_GRADIENT = {"ring": (3e-4, 1e-3, 3e-3), "ring-fine": (1e-4, 4e-4, 1e-3)}[RING]
@@ -138,10 +140,10 @@ def test_rows_that_are_zero_huge_or_tiny(trio: Trios, checkpoint: Folder) -> Non
     sizes = torch.tensor([1.0, 0.0, 1e30, 1e-30, 1e4, 3e-38])
     with one_time(provider, source) as session:
         group = session.groups[0]
-        got = torch.cat(group.forward_product(0b111, rows * sizes[:, None]), 1)
-        alone = torch.cat(group.forward_product(0b111, rows[4:5] * sizes[4]), 1)
+        got = torch.cat(group.plain_product(Direction.FORWARD, 0b111, (rows * sizes[:, None],)), 1)
+        alone = torch.cat(group.plain_product(Direction.FORWARD, 0b111, (rows[4:5] * sizes[4],)), 1)
     with provider.connect() as session:
-        expected = torch.cat(session.groups[0].forward_product(0b111, rows), 1)
+        expected = torch.cat(session.groups[0].plain_product(Direction.FORWARD, 0b111, (rows,)), 1)
     assert not got[1].any()
     assert torch.equal(got[4], alone[0])  # a row does not depend on those beside it
     for i in (0, 2, 3, 4):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import http.client
 import json
 import logging
@@ -138,7 +137,7 @@ def test_further_connections_are_closed_at_once(another: Callable[..., Executor]
 def test_a_tenant_with_too_many_connections_is_turned_away(
     another: Callable[..., Executor],
 ) -> None:
-    executor = another(limits=ConnectionLimits(of_tenant=2))
+    executor = another(limits=ConnectionLimits(per_tenant=2))
     tokens = executor.server.tokens  # type: ignore[union-attr]
     with executor.connect() as first, executor.connect():
         with pytest.raises(ConnectionLost, match="too many connections") as caught:
@@ -415,20 +414,6 @@ def test_a_ready_file_says_where(another: Callable[..., Executor], tmp_path: Pat
     assert told["url"] == executor.url
     assert set(told) == {"url", "pid", "admin_url"}
     assert [path.name for path in tmp_path.iterdir()] == ["ready"]
-
-
-def test_a_port_that_is_taken(llama: Executor, tls_dir: Path) -> None:
-    assert llama.server is not None
-    with (
-        contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken,
-        pytest.raises(ConfigurationError, match="cannot listen"),
-    ):
-        Server(
-            dataclasses.replace(llama.server.service, metrics=Metrics()),
-            context=server_context(tls_dir),
-            tokens=llama.server.tokens,
-            port=taken.getsockname()[1],
-        )
 
 
 @pytest.mark.parametrize("missing", ["server.pem", "server.key"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -13,7 +12,7 @@ import transformers
 from conftest import RING, Executor, make_model, relative_error
 from parity import add_lora, fixed_result, load_local, token_ids, virtual_layers
 from torch import nn
-from transformers import AutoConfig, BertForMaskedLM, BertForSequenceClassification, LlamaModel
+from transformers import LlamaModel
 from transformers.pytorch_utils import Conv1D
 
 import tenant_sdk
@@ -59,29 +58,6 @@ def test_layers_go_by_their_name_below_the_base_model(architecture: str, wrap: s
     layer = linear_layers(model)[name]
     assert isinstance(layer, (nn.Linear, Conv1D))
     assert not hasattr(layer, "base_layer")
-
-
-@pytest.mark.parametrize("model_class", [BertForMaskedLM, BertForSequenceClassification])
-def test_another_head_around_the_same_base(
-    model_class: Any,
-    serve: Callable[..., Executor],
-    checkpoint: Callable[[str], Path],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    executor = serve(checkpoint("bert"))
-    torch.manual_seed(0)
-    model = model_class(AutoConfig.from_pretrained(checkpoint("bert"))).eval()
-    model.bert.load_state_dict(load_local(checkpoint("bert")).state_dict(), strict=False)
-    pooler = model.bert.pooler is not None
-    expected = fixed_result(model, token_ids())
-    with executor.connect() as session:
-        session.attach(model)
-        # Without a pooler the executor serves a layer that this model does not have.
-        assert ("does not use these layers of the executor" in caplog.text) != pooler
-        assert ("head: pooler.dense" in caplog.text) != pooler
-        assert len(virtual_layers(model)) == 12 + pooler
-        # float32 in another order of additions.
-        assert relative_error(fixed_result(model, token_ids()), expected) < 1e-5
 
 
 def test_a_base_model_without_its_head(llama: Executor, folder: Path) -> None:

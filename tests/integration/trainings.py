@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tenant_sdk
-from tenant_sdk.tuning.finetuning import Told, TrainingReport, finetune
+from tenant_sdk.tuning.finetuning import TrainingCallbacks, TrainingReport, finetune
 from tenant_sdk.tuning.options import TrainingOptions
 
 
@@ -38,7 +38,9 @@ def train(
 ) -> tuple[TrainingReport, list[str]]:
     said: list[str] = []
     model = session.load_model(progress=False)
-    report = finetune(training, model, tokenizer or Letters(), session, Told(said.append, show), **more)
+    report = finetune(
+        training, model, tokenizer or Letters(), session, TrainingCallbacks(said.append, show), **more
+    )
     return report, said
 
 

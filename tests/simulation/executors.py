@@ -278,7 +278,7 @@ class Executor:
         lane = SimulatedLane(kernel, self.served.products, self.health)
         engine = SimulatedEngine(kernel, lane, policy, latency)
         self.service = Service(self.served, engine, metrics(), self.quotas())
-        self.connections = Connections(metrics(), engine.loop, ConnectionLimits(of_tenant=8))
+        self.connections = Connections(metrics(), engine.loop, ConnectionLimits(per_tenant=8))
         self.connections._open = InOrder()  # type: ignore[assignment]
         self.up = True
         kernel.note(f"{self.name} starts")

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 import tenant_sdk
 from provider.catalog.discovery import discover
-from provider.executor.base import BaseExecutor
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError
 
@@ -96,11 +95,6 @@ def test_weights_of_another_size_than_the_configuration_says_are_refused(
     (tmp_path / "model.safetensors").write_bytes((checkpoint("llama") / "model.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match="shape"):
         discover(Checkpoint(tmp_path))
-
-
-def test_unknown_numerics_are_refused(checkpoint: Callable[[str], Path]) -> None:
-    with pytest.raises(ConfigurationError, match="float32"):
-        BaseExecutor(checkpoint("llama"), numerics="float8")
 
 
 def test_a_model_without_tokenizer_is_served_and_says_so(llama: Executor) -> None:

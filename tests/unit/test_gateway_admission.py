@@ -20,9 +20,16 @@ from shared.errors import (
 )
 from tenant_sdk.gateway import http_frontend as in_front
 from tenant_sdk.gateway import serving
-from tenant_sdk.gateway.admission import Door, Failure, Queue, Refusal, UnauthenticatedConnections, told
+from tenant_sdk.gateway.admission import (
+    Authenticator,
+    Failure,
+    Queue,
+    Refusal,
+    UnauthenticatedConnections,
+    told,
+)
 from tenant_sdk.gateway.client_fairness import Allowance, Reservations
-from tenant_sdk.gateway.http_frontend import Front, Served
+from tenant_sdk.gateway.http_frontend import HttpFrontend, Served
 from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.requests import ParsedRequest, parse_request
@@ -39,7 +46,7 @@ def host(name: str) -> list[tuple[bytes, bytes]]:
 
 @pytest.mark.parametrize("name", ["localhost", "localhost:8000", "127.0.0.1:8000", "[::1]:8000", "[::1]"])
 def test_without_keys_this_machine_comes_in(name: str) -> None:
-    assert Door().admit(host(name)) == ""
+    assert Authenticator().admit(host(name)) == ""
 
 
 @pytest.mark.parametrize(
@@ -47,7 +54,7 @@ def test_without_keys_this_machine_comes_in(name: str) -> None:
 )
 def test_without_keys_other_names_do_not(name: str) -> None:
     """A page whose name points at this machine is read with that name."""
-    refusal = Door().admit(host(name))
+    refusal = Authenticator().admit(host(name))
     assert isinstance(refusal, Refusal)
     assert refusal.status == 403
 
@@ -64,7 +71,7 @@ def test_without_keys_other_names_do_not(name: str) -> None:
 )
 def test_pages_of_elsewhere_send_nothing(origin: str, status: int | None) -> None:
     """A page can send what its reader's machine would not let it read."""
-    found = Door().admit([*host("localhost:8000"), (b"Origin", origin.encode())])
+    found = Authenticator().admit([*host("localhost:8000"), (b"Origin", origin.encode())])
     assert (found.status if isinstance(found, Refusal) else None) == status
 
 
@@ -82,10 +89,10 @@ def test_pages_of_elsewhere_send_nothing(origin: str, status: int | None) -> Non
     ],
 )
 def test_keys(given: str, client: str | int) -> None:
-    door = Door((KEY, "another-key-of-enough"))
-    found = door.admit([(b"authorization", given.encode("latin-1")), *host("anywhere.example")])
+    authenticator = Authenticator((KEY, "another-key-of-enough"))
+    found = authenticator.admit([(b"authorization", given.encode("latin-1")), *host("anywhere.example")])
     assert (found.status if isinstance(found, Refusal) else found) == client
-    assert KEY not in repr(door)
+    assert KEY not in repr(authenticator)
 
 
 def test_a_queue_has_an_end() -> None:
@@ -251,11 +258,11 @@ def run(
     return sent
 
 
-def front(application: Any, folder: Path, most: int = 1, **options: Any) -> Front:
+def front(application: Any, folder: Path, most: int = 1, **options: Any) -> HttpFrontend:
     known = {name: options.pop(name) for name in Served._fields if name in options}
     served = Served(**{"parser": RequestParser(), "context": lambda: 64} | known)
-    options = {"clock": lambda: 1.0, "door": Door(), "queue": Queue(most)} | options
-    return Front(application, folder=folder, retry_after=3, served=served, **options)
+    options = {"clock": lambda: 1.0, "authenticator": Authenticator(), "queue": Queue(most)} | options
+    return HttpFrontend(application, folder=folder, retry_after=3, served=served, **options)
 
 
 def answering(status: int, *bodies: bytes) -> Any:
@@ -408,7 +415,12 @@ def test_strangers_are_answered_without_vllm(
     async def application(scope: Any, receive: Any, send: Any) -> None:
         raise AssertionError("reached")
 
-    sent = run(front(application, tmp_path, door=Door([KEY])), path, name="elsewhere.example", method=method)
+    sent = run(
+        front(application, tmp_path, authenticator=Authenticator([KEY])),
+        path,
+        name="elsewhere.example",
+        method=method,
+    )
     assert sent[0]["status"] == status
     assert sent[1]["body"].startswith(body)
 

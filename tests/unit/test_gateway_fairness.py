@@ -15,7 +15,7 @@ from tenant_sdk.gateway.client_fairness import (
     STEP_FACTOR_BUSY,
     AttentionTimeDebt,
     Memory,
-    Seen,
+    RecentClients,
     SequenceInfo,
     Steps,
     next_admissions,
@@ -90,7 +90,7 @@ def test_rows_for_prompts_are_equal_by_client() -> None:
 
 
 def test_a_client_counts_for_a_while_after_its_last_sequence() -> None:
-    seen = Seen()
+    seen = RecentClients()
     assert seen.count(["a", "b"], 0.0) == 2
     assert seen.count(["a"], 0.9 * LATELY) == 2
     assert seen.count(["a"], LATELY) == 1

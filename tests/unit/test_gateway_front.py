@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from tenant_sdk.gateway import http_frontend as in_front
-from tenant_sdk.gateway.admission import Door, Queue, Refusal
+from tenant_sdk.gateway.admission import Authenticator, Queue, Refusal
 from tenant_sdk.gateway.constraint_checks import REMEMBERED as KEPT
 from tenant_sdk.gateway.constraint_checks import ConstraintChecker
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.helper_process import HelperProcess
-from tenant_sdk.gateway.http_frontend import FLUSHED, MAX_UNQUEUED, Front, Served, _failed
+from tenant_sdk.gateway.http_frontend import FLUSHED, MAX_UNQUEUED, HttpFrontend, Served, _failed
 from tenant_sdk.gateway.log_redaction import leave_words_out
 from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.requests import parse_request
@@ -50,7 +50,7 @@ def awaited(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 class Client:
     """One request: what it sends comes when the test says so."""
 
-    def __init__(self, there: Front, path: str = TEXT, key: int = 0, **more: Any) -> None:
+    def __init__(self, there: HttpFrontend, path: str = TEXT, key: int = 0, **more: Any) -> None:
         self.sent, self._coming = list[dict[str, Any]](), asyncio.Queue[dict[str, Any]]()
         headers = [(b"authorization", f"Bearer {KEYS[key]}".encode()), (b"x-request-id", b"mine")]
         headers += [(b"x-vllm-priority", b"18446744073709551616"), (b"accept", b"*/*")]
@@ -97,12 +97,12 @@ class Working:
         await send({"type": "http.response.body", "body": b""})
 
 
-def front(application: Any, folder: Path, most: int = 4, **options: Any) -> Front:
-    door = Door(KEYS)
-    return Front(
+def front(application: Any, folder: Path, most: int = 4, **options: Any) -> HttpFrontend:
+    authenticator = Authenticator(KEYS)
+    return HttpFrontend(
         application,
-        door=door,
-        queue=Queue(most, door.clients),
+        authenticator=authenticator,
+        queue=Queue(most, authenticator.clients),
         folder=folder,
         retry_after=3,
         served=Served(lambda: 64, **{"parser": RequestParser()} | options),

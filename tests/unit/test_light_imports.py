@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from test_more_architectures import TABLE, build
+from stored_models import TABLE, build
 
 from provider.catalog.discovery import discover
 from provider.serve.certificates import write_certificates
@@ -209,7 +209,7 @@ def test_a_worker_of_what_is_stored_as_it_is(tmp_path: Path) -> None:
     """It starts without libraries that only conversions need, digest and all."""
     for architecture, imported in (("bloom", ["torch"]), ("nomic_bert", ["torch", "transformers"])):
         folder = tmp_path / architecture
-        build(*TABLE[architecture][:3], folder)
+        build(*TABLE[architecture], folder)
         groups = dict(enumerate(discover(Checkpoint(folder)).groups))
         heavy, said = run(SERVING, str(folder), msgspec.json.encode(groups).decode())
         assert sorted(heavy) == imported, said

@@ -15,7 +15,7 @@ import torch
 import transformers
 from quantised import SAID, needs_rules, quantise
 from safetensors.torch import load_file, save_file
-from test_more_architectures import TABLE, build
+from stored_models import TABLE, build
 from transformers.quantizers.base import HfQuantizer
 
 from provider.catalog.discovery import discover
@@ -54,7 +54,7 @@ def quantised(tmp_path: Path) -> Callable[[str, str], tuple[Path, Path]]:
     def get(method: str, architecture: str) -> tuple[Path, Path]:
         folder, dense = tmp_path / method, tmp_path / f"{method}-dense"
         for each in (folder, dense):
-            model = build(*TABLE[architecture][:3], each)
+            model = build(*TABLE[architecture], each)
             model.to(torch.bfloat16).save_pretrained(each)
         save_file(quantise(folder, method), dense / "model.safetensors", {"format": "pt"})
         return folder, dense

@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-
-from security.verdicts import randomness
-from security.verdicts.randomness import SEQUENCE_BYTES, Battery, p_values
+import randomness
+from randomness import SEQUENCE_BYTES, Battery, p_values
 
 BITS = 10**6
 STREAM = 12 * SEQUENCE_BYTES

@@ -19,7 +19,7 @@ from test_conversations import CHAT, TEXTS, TOOL, answer, call, learned
 
 from shared.errors import ConfigurationError, Message
 from tenant_sdk.tuning.chat import answer_of, thought_of
-from tenant_sdk.tuning.conversations import IGNORED, Conversations, Day, Example
+from tenant_sdk.tuning.conversations import IGNORED, Conversations, Example, TemplateDate
 from tenant_sdk.tuning.generation import Written
 from tenant_sdk.tuning.message_parts import REASONING
 
@@ -186,7 +186,7 @@ def test_a_call_ends_as_the_next_turn_of_the_record_begins() -> None:
 )
 def test_the_date_is_the_day_that_is_given(name: str, written: str | None) -> None:
     tokenizer, ends = of_real_family(name)
-    day = Day(date(2001, 2, 3))
+    day = TemplateDate(date(2001, 2, 3))
     (example,) = Conversations(tokenizer, ends, day=day).examples(CHAT[:2], None, "here")
     own = tokenizer.chat_template
     assert day.written == (written is not None)

@@ -29,7 +29,6 @@ from shared.log_rate_limit import LogRateLimiter
 from tenant_sdk.connection.replicas import reconnecting
 from tenant_sdk.connection.replicas.reconnecting import ReconnectingConnection, single_replica
 from tenant_sdk.connection.replicas.retrying import (
-    MAX_REPEATS,
     REMIND_SECONDS,
     GiveUp,
     RequestPolicy,
@@ -158,16 +157,6 @@ def test_a_request_is_not_tried_for_longer_though_connections_open(world: Callab
         lose_for_ever()
     assert here.waited[:4] == [0.05, 0.1, 0.2, 0.4]
     assert here.now == 1010.0
-
-
-def test_a_request_is_sent_so_many_times_and_no_more(world: Callable[..., World]) -> None:
-    here = world(1e6)
-    request = here.request()
-    for _ in range(MAX_REPEATS):
-        here.lose(request)
-    with pytest.raises(ConnectionLost, match="21 connections broke with the same request"):
-        here.lose(request)
-    here.lose()  # another one
 
 
 def test_an_answer_on_an_old_channel_says_nothing_about_the_new_one(world: Callable[..., World]) -> None:

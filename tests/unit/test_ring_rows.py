@@ -320,20 +320,6 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
             unmask_and_dequantize(**(good | {name: value}))  # type: ignore[arg-type]
 
 
-def test_rows_of_another_device_are_refused() -> None:
-    """Native code would read where they are not; those of ``meta`` are nowhere."""
-    x, request = torch.ones(2, 6), torch.zeros((2, 6), dtype=torch.int32)
-    with pytest.raises(ValueError, match="not of meta"):
-        quantize_and_mask([x.to("meta")], None, NORM, request, None)
-    with pytest.raises(ValueError, match="not of meta"):
-        quantize_and_mask([x], None, NORM, request.to("meta"), None)
-    answers, exponents = torch.zeros((2, 12), dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="not of meta"):
-        unmask_and_dequantize(answers, [answers.to("meta")], exponents, None, [x], None, None)
-    with pytest.raises(ValueError, match="not of meta"):
-        unmask_and_dequantize(answers, [], exponents, None, [x.to("meta")], None, None)
-
-
 def test_native_code_that_cannot_be_used_is_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,7 +13,7 @@ import transformers
 from conftest import ARCHITECTURES, make_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_more_architectures import TABLE, build
+from stored_models import TABLE, build
 from transformers import PreTrainedModel, core_model_loading
 
 from provider.catalog.discovery import discover
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             if architecture == "jamba":
                 build("JambaForCausalLM", "JambaConfig", JAMBA, made[architecture])
             elif architecture in TABLE:
-                build(*TABLE[architecture][:3], made[architecture])
+                build(*TABLE[architecture], made[architecture])
             else:
                 make_model(architecture).save_pretrained(made[architecture])
         return made[architecture]

@@ -20,7 +20,7 @@ from provider.planning import tables
 from provider.planning.layout import described, lay_out, read_groups
 from provider.workers import survey as surveys
 from provider.workers.pool import Sharding, WorkerPool, place_groups
-from provider.workers.survey import GUESSED_ACCELERATOR, devices_of, latency_of, survey, survey_apart
+from provider.workers.survey import GUESSED_ACCELERATOR, devices_of, latency_of, survey, survey_in_subprocess
 from provider.workers.world import World
 from shared.errors import CheckpointError, ConfigurationError
 from shared.wire.header import Direction
@@ -52,11 +52,11 @@ def test_large_shapes_are_measured_by_a_part(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_another_process_finds_the_same_devices() -> None:
-    (found,) = survey_apart(["cpu"], "ring", SHAPES[:1])
+    (found,) = survey_in_subprocess(["cpu"], "ring", SHAPES[:1])
     assert (found.name, found.memory) == ("cpu", None)
     assert found.lines
     with pytest.raises(ConfigurationError, match="devices='cpu' cannot be measured"):
-        survey_apart(["cpu"], "of another kind", SHAPES[:1])
+        survey_in_subprocess(["cpu"], "of another kind", SHAPES[:1])
 
 
 def test_what_is_not_here_is_guessed_or_as_was_said() -> None:
@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_refused_or_said(monkeypatch: pytest.MonkeyPatch) -
     assert len(set(place_groups(groups, ["cpu"] * 2, 1, "ring").lane_of)) == 2
     with pytest.raises(ConfigurationError, match="devices='cuda:99' names cuda:99, which is not here"):
         place_groups(groups, ["cuda:99"], 1, "ring")
-    tight = lay_out(groups, ["far"], numerics="ring", assumed={"far": (1e6, 1e12, 1e13)}, anyway=True)
+    tight = lay_out(groups, ["far"], numerics="ring", assumed={"far": (1e6, 1e12, 1e13)}, allow_misfit=True)
     assert tight.misfit.startswith("the weights do not fit")
     assert tables.source(tight) == tables.EXTRAPOLATED
 
