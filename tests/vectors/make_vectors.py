@@ -467,7 +467,14 @@ def make() -> str:
         "planes": planes(),
         "products": products(),
     }
-    return json.dumps(vectors, indent=1, sort_keys=True) + "\n"
+    lines = []
+    for name, value in sorted(vectors.items()):
+        if isinstance(value, list):  # a vector a line
+            inside = ",\n".join(json.dumps(each, sort_keys=True) for each in value)
+            lines.append(f'"{name}": [\n{inside}\n]')
+        else:
+            lines.append(f'"{name}": {json.dumps(value, sort_keys=True)}')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 if __name__ == "__main__":
