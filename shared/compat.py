@@ -338,3 +338,53 @@ def before_threads_are_joined(call: Callable[[], None]) -> None:
     """
     register: Callable[[Callable[[], None]], object] = getattr(threading, "_register_atexit", atexit.register)
     register(call)
+
+
+# -- transformers' reader of GGUF files ------------------------------------------------------------
+
+
+@contextmanager
+def without_ggml_kernels() -> Iterator[None]:
+    """Have GGUF files read without compiled code from a hub, which transformers asks for.
+
+    It does so for some architectures if the package ``kernels`` is installed, also without remote code.
+    """
+    try:
+        from transformers.integrations.gguf import kernels
+    except ImportError:  # before 5.20 there were none
+        yield
+        return
+    before = kernels._gguf_kernel, kernels.kernelize_ggml_layers
+    hidden: Any = kernels
+    hidden._gguf_kernel, hidden.kernelize_ggml_layers = False, lambda model: None
+    try:
+        yield
+    finally:
+        hidden._gguf_kernel, hidden.kernelize_ggml_layers = before
+
+
+def gguf_tensor_names(model: nn.Module, architecture: str) -> set[str] | None:
+    """Names of the tensors that transformers takes from a GGUF file, or None if it does not say.
+
+    Args:
+        model: that the file's configuration makes, also without memory.
+        architecture: as the file has it.
+    """
+    try:
+        from transformers.integrations.gguf.utils import is_gguf_arch_supported
+
+        if is_gguf_arch_supported(architecture):  # read in another way, with a list of conversions
+            return None
+    except ImportError:
+        pass
+    try:
+        from transformers.modeling_gguf_pytorch_utils import (
+            TENSOR_PROCESSORS,
+            TensorProcessor,
+            get_gguf_hf_weights_map,
+        )
+    except ImportError:
+        return None
+    processor: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
+    processor = processor(config={})
+    return set(get_gguf_hf_weights_map(model, processor))

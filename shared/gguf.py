@@ -14,17 +14,19 @@ import importlib.util
 import json
 import logging
 import math
+import operator
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from shared.compat import gguf_tensor_names, without_ggml_kernels
 from shared.encoded import path_text
-from shared.errors import CheckpointError
+from shared.errors import CheckpointError, peer_text
 from shared.gguf_header import check_header
 from shared.interruption import Interrupted, interrupted
 from shared.ownership import check_tree
@@ -39,7 +41,7 @@ _kept: dict[Path, int] = {}  # descriptors of such files, by their folder
 # Seconds of a processor that reading takes at most, and so many more for each byte. Files of a gigabyte with
 # small blocks take some minutes.
 _SECONDS, _SECONDS_OF_A_BYTE = 120.0, 1e-6
-_CONVERTER = 3  # of this module, raised when it begins to refuse a file, or to make another folder of it
+_CONVERTER = 4  # of this module, raised when it begins to refuse a file, or to make another folder of it
 # Keys of an architecture that change no answer, or that the shapes of tensors are compared with anyway.
 _SHOWN = {
     *("vocab_size", "context_length", "block_count", "embedding_length", "feed_forward_length"),
@@ -70,6 +72,9 @@ _OF_TOKENIZER = {
     *("model", "pre", "tokens", "scores", "token_type", "merges"),
     *("add_bos_token", "add_eos_token", "add_space_prefix"),
 }
+_CONTROL, _WHOLE = 3, (3, 4)  # kinds of tokens: of llama.cpp's own, and with those that users define
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_EXPERTS = ({"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"}, {"ffn_gate_up_exps", "ffn_down_exps"})
 _BYTES = "gpt2"  # what a tokenizer of bytes is called
 # llama.cpp's names for ways to split a text: as GPT-2 does, and so with each digit alone.
 _AS_GPT2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4"}
@@ -329,6 +334,39 @@ def _check_same(reader: Any, config: Any, called: str) -> None:
             )
 
 
+def _check_tensors(reader: Any, names: Collection[str] | None, called: str) -> None:
+    """Refuse a file with tensors that transformers does not read, or with a part of a block's experts.
+
+    Args:
+        reader: the file's ``GGUFReader``.
+        names: of all tensors that are read; experts' are without their ending. None: only endings are known.
+
+    Raises:
+        CheckpointError: which tensor it is.
+    """
+    experts = dict[str, set[str]]()
+    for tensor in reader.tensors:
+        name = str(tensor.name)
+        stem, _, ending = name.rpartition(".")
+        if ending == "weight" and stem.endswith("_exps"):
+            block, _, kind = stem.rpartition(".")
+            experts.setdefault(block, set()).add(kind)
+        # Scales of a layer's input are for those who multiply numbers of four bits.
+        if ending == "input_scale" or name in (names or ()) or (ending == "weight" and stem in (names or ())):
+            continue
+        if names is not None or ending not in ("weight", "bias"):
+            raise CheckpointError(
+                f"{called} has {peer_text(name)}, which transformers leaves out when it reads GGUF files: "
+                "another model would be served. Use the model's safetensors"
+            )
+    for block, kinds in experts.items():
+        if kinds not in _EXPERTS:
+            raise CheckpointError(
+                f"{called} has of {peer_text(block)} only {', '.join(sorted(map(peer_text, kinds)))}, and no "
+                "other weights of experts: it is damaged"
+            )
+
+
 def _check_tokenizer(reader: Any, tokenizer: Any, called: str) -> None:
     """Refuse a file that says another tokenizer than transformers makes, or change that to what it says.
 
@@ -366,12 +404,56 @@ def _check_tokenizer(reader: Any, tokenizer: Any, called: str) -> None:
     else:
         lost += ["pre"] if "ByteLevel(" in str(backend.pre_tokenizer) else []
         if "add_space_prefix" in given:
-            adds = tokenizer.tokenize("a")[0].startswith("\N{LOWER ONE EIGHTH BLOCK}")
+            adds = tokenizer.tokenize("a")[0].startswith(_SPACE)
             lost += ["add_space_prefix"] if adds != given["add_space_prefix"].contents() else []
     if lost:
         raise CheckpointError(
             f"{called} has {_TOKENIZER}{lost[0]} = {str(given[lost[0]].contents())[:80]}, which transformers "
             "leaves out when it reads GGUF files: the model would get other tokens. Use its safetensors"
+        )
+
+
+def _take_whole(path: Path, reader: Any, called: str) -> None:
+    """Have each token that llama.cpp takes as it is written be one token here too.
+
+    transformers cuts those with a space, or with characters beyond Latin-1, since it spells them in the
+    letters that stand for bytes.
+
+    Args:
+        path: of the ``tokenizer.json`` that transformers made, which is changed.
+        reader: the file's ``GGUFReader``.
+
+    Raises:
+        CheckpointError: one is cut all the same.
+    """
+    from tokenizers import Tokenizer
+
+    if (types := reader.fields.get(f"{_TOKENIZER}token_type")) is None:
+        return
+    texts = enumerate(zip(reader.fields[f"{_TOKENIZER}tokens"].contents(), types.contents(), strict=True))
+    # SentencePiece writes a space as another character, and has pieces of it that are no added tokens.
+    whole = {at: (text, kind) for at, (text, kind) in texts if kind in _WHOLE and text and _SPACE not in text}
+
+    def cut() -> list[int]:
+        made = Tokenizer.from_file(str(path))
+        return [at for at in whole if made.encode(whole[at][0], add_special_tokens=False).ids != [at]]
+
+    if not (missing := cut()):
+        return
+    said = json.loads(path.read_bytes())
+    spelled = {at: name for name, at in said["model"]["vocab"].items()}
+    usual = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    for at in missing:
+        text, kind = whole[at]
+        said["model"]["vocab"].pop(spelled[at])
+        said["model"]["vocab"][text] = at
+        said["added_tokens"].append({"id": at, "content": text, "special": kind == _CONTROL} | usual)
+    said["added_tokens"].sort(key=operator.itemgetter("id"))
+    path.write_text(json.dumps(said, ensure_ascii=False))
+    if missing := cut():
+        raise CheckpointError(
+            f"{called} has a token {peer_text(whole[missing[0]][0])!r} that is taken whole, and transformers "
+            "cuts it: the model would get other tokens. Use its safetensors"
         )
 
 
@@ -410,6 +492,7 @@ def _convert(file: Path, folder: Path, called: str, reader: Any) -> None:
     from shared.recipes import bounded_build
 
     found: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
+    architecture = str(reader.fields["general.architecture"].contents())
     try:
         config = AutoConfig.from_pretrained(file.parent, **found)
         _check_same(reader, config, called)
@@ -423,7 +506,8 @@ def _convert(file: Path, folder: Path, called: str, reader: Any) -> None:
                 f"{called} says a model of {wanted:,} weights, and has {given:,}: it is damaged"
             )
         check_loading(blank, file.stat().st_size, called)
-        with _one_map_of_names():
+        with _one_map_of_names(), without_ggml_kernels():
+            _check_tensors(reader, gguf_tensor_names(blank, architecture), called)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 file.parent, dtype=torch.float32, output_loading_info=True, **found
             )
@@ -452,6 +536,10 @@ def _convert(file: Path, folder: Path, called: str, reader: Any) -> None:
     if len(ends) > 1:
         model.generation_config.eos_token_id = ends
     tokenizer.save_pretrained(folder)
+    try:
+        _take_whole(folder / "tokenizer.json", reader, called)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:  # of a tokenizer of another kind
+        raise CheckpointError(f"{called} has a tokenizer that cannot be used: {error!r:.200}") from error
     model.save_pretrained(folder)
     said = json.loads((folder / _DONE).read_bytes())
     said.pop("quantization_config", None)

@@ -20,7 +20,8 @@ These rules say what one client can take:
 - here: ``Reservations`` of all that is counted; sequences, their adapters and their memory
   (``next_admissions``, ``next_preemptions``); of a step the time (``Steps``), attention
   (``AttentionTimeDebt``), sampling (``paused_sampling``) and rows for prompts (``second_prompts``,
-  ``rows_per_client``); time to apply constraints (``Allowance``), and texts that they have (``too_long``).
+  ``rows_per_client``); time to apply constraints (``Allowance``, ``paused_constraints``), and texts that they
+  have (``too_long``).
 """
 
 from __future__ import annotations
@@ -120,6 +121,10 @@ class Allowance:
         """Whether a client had as much; it is taken all the same."""
         self._remaining[client] = self._remaining.get(client, self.most) - seconds
         return self._remaining[client] >= 0
+
+    def owing(self) -> set[str]:
+        """Clients that have used more than they had."""
+        return {client for client, seconds in self._remaining.items() if seconds < 0}
 
 
 def too_long(texts: Mapping[str, tuple[str, int]], each: int, together: int) -> set[str]:
@@ -369,6 +374,26 @@ def paused_sampling(sorting: Sequence[tuple[str, str]], vocabulary: int) -> set[
         had[client] += 1
         if had[client] > most:
             paused.add(name)
+    return paused
+
+
+def paused_constraints(constrained: Iterable[tuple[str, str, bool]], owing: Collection[str]) -> set[str]:
+    """Names of sequences with a constraint that wait for a later step.
+
+    What a constraint allows first may take long to compute, and is not known before. So of a client one
+    sequence begins in a step, and none goes on while the client has used more than its ``Allowance``.
+
+    Args:
+        constrained: name and client of each, and whether nothing was computed for it yet; those that have
+            waited longest first.
+        owing: clients that have used more.
+    """
+    begun, paused = set[str](), set[str]()
+    for name, client, fresh in constrained:
+        if client in owing or (fresh and client in begun):
+            paused.add(name)
+        elif fresh:
+            begun.add(client)
     return paused
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from tenant_sdk.gateway.client_fairness import (
     Steps,
     next_admissions,
     next_preemptions,
+    paused_constraints,
     paused_sampling,
     rows_per_client,
     second_prompts,
@@ -78,10 +80,11 @@ class Scheduler(Base):  # type: ignore[misc]
         running = [self._sequence_info(each) for each in self.running]
         several = self._seen.count(there, time.monotonic()) > 1
         self.max_num_scheduled_tokens, self._for_prompts = self._most_rows, 0
-        paused = self._pace(running, there) if several else set[str]()
+        constrained = self._paused_constraints(waiting.values()) if several else set[str]()
+        paused = self._pace(running, there) | constrained if several else set[str]()
         begin = next_admissions(
             running,
-            [self._sequence_info(each) for each in waiting.values()],
+            [self._sequence_info(each) for name, each in waiting.items() if name not in constrained],
             self.max_num_running_reqs,
             self.lora_config.max_loras if self.lora_config else 0,
             self.vllm_config.additional_config["clients"],
@@ -111,6 +114,17 @@ class Scheduler(Base):  # type: ignore[misc]
             for request in (scheduled.num_scheduled_tokens if cached else ())
         }
         return scheduled
+
+    def _paused_constraints(self, waiting: Iterable[Request]) -> set[str]:
+        sequences = [each for each in (*self.running, *waiting) if each.structured_output_request is not None]
+        grammars = [self._grammar(each.request_id) for each in sequences]
+        return paused_constraints(
+            [
+                (each.request_id, client_of(each.request_id), grammar is None or grammar.fresh)
+                for each, grammar in zip(sequences, grammars, strict=True)
+            ],
+            self._allowance.owing(),
+        )
 
     def _memory(self) -> Memory:
         pool = self.kv_cache_manager.block_pool

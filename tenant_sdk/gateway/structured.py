@@ -42,9 +42,10 @@ class LimitedGrammar(GuidanceGrammar):  # type: ignore[misc]
         ended: why it does not go on; or empty.
         seconds: of a processor that it took and that are not counted yet.
         text: bytes of its text, of each of which the matcher keeps what it found.
+        fresh: nothing was computed for it yet.
     """
 
-    ended, seconds, _taken, text = "", 0.0, 0.0, 0
+    ended, seconds, _taken, text, fresh = "", 0.0, 0.0, 0, True
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -52,7 +53,7 @@ class LimitedGrammar(GuidanceGrammar):  # type: ignore[misc]
 
     def fill_bitmask(self, bitmask: torch.Tensor, idx: int) -> None:
         """See vLLM."""
-        began = time.thread_time()  # not what others took meanwhile
+        began, self.fresh = time.thread_time(), False  # not what others took meanwhile
         super().fill_bitmask(bitmask, idx)
         self._count(began)
 

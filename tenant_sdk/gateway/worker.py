@@ -17,6 +17,7 @@ from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.platforms import current_platform
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from shared.errors import SymbiosisError
@@ -95,6 +96,8 @@ class Worker(Base):  # type: ignore[misc]
         rejection_sampler.apply_sampling_constraints = functools.partial(_if_rows, constraints)
         if current_platform.is_cpu():
             rejection_sampler.expand_batch_to_tokens = _for_each_draft
+            sort = functools.partial(sort_where_asked, topk_topp_sampler.apply_top_k_top_p)
+            topk_topp_sampler.apply_top_k_top_p = rejection_sampler.apply_top_k_top_p = sort
         self._lost, self._in_step = dict[str, str](), list[str]()
         config = self.vllm_config
         self._folder, self._status = Path(config.model_config.model), Status()
@@ -172,6 +175,7 @@ class Worker(Base):  # type: ignore[misc]
             return output
         for sequence in self._lost:
             output.sampled_token_ids[output.req_id_to_index[sequence]] = []
+            output.prompt_logprobs_dict.pop(sequence, None)  # which vLLM expects beside a token alone
         log.warning("%d of %d sequences of a step were lost", len(self._lost), len(output.req_ids))
         return PartlyFailed(**vars(output), lost=self._lost)
 
@@ -284,6 +288,24 @@ def _if_rows(constraints: Callable[..., torch.Tensor], logits: torch.Tensor, *mo
     return constraints(logits, *more) if len(logits) else logits
 
 
+def sort_where_asked(
+    apply: Callable[..., torch.Tensor], logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None
+) -> torch.Tensor:
+    """vLLM's ``apply_top_k_top_p`` of [T, V], which sorts all rows if one asks: of those that ask alone."""
+    asks = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    if k is not None:
+        asks |= k < logits.shape[1]
+    if p is not None:
+        asks |= p < 1
+    rows = asks.nonzero().flatten()
+    if len(rows) == len(logits):
+        return apply(logits, k, p)
+    if len(rows):
+        few = (None if each is None else each[rows] for each in (k, p))
+        logits[rows] = apply(logits[rows], *few)
+    return logits
+
+
 def _for_each_draft(
     values: torch.Tensor, ends: torch.Tensor, count: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
@@ -299,6 +321,8 @@ def _without_lost(_: Any, __: Any, hidden: Any) -> Any:
 
 def _sane(down: torch.Tensor, up: torch.Tensor) -> bool:
     """Whether ``x A^T B^T`` is of an ordinary size; the scale is in B."""
-    x = torch.randn(TRIED_ROWS, down.shape[1], generator=torch.Generator().manual_seed(0))
+    chance = torch.Generator()
+    chance.seed()  # its author must not know the rows
+    x = torch.randn(TRIED_ROWS, down.shape[1], generator=chance)
     made = x @ down.cpu().float().T @ up.cpu().float().T
     return bool((made.abs() < ADAPTER_MOST).all())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import resource
 import signal
 import subprocess
@@ -24,10 +25,11 @@ from tenant_sdk.tuning.tables import check_header
 _MAX_VALUES, _MAX_BYTES = 20_000_000, 2 << 30  # of a file, whose bytes are those of its text
 # Equal values take next to nothing in a file. Beyond so many rows or bytes of text, a file has a byte for
 # each row, and for so many bytes of text.
-_FEW_ROWS, _FEW_BYTES, _PACKED = 1 << 20, 64 << 20, 1000
+_FEW_ROWS, _FEW_BYTES, _PACKED = 1 << 20, 64 << 20, 100
 _ROWS, _ROWS_BYTES, _MAX_ROWS_VALUES = 8, 256 << 20, 1 << 20  # that are in memory at once
 _ROOM = 3 << 30  # bytes that the process takes, a third of a gigabyte of libraries among them
 _SAFE = (14, 0, 1)  # of pyarrow
+_LEAST_SECONDS, _SECOND_BYTES = 60, 100_000  # of a processor, and bytes of a file for each second more
 _REFUSED = 3  # the status of a process that has written why it refuses the file
 _LAST_WORDS = 300
 
@@ -55,10 +57,20 @@ def parquet_records(path: Path, known: Sequence[str], used: Collection[str]) -> 
     said = done.stderr.decode(errors="replace").strip()
     if done.returncode == _REFUSED:
         raise ConfigurationError(said)
+    if done.returncode == -signal.SIGXCPU:
+        raise ConfigurationError(
+            f"cannot read {path}: it takes more than {_seconds(path):,} s of a processor, and no file "
+            "of its size should. Split it, or write it as JSONL"
+        )
     raise ConfigurationError(
-        f"cannot read {path}: pyarrow's process ended with status {done.returncode}, so the file is damaged: "
-        f"{peer_text(said[-_LAST_WORDS:])}"
+        f"cannot read {path}: pyarrow's process ended with status {done.returncode}; the file may be "
+        f"damaged: {peer_text(said[-_LAST_WORDS:])}"
     )
+
+
+def _seconds(path: Path) -> int:
+    """Of a processor, for reading a file."""
+    return _LEAST_SECONDS + path.stat().st_size // _SECOND_BYTES
 
 
 def main(path: Path, known: Sequence[str], used: Collection[str]) -> int:
@@ -68,6 +80,8 @@ def main(path: Path, known: Sequence[str], used: Collection[str]) -> int:
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     try:
         limit_memory(_ROOM + path.stat().st_size)
+        seconds = _seconds(path)
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
         for number, line in enumerate(lines_of(path, known, used)):
             sys.stdout.write(f"\n{line}" if number else line)
     except OSError as error:
@@ -93,8 +107,10 @@ def lines_of(path: Path, known: Sequence[str], used: Collection[str]) -> Iterato
     Raises:
         ConfigurationError: as ``parquet_records`` has it.
     """
-    import pyarrow.parquet
-
+    try:
+        import pyarrow.parquet
+    except Exception as error:  # of a damaged installation, or for lack of memory
+        raise ConfigurationError(f"cannot read {path}: pyarrow cannot be used: {error}") from error
     if tuple(map(int, pyarrow.__version__.split(".")[:3])) < _SAFE:
         raise ConfigurationError(
             f"{path}: Parquet files need pyarrow 14.0.1 or newer; earlier ones run code in files"
@@ -117,8 +133,10 @@ def _check_size(path: Path, metadata: Any, used: Collection[str]) -> None:
     groups = [metadata.row_group(at) for at in range(metadata.num_row_groups)]
     columns = [group.column(at) for group in groups for at in range(group.num_columns)]
     columns = [column for column in columns if column.path_in_schema.partition(".")[0] in used]
+    # Of an object, also of none, each row has a value in each of its columns.
+    cells = metadata.num_rows * (len(columns) // max(1, len(groups)))
     # What the footer says; what there is, is counted when it is decoded.
-    _check_values(path, max(metadata.num_rows, sum(column.num_values for column in columns)))
+    _check_values(path, max(metadata.num_rows, cells, sum(column.num_values for column in columns)))
     _check_text(path, sum(column.total_uncompressed_size for column in columns))
     if metadata.num_rows > max(_FEW_ROWS, size := path.stat().st_size):
         raise ConfigurationError(
@@ -154,7 +172,7 @@ def _lines(path: Path, table: Any, used: Collection[str]) -> Iterator[str]:
         lines = [_line(path, at, row | others if at == 1 else row) for at, row in rows]
         number += len(lines)
         for line in lines:
-            size += len(line)
+            size += len(line) if line.isascii() else len(line.encode())
             _check_text(path, size)
             if size > most:
                 raise ConfigurationError(
@@ -162,6 +180,10 @@ def _lines(path: Path, table: Any, used: Collection[str]) -> Iterator[str]:
                     "the same: remove them"
                 )
             yield line
+    if number != table.metadata.num_rows:
+        raise ConfigurationError(
+            f"{path} says {table.metadata.num_rows:,} rows, and has {number:,}: it is damaged"
+        )
 
 
 def _check_batch(path: Path, batch: Any, first: int) -> int:
@@ -203,15 +225,20 @@ def _line(path: Path, number: int, row: dict[str, Any]) -> str:
     try:
         return msgspec.json.encode(_plain(row)).decode()
     except (UnicodeDecodeError, TypeError) as error:
-        raise ConfigurationError(f"{path}, row {number}: a value is no text: {error}") from error
+        raise ConfigurationError(f"{path}, row {number}: a value is no text or number: {error}") from error
 
 
 def _plain(value: Any) -> Any:
     """As JSON has it: without None, which Parquet gives all objects of a list, and with text for bytes."""
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items() if each is not None}
+        plain = {key: _plain(each) for key, each in value.items()}
+        return {key: each for key, each in plain.items() if each is not None}
     if isinstance(value, bytes):
         return value.decode()
+    if isinstance(value, float) and not math.isfinite(value):
+        if math.isnan(value):  # which is how tables say that there is none
+            return None
+        raise TypeError(f"{value} is no number")
     return [_plain(each) for each in value] if isinstance(value, list) else value
 
 

@@ -384,6 +384,13 @@ def _check_keys(message: dict[str, Any], place: str) -> None:
 def _content(content: Any, place: str) -> str:
     """One text; parts of text are joined by ends of lines."""
     parts = content if isinstance(content, list) else [content]
+    for part in (part for part in parts if isinstance(part, dict)):
+        judged = [name for name in ("weight", *_LEARNED) if part.get(name) not in (None, 1)]
+        if judged:
+            raise ConfigurationError(
+                f"{place}: `{judged[0]}` of a part of `content` is not read: an answer is learned whole, or "
+                "not at all, by `weight` of its message"
+            )
     texts: list[Any] = [
         part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in parts
     ]

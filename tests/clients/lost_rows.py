@@ -68,7 +68,9 @@ def sample(given: Any) -> ModelRunnerOutput:
     seen.append(set(generators))
     if given is not None:
         raise given
-    return ModelRunnerOutput(batch, {n: i for i, n in enumerate(batch)}, [[1], [2], [3]])
+    output = ModelRunnerOutput(batch, {n: i for i, n in enumerate(batch)}, [[1], [2], [3]])
+    output.prompt_logprobs_dict = dict.fromkeys(batch, "of its prompt")
+    return output
 
 
 this = worker.Worker.__new__(worker.Worker)
@@ -82,6 +84,7 @@ this.model_runner = SimpleNamespace(
 this._lost = this._owners({"second": 1, "third": 2, "first": 2})
 output = this.sample_tokens(None)
 assert output.sampled_token_ids == [[1], [], []]
+assert set(output.prompt_logprobs_dict) == {"first"}  # vLLM ends if a sequence has them and no token
 assert set(output.lost) == {"second", "third"}
 assert "adapter spoiled" in output.lost["second"]
 this._lost = {}
@@ -98,6 +101,25 @@ assert empty.shape == (0, 4)
 ends = torch.tensor([2, 2, 5], dtype=torch.int32)
 assert worker._for_each_draft(torch.tensor([7, 8, 9]), ends, 5).tolist() == [7, 7, 9, 9, 9]
 assert worker._for_each_draft(torch.tensor([0.0, 1.0, 0.5]), ends, 5, 0, 1).tolist() == [1, 1, 0.5, 0.5, 0.5]
+
+# Of the rows of a step, those are sorted that ask for it.
+sorted_rows: list[int] = []
+
+
+def apply(logits: torch.Tensor, k: Any, p: Any) -> torch.Tensor:
+    """Note how many rows are sorted, and change them."""
+    sorted_rows.append(len(logits))
+    assert len(logits) == len(p)
+    return logits + 100
+
+
+logits, p = torch.zeros(4, 8), torch.tensor([1.0, 0.5, 1.0, 1.0])
+k = torch.tensor([8, 8, 8, 3])
+assert worker.sort_where_asked(apply, logits.clone(), None, p)[:, 0].tolist() == [0, 100, 0, 0]
+assert worker.sort_where_asked(apply, logits.clone(), k, p)[:, 0].tolist() == [0, 100, 0, 100]
+assert worker.sort_where_asked(apply, logits.clone(), k[:1].repeat(4), p[:1].repeat(4)).eq(0).all()
+assert worker.sort_where_asked(apply, logits.clone(), None, p[1:2].repeat(4)).eq(100).all()
+assert sorted_rows == [1, 2, 4]
 
 # An adapter is tried when it is added.
 assert worker._sane(torch.randn(8, 16), torch.randn(16, 8))

@@ -13,6 +13,7 @@ from tenant_sdk.gateway.client_fairness import (
     LATELY,
     MIN_ROWS,
     STEP_FACTOR_BUSY,
+    Allowance,
     AttentionTimeDebt,
     Memory,
     RecentClients,
@@ -20,6 +21,7 @@ from tenant_sdk.gateway.client_fairness import (
     Steps,
     next_admissions,
     next_preemptions,
+    paused_constraints,
     paused_sampling,
     replaced,
     rows_per_client,
@@ -278,3 +280,27 @@ def test_a_client_that_asks_for_much_leaves_others_what_they_keep(asked: int, mo
         if len(kept) > 1 + most:
             del kept[replaced(kept)]
     assert ("other", 0) in kept
+
+
+def test_of_a_client_one_constraint_begins_in_a_step() -> None:
+    """What is allowed first may take long to compute, and nobody knows before."""
+    fresh = [(f"{client}{at}", client, True) for at in range(3) for client in "ab"]
+    assert paused_constraints(fresh, ()) == {"a1", "b1", "a2", "b2"}
+    begun = [("a0", "a", False), ("a1", "a", False)]
+    assert paused_constraints([*begun, *fresh[2:]], ()) == {"a2", "b2"}
+    assert paused_constraints([*begun, *fresh], {"a"}) == {"a0", "a1", "a2", "b1", "b2"}
+    assert paused_constraints([], {"a"}) == set()
+
+
+def test_a_client_that_used_more_than_it_had_waits() -> None:
+    allowance = Allowance(0.2, 0.01)
+    assert allowance.spend("a", 0.15)
+    assert allowance.owing() == set()
+    assert not allowance.spend("a", 0.1)
+    assert allowance.owing() == {"a"}
+    for _ in range(4):
+        allowance.step()
+        assert allowance.owing() == {"a"}
+    for _ in range(2):
+        allowance.step()
+    assert allowance.owing() == set()

@@ -50,7 +50,7 @@ def test_bytes_of_parquet_are_text_or_refused(tmp_path: Path) -> None:
     write_parquet(path, {"prompt": ["Größe".encode()], "completion": ["b"]})
     assert pairs(path) == [(1, "Größe", "b")]
     write_parquet(path, {"prompt": [b"ok", b"\xff"], "completion": ["b", "c"]})
-    with pytest.raises(ConfigurationError, match=r"x\.parquet, row 2: a value is no text"):
+    with pytest.raises(ConfigurationError, match=r"x\.parquet, row 2: a value is no text or number"):
         check_data([path])
 
 
@@ -79,7 +79,7 @@ def test_parquet_whose_text_takes_all_memory(tmp_path: Path, monkeypatch: pytest
     table = pytest.importorskip("pyarrow").table({"text": ["a" * (1 << 20)] * 40})
     written(path, table, compression="zstd", write_statistics=False)
     monkeypatch.setattr(parquet, "_FEW_BYTES", 1 << 20)
-    with pytest.raises(ConfigurationError, match="1,000 bytes of text for each of its own"):
+    with pytest.raises(ConfigurationError, match="100 bytes of text for each of its own"):
         check_data([path])
     with monkeypatch.context() as patch:
         patch.setattr(parquet, "_MAX_BYTES", 1 << 20)
@@ -195,7 +195,7 @@ def test_a_process_that_ends_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     program.write_text("#!/bin/sh\necho its last words >&2; kill -ABRT $$\n")
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
-    with pytest.raises(ConfigurationError, match=r"x\.parquet: pyarrow's .* status -6, .* its last words"):
+    with pytest.raises(ConfigurationError, match=r"x\.parquet: pyarrow's .* status -6; .* its last words"):
         check_data([path])
 
 
@@ -212,3 +212,42 @@ def test_a_file_takes_no_more_memory_than_the_limit(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"cannot read .*x\.parquet: No such file"):
         read_text(tmp_path / "x.parquet")
+
+
+def test_a_file_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without values cost time, if they are objects of many keys, of which there are none."""
+    pyarrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "x.parquet"
+    part = pyarrow.struct([(f"k{at}", pyarrow.int8()) for at in range(500)])
+    table = pyarrow.table({"messages": pyarrow.array([[]] * 50_000, pyarrow.list_(part))})
+    written(path, table, compression="zstd")
+    with pytest.raises(ConfigurationError, match="has 25,000,000 values or more"):
+        check_data([path])
+    monkeypatch.setattr(parquet, "_MAX_VALUES", 10**9)
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nkill -XCPU $$\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(ConfigurationError, match=r"takes more than 6\d s of a processor"):
+        check_data([path])
+
+
+@pytest.mark.usefixtures("here")
+def test_numbers_that_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    write_parquet(path, {"text": ["a", "b"], "score": [1.0, float("nan")]})
+    assert [each.text for _, each in records(path)] == ["a", "b"]
+    write_parquet(path, {"text": ["a", "b"], "score": [1.0, float("-inf")]})
+    with pytest.raises(ConfigurationError, match="row 2: a value is no text or number: -inf"):
+        check_data([path])
+
+
+def test_a_limit_of_a_processor_is_set(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    write_parquet(path, {"text": ["a"]})
+    code = (
+        f"import resource; from pathlib import Path; from {parquet.__name__} import main;"
+        f"main(Path({str(path)!r}), ['text'], ['text']); print(resource.getrlimit(resource.RLIMIT_CPU))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("(60, 61)\n")

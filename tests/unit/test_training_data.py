@@ -307,6 +307,13 @@ TURN = {"from": "human", "value": "Who came?"}
             for content in (0, False, {}, None)
         ),
         ({"messages": [{"role": "user"}, CHAT[1]]}, "`content` is a text, or a list of"),
+        *(
+            (
+                {"messages": [CHAT[0], CHAT[1] | {"content": [{"type": "text", "text": SECRET} | part]}]},
+                f"`{name}` of a part of",
+            )
+            for name, part in (("train", {"train": False}), ("weight", {"weight": 0}), ("mask", {"mask": 2}))
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "text": SECRET}]}, CHAT[1]]},
             "`content` is a text, or a list of parts of the type `text`",
