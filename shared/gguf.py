@@ -24,7 +24,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from shared.compat import gguf_tensor_names, without_ggml_kernels
 from shared.encoded import path_text
 from shared.errors import CheckpointError, peer_text
 from shared.gguf_header import check_header
@@ -489,6 +488,7 @@ def _convert(file: Path, folder: Path, called: str, reader: Any) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from shared.buffers import check_loading
+    from shared.compat import gguf_tensor_names, without_ggml_kernels
     from shared.recipes import bounded_build
 
     found: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
