@@ -149,6 +149,8 @@ def plot(found: list[Any], path: Path) -> None:
         xlabel="round trip", ylabel="tokens a second", title="decoding (dotted: the session's estimate)"
     )
     speed.set_yscale("log")
+    for set_formatter in (speed.yaxis.set_major_formatter, speed.yaxis.set_minor_formatter):
+        set_formatter(lambda value, _: f"{value:.3g}")
     speed.legend()
     tuning = {each[2]: each[6] for each in found if each[0] == "training"}
     moved.bar([f"{share:.0%}" for share in tuning], list(tuning.values()))
