@@ -58,7 +58,7 @@ class Kept:
         return (
             f"keeps {self.size / 2**30:.2f} GiB of weights here ({layers}): {self.requests[0]} requests "
             f"a pass in place of {self.requests[1]}, and {share:.0%} of the bytes; by estimate, a token "
-            f"takes {1e3 * self.seconds[0]:.3g} ms in frozen layers in place of {1e3 * self.seconds[1]:.3g}"
+            f"takes {1e3 * self.seconds[0]:,.1f} ms in frozen layers in place of {1e3 * self.seconds[1]:,.1f}"
         )
 
 
@@ -149,12 +149,12 @@ def _fastest(products: Products, groups: Iterable[int], shape: Shape, *, trainin
     """
     request_class = RequestClass.FINETUNING if training else RequestClass.DECODE
     count, members = TRAINING_ROWS if training else 1, (1 << len(shape) - 1) - 1
-    forward = [torch.randn(count, shape[0])]
-    backward = [torch.randn(count, width) for width in shape[1:]]
+    chance = torch.Generator()  # of its own: the program's numbers stay as they are
+    forward, *backward = (torch.randn(count, width, generator=chance) for width in shape)
     taken = []
     for group in itertools.islice(itertools.cycle(groups), TRIES):
         began = time.perf_counter()
-        products.submit(group, Direction.FORWARD, members, forward, request_class).result()
+        products.submit(group, Direction.FORWARD, members, [forward], request_class).result()
         if training:
             products.submit(group, Direction.BACKWARD, members, backward, request_class).result()
         taken.append(time.perf_counter() - began)

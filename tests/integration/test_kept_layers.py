@@ -159,3 +159,11 @@ def test_training_keeps_what_saves_most_bytes(pair: tuple[Executor, Executor]) -
         by_density = sorted(range(len(shapes)), key=lambda at: -ends[at] / sizes[at])
         assert by_density[0] in session.kept.groups
         assert by_density[-1] not in session.kept.groups
+
+
+def test_the_programs_random_numbers_stay_as_they_are(pair: tuple[Executor, Executor]) -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    with one_time(*pair, keep_gib=ALL):
+        assert torch.equal(torch.rand(1), expected)
