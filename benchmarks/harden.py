@@ -105,7 +105,8 @@ _PAGE = """<!doctype html>
 <style>
  body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em; }}
  table {{ border-collapse: collapse; width: 100%; }}
- td, th {{ border-bottom: 1px solid #ddd; padding: .5em .7em; text-align: left; vertical-align: top; }}
+ td, th {{ border-bottom: 1px solid #ddd; padding: .5em .7em; text-align: left; vertical-align: top;
+  overflow-wrap: anywhere; min-width: 5em; }}
  code {{ font-size: .85em; overflow-wrap: anywhere; }}
  .held {{ color: #17692b; font-weight: 600; }} .failed {{ color: #a01212; font-weight: 600; }}
 </style>
@@ -132,7 +133,7 @@ def run(row: Row, *, short: bool, folder: Path) -> Outcome:
             stderr=output,
             check=False,
         ).returncode
-    lines = [line for line in re.split(r"[\r\n]+", log.read_text(errors="replace")) if line.strip()]
+    lines = [line for line in re.split(r"[\r\n]+", log.read_text(errors="replace")) if re.search(r"\w", line)]
     command = f"{'cd ' + row.folder + ' && ' if row.folder != '.' else ''}python {shlex.join(words)}"
     return Outcome(row, command, status, time.monotonic() - began, lines[-1].strip() if lines else "")
 

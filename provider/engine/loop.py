@@ -13,6 +13,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -108,6 +109,16 @@ class Loop:
     def later(self, seconds: float, what: Callable[[], None]) -> None:
         """Call this once, after some time."""
         heapq.heappush(self._timers, (self._clock() + seconds, next(self._number), what))
+
+    def later_if_kept(self, seconds: float, method: Callable[[], None]) -> None:
+        """``later`` for a method, unless its object is gone by then: nothing is kept for a timer alone."""
+        kept = weakref.WeakMethod(method)
+
+        def call() -> None:
+            if (still := kept()) is not None:
+                still()
+
+        self.later(seconds, call)
 
     def _start(self) -> None:
         with self._starting:

@@ -6,7 +6,6 @@ import logging
 import random
 import threading
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
@@ -181,13 +180,7 @@ class Connections:
         if self.draining:
             connection.drain()
         elif self._limits.seconds:
-            drain = weakref.WeakMethod(connection.drain)  # most have left by then
-
-            def grew_old() -> None:
-                if (still := drain()) is not None:
-                    still()
-
-            self.loop.later(self._limits.seconds * self._chance(*JITTER), grew_old)
+            self.loop.later_if_kept(self._limits.seconds * self._chance(*JITTER), connection.drain)
 
     def _ended(self, connection: Connection) -> None:
         self.metrics.connected(-1)

@@ -106,7 +106,7 @@ class WebsocketConnection(Connection):
         super().start(loop, ended)
         self._sock.setblocking(False)
         loop.watch(self._descriptor, self._ready)
-        loop.later(STALL_SECONDS / LOOKS, self._look_for_stall)
+        loop.later_if_kept(STALL_SECONDS / LOOKS, self._look_for_stall)
         self._ready(READ)  # what came with the handshake is in TLS already
 
     def drain(self) -> None:
@@ -311,7 +311,7 @@ class WebsocketConnection(Connection):
         if max(self._stuck) >= LOOKS:
             self._broke(TimeoutError())
         else:
-            self._loop.later(STALL_SECONDS / LOOKS, self._look_for_stall)
+            self._loop.later_if_kept(STALL_SECONDS / LOOKS, self._look_for_stall)
 
 
 def _closing(code: int, reason: str) -> bytes:

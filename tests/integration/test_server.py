@@ -25,7 +25,7 @@ from provider.engine.lanes import ProcessLane
 from provider.executor.base import BaseExecutor
 from provider.observe.admin import AdminServer
 from provider.observe.metrics import Metrics
-from provider.serve.connection import ConnectionLimits
+from provider.serve.connection import Connection, ConnectionLimits
 from provider.serve.server import Server, server_context
 from provider.session.tenant import Service
 from shared.errors import ConfigurationError, ConnectError, ConnectionLost, RequestRefused
@@ -424,3 +424,15 @@ def test_certificates_that_are_not_there(tls_dir: Path, tmp_path: Path, missing:
         server_context(tmp_path)
     with pytest.raises(ConfigurationError):
         server_context(tls_dir, client_ca=tmp_path / "no.pem")
+
+
+def test_no_timer_keeps_a_session(another: Callable[..., Executor]) -> None:
+    """Or those of the last fifteen seconds would be kept, with all that they know of the model."""
+    executor = another()
+    with executor.connect() as session:
+        ask(session)
+        server = executor.server
+        assert server is not None
+        timers = [what for _, _, what in server.service.engine.loop._timers]
+        assert timers
+        assert not any(isinstance(getattr(what, "__self__", None), Connection) for what in timers)

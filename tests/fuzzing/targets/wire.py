@@ -193,7 +193,7 @@ class _Loop:
     def nothing(self, *_: Any) -> None:
         pass
 
-    later = forget = nothing
+    later = later_if_kept = forget = nothing
 
 
 class _Engine:
