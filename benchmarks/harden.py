@@ -108,7 +108,8 @@ _PAGE = """<!doctype html>
  td, th {{ border-bottom: 1px solid #ddd; padding: .5em .7em; text-align: left; vertical-align: top;
   overflow-wrap: anywhere; min-width: 5em; }}
  code {{ font-size: .85em; overflow-wrap: anywhere; }}
- b {{ white-space: nowrap; }} .held {{ color: #17692b; font-weight: 600; }} .failed {{ color: #a01212; font-weight: 600; }}
+ b {{ white-space: nowrap; }}
+ .held {{ color: #17692b; font-weight: 600; }} .failed {{ color: #a01212; font-weight: 600; }}
 </style>
 <h1>{title}</h1>
 <p>{machine}</p>
