@@ -343,7 +343,7 @@ def _check_tensors(reader: Any, names: Collection[str] | None, called: str) -> N
     Raises:
         CheckpointError: which tensor it is.
     """
-    experts = dict[str, set[str]]()
+    experts, read = dict[str, set[str]](), names or ()
     for tensor in reader.tensors:
         name = str(tensor.name)
         stem, _, ending = name.rpartition(".")
@@ -351,7 +351,7 @@ def _check_tensors(reader: Any, names: Collection[str] | None, called: str) -> N
             block, _, kind = stem.rpartition(".")
             experts.setdefault(block, set()).add(kind)
         # Scales of a layer's input are for those who multiply numbers of four bits.
-        if ending == "input_scale" or name in (names or ()) or (ending == "weight" and stem in (names or ())):
+        if ending == "input_scale" or name in read or (ending == "weight" and stem in read):
             continue
         if names is not None or ending not in ("weight", "bias"):
             raise CheckpointError(

@@ -11,7 +11,7 @@ from shared.errors import ModelMismatch
 from shared.wire.header import Direction, RequestClass, member_indices
 from shared.wire.messages import GroupInfo
 from tenant_sdk.connection.remote import PendingProduct
-from tenant_sdk.products.products import Products
+from tenant_sdk.products.products import Products, WrappedProducts
 
 ROWS_BYTES = 1 << 22  # of unit rows, or of their products, when a weight is asked for
 
@@ -45,7 +45,7 @@ def group_weights(
     return weight
 
 
-class KeptProducts:
+class KeptProducts(WrappedProducts):
     """Another mode, without requests for some groups, whose weights are here.
 
     Args:
@@ -54,7 +54,8 @@ class KeptProducts:
     """
 
     def __init__(self, inner: Products, weights: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        self._inner, self._weights = inner, weights
+        super().__init__(inner)
+        self._weights = weights
 
     def submit(
         self,
@@ -77,12 +78,3 @@ class KeptProducts:
                 parts = [(block @ weight).float() for block, weight in zip(blocks, used, strict=True)]
                 results = [sum(parts[1:], parts[0])]
         return PendingProduct(lambda: results)
-
-    @property
-    def rows_ahead(self) -> int:
-        """See Products."""
-        return self._inner.rows_ahead
-
-    def close(self) -> None:
-        """See Products."""
-        self._inner.close()

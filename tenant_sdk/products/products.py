@@ -74,7 +74,23 @@ class PlainProducts(Products):
         return self._remote.submit(Operation.PRODUCT, group, direction, members, rows, request_class)
 
 
-class PaddedProducts:
+class WrappedProducts:
+    """What a mode around another one has of it."""
+
+    def __init__(self, inner: Products) -> None:
+        self._inner = inner
+
+    @property
+    def rows_ahead(self) -> int:
+        """See Products."""
+        return self._inner.rows_ahead
+
+    def close(self) -> None:
+        """See Products."""
+        self._inner.close()
+
+
+class PaddedProducts(WrappedProducts):
     """Another mode, with rows of zeros added until their number is a power of two.
 
     Args:
@@ -83,7 +99,8 @@ class PaddedProducts:
     """
 
     def __init__(self, inner: Products, least: int) -> None:
-        self._inner, self._least = inner, least
+        super().__init__(inner)
+        self._least = least
 
     def submit(
         self,
@@ -99,15 +116,6 @@ class PaddedProducts:
         sent = [torch.nn.functional.pad(block, (0, 0, 0, more)) for block in rows]
         pending = self._inner.submit(group, direction, members, sent, request_class)
         return PendingProduct(lambda: [result[:count] for result in pending.result()])
-
-    @property
-    def rows_ahead(self) -> int:
-        """See Products."""
-        return self._inner.rows_ahead
-
-    def close(self) -> None:
-        """See Products."""
-        self._inner.close()
 
 
 def padded(products: Products, pad_rows: int) -> Products:

@@ -70,8 +70,8 @@ def keep_groups(
 ) -> tuple[Products, Kept]:
     """Measure groups, choose some within the budget, and ask for their weights.
 
-    For generation it keeps those that save most time, and for training those that save most bytes, which a
-    bulk request's time is made of on most networks.
+    For generation it keeps those that save most time, and for training those that save most bytes: on most
+    networks, bytes decide how long a large request takes.
 
     Experts are not kept, since a token passes few of them; nor is the output head, which tenants have anyway.
 
@@ -85,6 +85,7 @@ def keep_groups(
 
     Raises:
         SymbiosisError: the executor, a mask source, or a wrong answer.
+        ConfigurationError: others could have changed the kept weights on the disk.
     """
     training, dtype = config.keep_for == TRAINING, DTYPE_NAMES[config.keep_dtype]
     infos = {
