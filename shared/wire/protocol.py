@@ -62,8 +62,8 @@ class GroupShape:
 
     @classmethod
     def of(cls, info: GroupInfo, numerics: str) -> GroupShape:
-        """The widths in a manifest's entry."""
-        return cls(info.inputs, [m.outputs for m in info.members], planes=RINGS.get(numerics, 0))
+        """The widths in a manifest's entry. Groups of equal widths share an object, also over sessions."""
+        return _shape(info.inputs, tuple(m.outputs for m in info.members), RINGS.get(numerics, 0))
 
     def _plan(self, direction: int, members: int) -> RequestWidths:
         widths = tuple(self.outputs[i] for i in member_indices(members))
@@ -75,6 +75,12 @@ class GroupShape:
         if direction == Direction.FORWARD:
             return RequestWidths(self.inputs, sum(widths), (self.inputs,), widths)
         return RequestWidths(sum(widths), self.inputs, widths, (self.inputs,))
+
+
+# An executor that serves thousands of experts to many tenants would otherwise keep millions of equal objects.
+@lru_cache(maxsize=1024)
+def _shape(inputs: int, outputs: tuple[int, ...], planes: int) -> GroupShape:
+    return GroupShape(inputs, outputs, planes=planes)
 
 
 def split_blocks(payload: torch.Tensor, widths: tuple[int, ...]) -> list[torch.Tensor]:

@@ -101,6 +101,12 @@ def test_hello_comes_first_and_once(numerics: str) -> None:
     assert refusal(protocol.accept, good) is None
 
 
+def test_groups_of_equal_widths_share_one_shape() -> None:
+    first, second = (GroupInfo(8, (Member(name, 4, f"{name}.weight"),)) for name in "ab")
+    assert GroupShape.of(first, RING) is GroupShape.of(second, RING)
+    assert GroupShape.of(first, RING) is not GroupShape.of(first, "ring")
+
+
 @pytest.mark.parametrize(
     "bad", [HELLO._replace(rows=2), HELLO._replace(dtype=FLOAT32), HELLO._replace(columns=1 << 20)]
 )
