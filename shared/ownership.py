@@ -36,7 +36,7 @@ def check_own(path: str | Path) -> None:
         for place in _way(Path(path)):
             _check_place(path, place)
     except FileNotFoundError:
-        if place.parent.stat().st_mode & (stat.S_IWOTH | stat.S_IWGRP):
+        if _others_write(place.parent, place.parent.stat()):
             raise ConfigurationError(
                 f"there is no {path}, and others can make one: {place.parent} is open to them"
             ) from None
@@ -126,7 +126,8 @@ def _check_place(path: str | Path, place: Path) -> None:
             f"{path} is refused: {place} belongs to {user_name(state.st_uid)}, who could change it, "
             f"and you are {user_name(os.geteuid())}. Put a copy of your own into a folder of your own"
         )
-    if not stat.S_ISLNK(state.st_mode) and _others_write(place, state):
+    sticky = stat.S_ISDIR(state.st_mode) and state.st_mode & stat.S_ISVTX  # what is in it is looked at too
+    if not stat.S_ISLNK(state.st_mode) and not sticky and _others_write(place, state):
         raise ConfigurationError(
             f"{path} is refused: others can write to {place}. If all that is in it is yours: `chmod "
             f"go-w {place}`; or put a copy into a folder that only you can write to"
@@ -135,8 +136,6 @@ def _check_place(path: str | Path, place: Path) -> None:
 
 def _others_write(place: Path, state: os.stat_result) -> bool:
     """Whether anybody but the owner can; a group that is the user's own does not count."""
-    if stat.S_ISDIR(state.st_mode) and state.st_mode & stat.S_ISVTX:
-        return False  # what is in it is looked at as well
     if state.st_mode & stat.S_IWOTH:
         return True
     # With a list of access rights these bits are those of everybody in it, not of the group alone.

@@ -118,13 +118,13 @@ def serve(tls_dir: Path, token_file: tuple[Path, str]) -> Iterator[Callable[...,
     """Start an executor in this process, behind real TLS sockets: ``serve(folder, numerics=...)``."""
     servers: list[Server] = []
 
-    def start(folder: Path, *, limits: Limits | None = None, **options: Any) -> Executor:
+    def start(folder: Path, *, limits: Limits | None = None, port: int = 0, **options: Any) -> Executor:
         base = BaseExecutor(folder, limits=limits, **{"numerics": "float32", **options})
         server = Server(
             Service.of(base),
             context=server_context(tls_dir),
             tokens=TokenFile(token_file[0]),
-            port=0,
+            port=port,
         )
         servers.append(server)
         return Executor(server.url, token_file[1], tls_dir / "ca.pem", server=server)

@@ -133,7 +133,7 @@ def digest_of(manifest: Manifest) -> str:
         manifest.architecture,
         manifest.base_prefix,
         sorted(
-            _identity(member, group.inputs)
+            member_identity(member, group.inputs)
             for group in manifest.groups
             if not group.head
             for member in group.members
@@ -144,7 +144,8 @@ def digest_of(manifest: Manifest) -> str:
     return hashlib.sha256(msgspec.json.encode(what)).hexdigest()
 
 
-def _identity(member: Member, inputs: int) -> tuple[str | bool | int, ...]:
+def member_identity(member: Member, inputs: int) -> tuple[str | bool | int, ...]:
+    """What makes two layers the same: name, shape, and how the weight is made of the checkpoint's tensors."""
     stored = (member.name, member.tensor, member.transposed, inputs, member.outputs)
     if not member.made and member.expert is None:
         return stored

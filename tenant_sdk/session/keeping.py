@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -21,6 +23,7 @@ from tenant_sdk.products.kept_groups import KeptProducts, group_weights
 from tenant_sdk.products.products import Products
 from tenant_sdk.session.options import TRAINING, SessionConfig
 from tenant_sdk.session.weight_cache import WeightCache
+from tenant_sdk.trust.operators import SYSTEM
 
 TRAINING_ROWS = 256  # of a request that is measured for training
 TRIES = 7  # of which the fastest counts
@@ -106,8 +109,8 @@ def keep_groups(
     cache = None
     if config.when_verified == "always":  # else nobody has checked the weights
         manifest = executor.manifest
-        parties = [config.provider, *config.mask_sources]
-        cache = WeightCache([manifest.digest, manifest.numerics, dtype, config.answers, *parties])
+        exactness = (manifest.digest, manifest.numerics, dtype, config.answers, config.repeat_rate)
+        cache = WeightCache([*exactness, config.provider, *config.mask_sources, *_checked_with(config)])
     weights = _weights(products, {at: infos[at] for at in chosen}, dtype, cache)
     return KeptProducts(products, weights), Kept(
         frozenset(chosen),
@@ -117,6 +120,18 @@ def keep_groups(
         (sum(there[at] for at in left) + sum(here[at] for at in chosen), sum(there.values())),
         Counter("+".join(member.name.rpartition(".")[2] for member in infos[at].members) for at in chosen),
     )
+
+
+def _checked_with(config: SessionConfig) -> Iterator[str]:
+    """Digests of the files that decide who the parties are, and which weights they must have.
+
+    The same URL may lead to others the next time, and fingerprints show what live checks cannot.
+    """
+    for path in (config.fingerprints, config.ca, *(ca for _, ca in config.credentials)):
+        if path is None or str(path) == SYSTEM:
+            yield str(path)
+        else:
+            yield hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def _shape(info: GroupInfo) -> Shape:
@@ -168,8 +183,7 @@ def _weights(
     """Of each group and member, [O, D]."""
     weights = dict[int, list[torch.Tensor]]()
     for at, info in tqdm(infos.items(), "asking for kept weights", unit="group", disable=None):
-        shapes = [(member.outputs, info.inputs) for member in info.members]
-        cached = cache.read(at, shapes, dtype) if cache else None
+        cached = cache.read(info, dtype) if cache else None
         if cached is not None:
             weights[at] = cached
             continue
@@ -181,5 +195,5 @@ def _weights(
             group_weights(product, info, member, dtype).T.contiguous() for member in range(len(info.members))
         ]
         if cache:
-            cache.write(at, weights[at])
+            cache.write(info, weights[at])
     return weights

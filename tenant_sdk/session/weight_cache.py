@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from shared.ownership import check_own
+from shared.wire.messages import GroupInfo, member_identity
 
 log = logging.getLogger(__name__)
 
@@ -24,19 +25,18 @@ class WeightCache:
     """A folder of the user's own, with a file for each group.
 
     Args:
-        identity: all that the weights depend on: whose they are, how exact, and who answered for them. Other
-            executors may have lied about the same digest, so they have another folder.
+        identity: all that the weights depend on: whose they are, how exact, who answered for them, and what
+            the answers were checked with. Other executors may have lied about the same digest, and other
+            checks may not have noticed, so they have another folder.
     """
 
     def __init__(self, identity: Sequence[object]) -> None:
         name = hashlib.sha256(msgspec.json.encode([str(each) for each in identity])).hexdigest()
-        base = Path(os.path.expanduser("~/.cache"), os.environ.get("XDG_CACHE_HOME", ""))
-        self._folder = base / "symbiosis" / "kept" / name[:32]
+        self._base = Path(os.path.expanduser("~/.cache"), os.environ.get("XDG_CACHE_HOME", ""))
+        self._folder = self._base / "symbiosis" / "kept" / name[:32]
 
-    def read(
-        self, group: int, shapes: Sequence[tuple[int, int]], dtype: torch.dtype
-    ) -> list[torch.Tensor] | None:
-        """Weights of these shapes, or None if they are not there.
+    def read(self, group: GroupInfo, dtype: torch.dtype) -> list[torch.Tensor] | None:
+        """Weights of a group's members, [O, D] each, or None if they are not there.
 
         Raises:
             ConfigurationError: others could have changed the file.
@@ -47,16 +47,21 @@ class WeightCache:
             tensors = load_file(path)
         except (OSError, SafetensorError):
             return None
-        weights = [tensors.get(str(member), torch.empty(0)) for member in range(len(shapes))]
-        fit = [tuple(weight.shape) for weight in weights] == list(shapes) and {w.dtype for w in weights} == {
-            dtype
-        }
+        weights = [tensors.get(str(member), torch.empty(0)) for member in range(len(group.members))]
+        fit = all(
+            weight.shape == (member.outputs, group.inputs) and weight.dtype == dtype
+            for member, weight in zip(group.members, weights, strict=True)
+        )
         return weights if fit else None
 
-    def write(self, group: int, weights: Sequence[torch.Tensor]) -> None:
+    def write(self, group: GroupInfo, weights: Sequence[torch.Tensor]) -> None:
         """Write a file that is there whole or not at all; a disk that takes none is only told of."""
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder = self._base
+            folder.mkdir(parents=True, exist_ok=True)
+            for each in self._folder.relative_to(self._base).parts:
+                folder = folder / each
+                folder.mkdir(mode=0o700, exist_ok=True)
             number, name = tempfile.mkstemp(dir=self._folder)
             os.close(number)
             try:
@@ -72,5 +77,7 @@ class WeightCache:
                 error,
             )
 
-    def _path(self, group: int) -> Path:
-        return self._folder / f"{group}.safetensors"
+    def _path(self, group: GroupInfo) -> Path:
+        # By the layers' names: an executor chooses the order of its groups, and of members of a group.
+        layers = [member_identity(member, group.inputs) for member in group.members]
+        return self._folder / f"{hashlib.sha256(msgspec.json.encode(layers)).hexdigest()[:32]}.safetensors"

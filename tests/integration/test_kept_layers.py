@@ -6,19 +6,23 @@ Kept weights are products with unit rows, so errors are those of the ring (docs/
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
 from conftest import RING, Executor, relative_error
 from parity import load_local
 from peft import LoraConfig, get_peft_model
-from ring_sessions import one_time
+from ring_sessions import one_time, other_layers
 
+from provider.executor import base as base_module
 from shared.errors import VerificationError
 from shared.wire.header import Direction
+from tenant_sdk.products.fingerprints import write_fingerprints
 from tenant_sdk.session import keeping
 
 pytest_plugins = ("ring_fixtures",)
@@ -147,23 +151,69 @@ def test_a_wrong_answer_becomes_no_weight(
     middle.changes.append(change)
     with pytest.raises(VerificationError), one_time(middle.executor, pair[1], keep_gib=ALL):
         pass
-    assert [path.name for path in cache.rglob("*.safetensors")] == ["0.safetensors"]
+    assert len(list(cache.rglob("*.safetensors"))) == 1
 
 
-def test_training_keeps_what_saves_most_bytes(pair: tuple[Executor, Executor]) -> None:
-    with one_time(*pair, keep_gib=SOME, keep_for="training") as session:
-        assert session.kept is not None
-        shapes = session.executor.shapes
-        sizes = [shape.inputs * sum(shape.outputs) for shape in shapes]
-        ends = [shape.inputs + sum(shape.outputs) for shape in shapes]
-        by_density = sorted(range(len(shapes)), key=lambda at: -ends[at] / sizes[at])
-        assert by_density[0] in session.kept.groups
-        assert by_density[-1] not in session.kept.groups
+@pytest.mark.usefixtures("alike")
+def test_an_executor_may_order_its_groups_otherwise_the_next_time(
+    serve: Callable[..., Executor], checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its digest stays the same."""
+    folder = checkpoint("llama")
+    right = load_local(folder)(TOKENS).logits.detach()
+    first = serve(folder, numerics=RING)
+    assert first.server is not None
+    with one_time(first, folder, keep_gib=ALL) as session:
+        before = session.manifest
+    first.server.drain(1.0)
+    discover = base_module.discover
+
+    def reordered(*args: Any, **options: Any) -> Any:
+        found = discover(*args, **options)
+        return dataclasses.replace(found, groups=found.groups[4:] + found.groups[:4])
+
+    monkeypatch.setattr(base_module, "discover", reordered)
+    second = serve(folder, numerics=RING, port=urlsplit(first.url).port)
+    with one_time(second, folder, keep_gib=ALL) as session, torch.no_grad():
+        assert (session.manifest.digest, session.stats.requests) == (before.digest, 0)
+        assert session.manifest.groups != before.groups
+        logits = session.load_model(progress=False)(TOKENS).logits
+    assert relative_error(logits, right) < 1e-3
 
 
-def test_the_programs_random_numbers_stay_as_they_are(pair: tuple[Executor, Executor]) -> None:
-    torch.manual_seed(0)
-    expected = torch.rand(1)
-    torch.manual_seed(0)
-    with one_time(*pair, keep_gib=ALL):
-        assert torch.equal(torch.rand(1), expected)
+@pytest.mark.usefixtures("alike")
+def test_weights_of_weaker_checks_are_not_used(
+    serve: Callable[..., Executor],
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """All executors multiply with the same wrong weights, which only a file of fingerprints shows."""
+    folder, wrong = checkpoint("llama"), tmp_path / "wrong"
+    other_layers(wrong)
+    claimed = serve(folder, numerics=RING).server.service.executor  # type: ignore[union-attr]
+    liars = [serve(wrong, numerics=RING) for _ in range(2)]
+    for liar in liars:
+        catalog = liar.server.service.executor.catalog  # type: ignore[union-attr]
+        monkeypatch.setattr(catalog, "manifest", claimed.manifest)
+        monkeypatch.setattr(catalog, "_scales", claimed.catalog._scales)
+    key = write_fingerprints(folder, tmp_path / "fingerprints")
+    with one_time(liars[0], liars[1], keep_gib=ALL):
+        pass
+    checked = {"fingerprints": tmp_path / "fingerprints", "fingerprint_key": key}
+    with pytest.raises(VerificationError), one_time(liars[0], liars[1], keep_gib=ALL, **checked):
+        pass
+
+
+@pytest.mark.usefixtures("alike")
+def test_another_authority_at_the_same_address(
+    serve: Callable[..., Executor], checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """What was at an address in a trial may be another's executor later."""
+    provider = serve(checkpoint("llama"), numerics=RING)
+    with one_time(provider, checkpoint("llama"), keep_gib=ALL):
+        pass
+    other = tmp_path / "ca.pem"
+    other.write_bytes(provider.ca.read_bytes() + b"\n")
+    with one_time(provider, checkpoint("llama"), keep_gib=ALL, ca=other) as session:
+        assert session.stats.requests > 0
