@@ -8,7 +8,7 @@ import math
 import socket
 import ssl
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from websockets.exceptions import InvalidHandshake, InvalidMessage
 from websockets.http11 import Request, Response
@@ -16,6 +16,7 @@ from websockets.server import ServerProtocol
 
 from provider.observe.metrics import Reason
 from provider.serve.descriptors import explained, none_left
+from provider.serve.tls_socket import TlsSocket
 from provider.serve.tokens import ExpiredToken, TokenFile, sha256_of
 from shared.errors import ConfigurationError
 from shared.wire.header import SUBPROTOCOL
@@ -51,21 +52,7 @@ class TooManyConnections(Exception):
     """No session for a tenant whose handshake succeeded. The message is for the peer."""
 
 
-class ServerTlsSocket(ssl.SSLSocket):
-    """The class of a server context's sockets."""
-
-    def getpeername(self) -> Any:
-        """Where the peer is; if it has gone, close: ssl would go on as with a socket yet to be connected."""
-        try:
-            return super().getpeername()
-        except OSError as error:
-            self.close()
-            raise ConnectionResetError("the peer has gone") from error
-
-
-def handshake(
-    raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile
-) -> tuple[ssl.SSLSocket, Admitted]:
+def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) -> tuple[TlsSocket, Admitted]:
     """TLS, then the websocket opening handshake with its bearer token.
 
     Returns:
@@ -75,16 +62,16 @@ def handshake(
         HandshakeRefused, OSError: no session. The peer was told why as far as it may know.
     """
     deadline = time.monotonic() + HANDSHAKE_SECONDS
-    raw.settimeout(HANDSHAKE_SECONDS)
-    sock = context.wrap_socket(raw, server_side=True)
+    sock = TlsSocket(raw, context)
     try:
+        sock.do_handshake(deadline)
         return sock, _upgrade(sock, tokens, deadline)
     except BaseException:
-        sock.close()  # wrap_socket took it from the caller's
+        sock.close()
         raise
 
 
-def _upgrade(sock: ssl.SSLSocket, tokens: TokenFile, deadline: float) -> Admitted:
+def _upgrade(sock: TlsSocket, tokens: TokenFile, deadline: float) -> Admitted:
     protocol = ServerProtocol(subprotocols=[SUBPROTOCOL], max_size=1, logger=_quiet)  # type: ignore[list-item]
     request: Request | None = None
     remaining = HANDSHAKE_BYTES
@@ -118,7 +105,7 @@ def _upgrade(sock: ssl.SSLSocket, tokens: TokenFile, deadline: float) -> Admitte
     return admitted
 
 
-def _until(deadline: float, sock: ssl.SSLSocket) -> None:
+def _until(deadline: float, sock: TlsSocket) -> None:
     """Let the socket wait that long: bytes that come one by one must not stretch it."""
     left = deadline - time.monotonic()
     if left <= 0:
@@ -126,7 +113,7 @@ def _until(deadline: float, sock: ssl.SSLSocket) -> None:
     sock.settimeout(left)
 
 
-def _readable(sock: ssl.SSLSocket) -> bool:
+def _readable(sock: TlsSocket) -> bool:
     """Whether a byte has arrived, which it takes."""
     sock.setblocking(False)
     try:
@@ -135,7 +122,7 @@ def _readable(sock: ssl.SSLSocket) -> bool:
         return False
 
 
-def linger(sock: ssl.SSLSocket, deadline: float = math.inf) -> None:
+def linger(sock: TlsSocket, deadline: float = math.inf) -> None:
     """Wait a little for a refused peer to end: closing with unread bytes would destroy the answer."""
     deadline = min(deadline, time.monotonic() + LINGER_SECONDS)
     try:

@@ -21,7 +21,6 @@ from provider.serve.descriptors import ReserveDescriptor, explained, none_left
 from provider.serve.handshake import (
     HANDSHAKE_ERRORS,
     HandshakeRefused,
-    ServerTlsSocket,
     TooManyConnections,
     handshake,
 )
@@ -51,7 +50,6 @@ def server_context(tls_dir: str | Path, client_ca: str | Path | None = None) -> 
     """
     context = own_certificate(tls_dir, client_ca)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.sslsocket_class = ServerTlsSocket
     if hasattr(context, "set_groups"):  # Python 3.15; before that, there is no way to name more than one
         context.set_groups(key_exchange_groups(ssl.OPENSSL_VERSION_INFO))
     return context

@@ -16,6 +16,7 @@ import torch
 from provider.engine.loop import READ, WRITE, Loop
 from provider.serve.connection import Connection
 from provider.serve.handshake import LINGER_SECONDS, NO_ROOM, Admitted, TooManyConnections, linger
+from provider.serve.tls_socket import TlsSocket
 from provider.session.tenant import Send, TenantSession
 from shared.errors import WireError
 from shared.wire.header import Header
@@ -60,7 +61,7 @@ class WebsocketConnection(Connection):
 
     def __init__(
         self,
-        sock: ssl.SSLSocket,
+        sock: TlsSocket,
         admitted: Admitted,
         peer: str,
         open_session: OpenSession,
@@ -219,6 +220,7 @@ class WebsocketConnection(Connection):
                 count = self._sock.send(self._piece)
                 self._piece = self._piece[count:]
                 self._written += count
+            self._written += self._sock.flush()
         except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
             self._wait_for(writing=True)
             return
@@ -304,7 +306,7 @@ class WebsocketConnection(Connection):
         if self._ended:
             return
         moved = (self._reader.progress, self._written)  # control frames and empty fragments are none
-        waits = (self._reading and self._reader.mid_message, bool(self._out))
+        waits = (self._reading and self._reader.mid_message, bool(self._out or self._sock.unsent))
         for way in range(2):
             self._stuck[way] = self._stuck[way] + 1 if waits[way] and moved[way] == self._seen[way] else 0
         self._seen = moved

@@ -105,7 +105,7 @@ def test_a_tenant_that_pings_and_does_not_listen(another: Callable[..., Executor
         peer.hello()
         connections: Any = executor.server.connections  # type: ignore[union-attr]
         for session in connections._open:  # a network that holds little
-            session._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+            session._sock._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
         peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
         piece = peer.frame(b"", 9) * 1000
         with ThreadPoolExecutor(1) as threads:

@@ -101,6 +101,11 @@ class Socket:
         self._transmit(chunk)
         return len(chunk)
 
+    unsent = 0  # nothing is encrypted ahead
+
+    def flush(self) -> int:
+        return 0
+
     def sendall(self, data: bytes) -> None:
         self._check()
         if self._error is not None:

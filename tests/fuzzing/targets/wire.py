@@ -73,6 +73,10 @@ class _Socket:
         return len(data)
 
     sendall = send
+    unsent = 0
+
+    def flush(self) -> int:
+        return 0
 
     def pending(self) -> int:
         return len(self.left)
