@@ -88,7 +88,7 @@ class TlsSocket:
             return self._sock.recv_into(buffer)
         while True:
             try:
-                count = self._tls.read(len(buffer), buffer)  # type: ignore[arg-type]
+                count: int = self._tls.read(len(buffer), buffer)  # type: ignore[assignment]
             except ssl.SSLWantReadError:
                 self._answer()
                 self._check_idle()

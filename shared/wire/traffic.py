@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ class TokenBytes(NamedTuple):
 
     def tokens_per_second(self, gigabits: float) -> float:
         """What a link of so much each way takes at most, if it is all that counts."""
-        return gigabits * 1e9 / 8 / max(self.up, self.down)
+        busier = max(self.up, self.down)
+        return gigabits * 1e9 / 8 / busier if busier else math.inf
 
     def said(self) -> str:
         """In words, such as ``1.2 MB up and 2.4 MB down``."""

@@ -140,6 +140,11 @@ class RingProducts:
         self._failed: VerificationError | None = None
         self._fork_guard = ForkGuard()
 
+    def strict(self) -> RingProducts:
+        """The same executor and masks, with exact answers, of which all are checked if any are."""
+        verifier = self._verifier.of_all() if self._verifier else None
+        return RingProducts(self._remote, self._masks, verifier, self._scales, self._unforeseen)
+
     def submit(
         self,
         group: int,

@@ -49,6 +49,17 @@ class Verifier:
         self._rounded: dict[ProductKey, RoundedFingerprint] = {}
         self._entropy, self._parties = entropy, parties
 
+    def of_all(self) -> Verifier:
+        """The same, and every request is drawn."""
+        return Verifier(
+            self._fingerprints,
+            self._groups,
+            rate=1.0,
+            trusted=self._trusted,
+            entropy=self._entropy,
+            parties=self._parties,
+        )
+
     def fingerprint(self, key: ProductKey, product: IntegerProduct) -> Fingerprint | None:
         """What to check the next request of a kind with, or None if it is not drawn.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from shared.wire.messages import GroupInfo
 from shared.wire.protocol import GroupShape
 from shared.wire.traffic import TokenBytes
 from tenant_sdk.connection.remote import RemoteExecutor
+from tenant_sdk.connection.urls import replicas_of
 from tenant_sdk.products.kept_groups import KeptProducts, group_weights
 from tenant_sdk.products.products import Products
 from tenant_sdk.session.options import TRAINING, SessionConfig
@@ -28,6 +30,7 @@ from tenant_sdk.trust.operators import SYSTEM
 TRAINING_ROWS = 256  # of a request that is measured for training
 TRIES = 7  # of which the fastest counts
 COLD_BYTES = 64 << 20  # of weights that are multiplied in turn, so that none lies in a processor's cache
+MAX_COPIES = 16  # of a weight among them
 
 Shape = tuple[int, ...]  # inputs, and outputs of each member
 
@@ -68,6 +71,7 @@ class Kept:
 def keep_groups(
     config: SessionConfig,
     products: Products,
+    strict: Products,
     executor: RemoteExecutor,
     token_bytes: Callable[[list[GroupShape], tuple[Direction, ...]], TokenBytes],
 ) -> tuple[Products, Kept]:
@@ -80,6 +84,7 @@ def keep_groups(
 
     Args:
         products: of all groups.
+        strict: with which weights are asked for. A wrong answer would be in all later products.
         executor: that serves them.
         token_bytes: of one token that passes groups of these shapes in these directions.
 
@@ -96,22 +101,24 @@ def keep_groups(
         for at, info in enumerate(executor.manifest.groups)
         if not info.head and info.members[0].expert is None
     }
-    measured = _measured(products, infos, dtype, training=training)
-    sizes = {at: info.inputs * sum(_shape(info)[1:]) * dtype.itemsize for at, info in infos.items()}
+    budget = int(config.keep_gib * 2**30)
+    measured = _measured(products, infos, dtype, budget, training=training)
+    sizes = {at: _size(_shape(info), dtype) for at, info in infos.items()}
     there, here = ({at: measured[_shape(info)][side] for at, info in infos.items()} for side in (0, 1))
     places = list(infos)
     directions = (Direction.FORWARD, Direction.BACKWARD) if training else (Direction.FORWARD,)
     moved = {at: sum(token_bytes([executor.shapes[at]], directions)) for at in places}
     candidates = [KeptGroup(sizes[at], moved[at] if training else there[at] - here[at]) for at in places]
-    chosen = [places[at] for at in choose_groups(candidates, int(config.keep_gib * 2**30))]
+    chosen = [places[at] for at in choose_groups(candidates, budget)]
     left = [at for at in places if at not in chosen]
     passed = [executor.shapes[at] for at in left], [executor.shapes[at] for at in places]
     cache = None
-    if config.when_verified == "always":  # else nobody has checked the weights
+    parties = [config.provider, *config.mask_sources]
+    named = all(isinstance(each, str) for party in parties for each in replicas_of(party))
+    if config.when_verified != "off" and named:  # else nobody has checked the weights, or has a name
         manifest = executor.manifest
-        exactness = (manifest.digest, manifest.numerics, dtype, config.answers, config.repeat_rate)
-        cache = WeightCache([*exactness, config.provider, *config.mask_sources, *_checked_with(config)])
-    weights = _weights(products, {at: infos[at] for at in chosen}, dtype, cache)
+        cache = WeightCache([manifest.digest, manifest.numerics, dtype, *parties, *_checked_with(config)])
+    weights = _weights(strict, {at: infos[at] for at in chosen}, dtype, cache)
     return KeptProducts(products, weights), Kept(
         frozenset(chosen),
         sum(sizes[at] for at in chosen),
@@ -138,22 +145,30 @@ def _shape(info: GroupInfo) -> Shape:
     return (info.inputs, *(member.outputs for member in info.members))
 
 
+def _size(shape: Shape, dtype: torch.dtype) -> int:
+    return shape[0] * sum(shape[1:]) * dtype.itemsize
+
+
 def _measured(
-    products: Products, infos: Mapping[int, GroupInfo], dtype: torch.dtype, *, training: bool
+    products: Products, infos: Mapping[int, GroupInfo], dtype: torch.dtype, budget: int, *, training: bool
 ) -> dict[Shape, tuple[float, float]]:
-    """Seconds of a token in groups of each shape, there and here."""
+    """Seconds of a token in groups of each shape, there and here.
+
+    Here, nothing larger than the budget is made: it could not be kept either.
+    """
     found: dict[Shape, tuple[float, float]] = {}
     for at, info in infos.items():
         inputs, *outputs = shape = _shape(info)
         if shape in found:
             continue
-        weights = [torch.full((width, inputs), 0.01, dtype=dtype) for width in outputs]
-        copies = max(1, COLD_BYTES // (inputs * sum(outputs) * dtype.itemsize))
-        cold = {copy: [weight.clone() for weight in weights] for copy in range(copies)}
-        found[shape] = (
-            _fastest(products, [at], shape, training=training),
-            _fastest(KeptProducts(products, cold), cold, shape, training=training),
-        )
+        there, here, size = _fastest(products, [at], shape, training=training), math.inf, _size(shape, dtype)
+        if size <= budget:
+            cold = {
+                copy: [torch.full((width, inputs), 0.01, dtype=dtype) for width in outputs]
+                for copy in range(min(max(1, min(COLD_BYTES, budget) // size), MAX_COPIES))
+            }
+            here = _fastest(KeptProducts(products, cold), cold, shape, training=training)
+        found[shape] = there, here
     return found
 
 

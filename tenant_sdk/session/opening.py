@@ -85,7 +85,8 @@ def open_session(config: SessionConfig) -> Session:
             stored.fit(manifest)
         elif stored is not None:
             stored.attest(manifest)  # its products are not checked, but all that is downloaded is
-        products, kept = _products(config, remotes, sources, stored), None
+        inner, kept = _products(config, remotes, sources, stored), None
+        products = padded(inner, config.pad_rows)
         answer_bits = half_bits(manifest.numerics) if config.answers == "half" else EXACT
         remote_sources = len(remotes) - 1 if config.privacy == "one-time" else 0
         if config.keep_gib:
@@ -95,7 +96,8 @@ def open_session(config: SessionConfig) -> Session:
                 answer_bits=answer_bits,
                 sources=remote_sources,
             )
-            products, kept = keep_groups(config, products, provider, count)
+            strict = inner.strict() if isinstance(inner, RingProducts) else inner
+            products, kept = keep_groups(config, products, strict, provider, count)
         session = Session(
             provider,
             products,
@@ -157,7 +159,7 @@ def _products(
     sources: list[Source],
     stored: StoredFingerprints | None,
 ) -> Products:
-    """How products are asked for, masked and checked."""
+    """How products are masked, asked for and checked."""
     provider = remotes[0]
     inner: Products
     if provider.ring:
@@ -173,7 +175,7 @@ def _products(
     else:
         bank = config.noise_bank or NoiseBankOptions()
         inner = NoiseBank(provider, _bank_source(provider, sources), bank, entropy=os.urandom)
-    return padded(inner, config.pad_rows)
+    return inner
 
 
 def _masks(config: SessionConfig, provider: RemoteExecutor, sources: list[Source]) -> Masks:

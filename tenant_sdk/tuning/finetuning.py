@@ -520,6 +520,8 @@ def _figures(
 
 def _traffic(of_token: TokenBytes, records: int, examples: list[Example]) -> str:
     """What a training will take on the network, before it begins."""
+    if not any(of_token):
+        return "all frozen layers are kept here: a token takes nothing of the network"
     tokens = records * sum(len(example["input_ids"]) for example in examples) / len(examples)
     return (
         f"a token takes {of_token.said()}, {tokens:,.0f} tokens about {of_token.up * tokens / 1e9:,.3g} GB "

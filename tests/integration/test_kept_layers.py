@@ -111,7 +111,11 @@ def test_a_session_measures(pair: tuple[Executor, Executor]) -> None:
             assert with_kept <= without or work == "training"  # which is chosen by bytes
 
 
-def test_a_budget_that_nothing_fits_into(pair: tuple[Executor, Executor]) -> None:
+def test_a_budget_that_nothing_fits_into(
+    pair: tuple[Executor, Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is anything of the kind made to be measured."""
+    monkeypatch.setattr(torch, "full", None)
     with one_time(*pair, keep_gib=1e-9) as session:
         assert session.kept is not None
         assert not session.kept.groups
@@ -138,8 +142,19 @@ def test_the_next_session_reads_weights_from_the_disk(pair: tuple[Executor, Exec
 
 
 @pytest.mark.usefixtures("alike")
+def test_half_answers_are_no_weights(pair: tuple[Executor, Executor]) -> None:
+    """What is kept does not depend on how exact the session's other answers are."""
+    outputs = []
+    for answers in ("exact", "half"):
+        with one_time(*pair, keep_gib=ALL, answers=answers) as session, torch.no_grad():
+            outputs.append(session.load_model(progress=False)(TOKENS).logits)
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.usefixtures("alike")
+@pytest.mark.parametrize("verify", [{}, {"verify": "sampled", "verify_rate": 1e-9}])
 def test_a_wrong_answer_becomes_no_weight(
-    pair: tuple[Executor, Executor], proxy: Callable[[Executor], Any], cache: Path
+    pair: tuple[Executor, Executor], proxy: Callable[[Executor], Any], cache: Path, verify: dict[str, Any]
 ) -> None:
     """The session is not opened, and the disk keeps what was right, if anything."""
     middle = proxy(pair[0])
@@ -149,7 +164,7 @@ def test_a_wrong_answer_becomes_no_weight(
         return body[:-1] + bytes([body[-1] ^ 1]) if message.fields.group == 1 and rows > 1 else body
 
     middle.changes.append(change)
-    with pytest.raises(VerificationError), one_time(middle.executor, pair[1], keep_gib=ALL):
+    with pytest.raises(VerificationError), one_time(middle.executor, pair[1], keep_gib=ALL, **verify):
         pass
     assert len(list(cache.rglob("*.safetensors"))) == 1
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from shared.wire.header import Direction
@@ -30,3 +32,8 @@ def test_two_planes_answer_twice_and_floats_have_neither_bits_nor_effects() -> N
 def test_the_busier_way_decides(gigabits: float, tokens: float) -> None:
     assert TokenBytes(1e5, 1e6).tokens_per_second(gigabits) == tokens
     assert TokenBytes(1e6, 1e5).tokens_per_second(gigabits) == tokens
+
+
+def test_no_link_limits_a_token_that_takes_nothing() -> None:
+    """As if all groups are kept."""
+    assert TokenBytes(0, 0).tokens_per_second(1) == math.inf
