@@ -148,8 +148,9 @@ class TemplateProbe:
         said = [n for n in range(0, len(pieces), 2) if pieces[n].strip()]
         if not said:
             return str(self._placeholder(at, "`content`", content))
+        last_end = max((n for n, piece in enumerate(pieces) if piece == "</think>"), default=-1)
         for n in said:
-            placeholder = self._placeholder(at, "`content`", pieces[n], thought="</think>" in pieces[n:])
+            placeholder = self._placeholder(at, "`content`", pieces[n], thought=n < last_end)
             # A prompt may hold the white space behind what opens a thought.
             pieces[n] = pieces[n].replace(pieces[n].strip(), placeholder) if len(pieces) > 1 else placeholder
         return "".join(pieces)

@@ -18,6 +18,7 @@ from real_tokenizers import NAMES, real_tokenizer
 from shared.errors import ConfigurationError
 from tenant_sdk.tuning.conversations import IGNORED, Conversations, Example
 from tenant_sdk.tuning.data import Reader
+from tenant_sdk.tuning.message_parts import TemplateProbe
 
 EXACT = ("smollm2", "base_model")  # decoding gives what was encoded, to the letter
 MARKERS = sorted({marker for family in FAMILIES.values() for marker in (*family.markers, family.eos)})
@@ -440,3 +441,10 @@ def test_long_records_are_read_up_to_the_first_prompt_that_is_too_long() -> None
     assert counting.rendered < 2 * len(CHAT * 300)
     with pytest.raises(ConfigurationError, match="more than 256 answers within 100,000 tokens: make several"):
         Conversations(tokenizer, ends, 100_000).examples(CHAT * 130, None, "here")
+
+
+def test_many_marks_of_thoughts_take_no_longer_than_their_text() -> None:
+    """With the square of their number, these would take half an hour."""
+    content = "<think>a" * 500_000
+    probe = TemplateProbe([{"role": "assistant", "content": content}], None)
+    assert len(probe.messages[0]["content"]) > len(content)
