@@ -66,7 +66,11 @@ class ServeConfig:
     device: Annotated[str, Option(_SERVED, "Where products run: cpu, cuda, cuda:1, ...")] = "cpu"
     threads: Annotated[
         int,
-        Option(_SERVED, "Threads for one product. 0: one for each core, divided among the workers.", least=0),
+        Option(
+            _SERVED,
+            "Threads for one product. 0: the number of cores, divided by the number of workers.",
+            least=0,
+        ),
     ] = 0
     workers: Annotated[
         int,
@@ -209,8 +213,8 @@ class ServeConfig:
         str,
         Option(
             _SCHEDULING,
-            "Requests that share a product. opportunistic: all that have arrived. none: each is alone. "
-            "lockstep: one request of each active tenant.",
+            "Requests that share a product. opportunistic: all that have arrived. none: each has its own "
+            "product. lockstep: one request of each active tenant.",
             choices=("opportunistic", "none", "lockstep"),
         ),
     ] = "opportunistic"

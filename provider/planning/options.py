@@ -76,8 +76,8 @@ class PlanOptions:
         int,
         Option(
             _GROUP,
-            "Mask sources whose effects tenants download beside the answers, with ring numerics. They count "
-            "in the bytes of a token, but not in the simulated network, which is the provider's.",
+            "Mask sources, with ring numerics. The bytes of a token include their effects. The simulated "
+            "network does not, because it is the provider's.",
             least=0,
             unit="COUNT",
         ),

@@ -111,11 +111,12 @@ class SessionConfig:
         Sequence[Party],
         Option(
             EXECUTORS,
-            "Party that computes the effects of masks: the URL of an executor (or its replicas, as above) "
-            "that another operator runs with the same weights. With local:FOLDER, local:FILE.gguf or "
-            "local:hub:NAME[@REVISION], this machine computes the effects from that checkpoint. With "
-            "one-time masks, rows stay hidden if one mask source does not collude with the provider. A "
-            "noise-bank uses one mask source. By default this is the provider, which then sees every mask.",
+            "Party that computes the effects of masks, their products with the weights: the URL of an "
+            "executor (or its replicas, as above) that another operator runs with the same weights. With "
+            "local:FOLDER, local:FILE.gguf or local:hub:NAME[@REVISION], this machine computes the effects "
+            "from that checkpoint. With one-time masks, rows stay hidden if one mask source does not "
+            "collude with the provider. A noise-bank uses one mask source, by default the provider, which "
+            "then sees every mask.",
             unit="URL",
             single="mask_source",
         ),
@@ -195,17 +196,17 @@ class SessionConfig:
         Option(
             MASKS,
             "After half a second without a request, fetch effects until they take {mask_budget_mib}, so "
-            "that a burst of requests need not wait for them. Default: fetch effects only for the next "
-            "requests. While decoding, these are effects for as many rows as were used so far, at least 4 "
-            "and at most 64.",
+            "that later requests need not wait for them. Default: fetch effects only for the next requests;"
+            " while decoding, for as many rows as were used so far, at least 4 and at most 64.",
         ),
     ] = False
     pad_rows: Annotated[
         int,
         Option(
             MASKS,
-            "Hide how many rows a request has: add rows until their number is a power of two, and at least "
-            "this. Added rows are zeros under separate masks, and cost as much as other rows. 0: add none.",
+            "Hide the number of rows of a request: add rows until their number is a power of two, and at "
+            "least this. Added rows are zeros under separate masks, and cost as much as other rows. 0: add "
+            "none.",
             least=0,
             most=1 << 16,
             unit="ROWS",
@@ -215,11 +216,11 @@ class SessionConfig:
         str | None,
         Option(
             MASKS,
-            "Where the experts of mixture-of-experts models are multiplied. local: here, with downloaded "
-            "weights or those of an attached model. routed: by the provider, which sees how many tokens "
-            "each expert gets, and so learns about the text. padded: by the provider, which gets equally "
-            "many rows for each expert, some of them masked zeros. Default: local with one-time masks, else "
-            "routed.",
+            "Place where the experts of mixture-of-experts models are multiplied. local: this machine, with"
+            " downloaded weights or those of an attached model. routed: the provider, which sees the number"
+            " of tokens of each expert, and so learns about the text. padded: the provider, which gets "
+            "equally many rows for each expert, some of them masked zeros. Default: local with one-time "
+            "masks, otherwise routed.",
             choices=EXPERTS,
             unit="WHERE",
         ),
@@ -231,8 +232,9 @@ class SessionConfig:
         str | None,
         Option(
             VERIFICATION,
-            "Answers that are checked for wrong products: always (all), sampled or off (none). Checks need "
-            "ring numerics. Default: always with one-time masks or {fingerprints}, else off.",
+            "Requests whose answers are checked: always (all), sampled (a random sample) or off (none). "
+            "Checks need ring numerics. Default: always with one-time masks or {fingerprints}, otherwise "
+            "off.",
             choices=VERIFY_MODES,
             unit="WHEN",
         ),
@@ -284,10 +286,10 @@ class SessionConfig:
         str,
         Option(
             CONNECTION,
-            "Bits of each number in an answer that are sent, with ring numerics. exact: all bits. half: "
-            "the upper 16 of 32 bits, which halves the bytes of answers and effects; with ring-fine, the "
-            "upper 24 bits, which saves a quarter of these bytes. Masks round half answers at random and "
-            "without bias, so two runs differ. Checks then bound errors instead of excluding them "
+            "Bits of each number that executors send, with ring numerics. exact: all bits. half: the upper "
+            "16 of 32 bits, which halves the bytes of answers and effects; with ring-fine, the upper 24 "
+            "bits, which saves a quarter of these bytes. Masks round half answers at random and without "
+            "bias, so two runs differ. Checks then bound errors instead of excluding them "
             "(docs/explanation/numerics.md). auto: half for training and prompts if the connection is "
             "slower than 4 Gbit/s, otherwise exact.",
             choices=ANSWERS,
@@ -330,8 +332,8 @@ class SessionConfig:
         float,
         Option(
             KEPT,
-            "GiB of memory for weights of frozen layers that this machine multiplies with itself. The "
-            "session measures requests and its own products when it opens, keeps the layers that save most "
+            "GiB of memory for weights of frozen layers whose products this machine computes. When the "
+            "session opens, it measures requests and its own products, chooses the layers that save most "
             "time or bytes, and downloads their weights through the executor. 0: keep none "
             "(docs/how-to/distance.md).",
             least=0,
@@ -352,8 +354,8 @@ class SessionConfig:
         str,
         Option(
             KEPT,
-            "The work for which kept layers are chosen: generation, where each request costs a round trip, "
-            "or training, where bytes count. Default: training for symbiosis-tenant finetune, otherwise "
+            "Choose kept layers for this work: generation, in which requests cost round trips, or training,"
+            " in which they cost bytes. Default: training for symbiosis-tenant finetune, otherwise "
             "generation.",
             choices=("", GENERATION, TRAINING),
             unit="WORK",

@@ -216,7 +216,8 @@ class TrainingOptions(ReadingOptions):
         str | None,
         Option(
             _ADAPTER,
-            "Base model to name in the adapter's configuration, for loading the adapter without an executor.",
+            "Base model that the adapter's configuration names. Other programs load the adapter with this "
+            "model.",
             unit="FOLDER|FILE.gguf|hub:NAME[@REVISION]",
         ),
     ] = None
