@@ -29,7 +29,8 @@ from shared.wire.websocket import (
     encode_message,
 )
 
-STALL_SECONDS = 60.0  # without a byte in the middle of a message, or unable to write one
+STALL_SECONDS = 60.0  # in which a message, or an answer, does not move on
+STALL_RATE = 16 << 10  # bytes a second, below which it does not
 RECORDS = 64  # of TLS that are thrown away before it is another's turn
 TURN_SECONDS = 2e-3  # for what one session has sent
 LOOKS = 4  # within that time, for sessions that stall
@@ -100,7 +101,7 @@ class WebsocketConnection(Connection):
         self._deaf = False  # all that had arrived when the end began has been read
         self._said_goodbye = False
         self._written = 0
-        self._seen, self._stuck = (0, 0), [0, 0]  # bytes read and written, and for how many looks no more
+        self._seen, self._stuck = (0, 0), [0, 0]  # bytes read and written, and for how many looks few more
 
     def start(self, loop: Loop, ended: Callable[[], None]) -> None:
         """See Connection."""
@@ -308,7 +309,8 @@ class WebsocketConnection(Connection):
         moved = (self._reader.progress, self._written)  # control frames and empty fragments are none
         waits = (self._reading and self._reader.mid_message, bool(self._out or self._sock.unsent))
         for way in range(2):
-            self._stuck[way] = self._stuck[way] + 1 if waits[way] and moved[way] == self._seen[way] else 0
+            few = moved[way] - self._seen[way] < STALL_RATE * STALL_SECONDS / LOOKS
+            self._stuck[way] = self._stuck[way] + 1 if waits[way] and few else 0
         self._seen = moved
         if max(self._stuck) >= LOOKS:
             self._broke(TimeoutError())

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from shared.errors import WireError
 
 RETRY_SECONDS = 0.05  # when room depends on answers that are under way
+RESERVE = 128  # a tenant without anything in flight has this part of the bytes of all to itself
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,21 @@ class _Account:
         )
         self.requests_bucket.filled = self.bytes_bucket.filled = now
 
-    def wait(self, rows: int, held: int, received: int, now: float) -> float:
-        """Seconds until a request may come in; 0: now."""
+    def wait(self, rows: int, held: int, received: int, now: float, *, reserved: bool = False) -> float:
+        """Seconds until a request may come in; 0: now.
+
+        Args:
+            reserved: it may come in even if others have in flight what there may be.
+        """
         quota = self.quota
         # Whoever has nothing in flight gets one request of any size: the manifest's limits allow it.
-        full = self.bytes and (
-            (quota.bytes_in_flight and self.bytes + held > quota.bytes_in_flight)
-            or (quota.rows_in_flight and self.rows + rows > quota.rows_in_flight)
+        full = (
+            self.bytes
+            and not reserved
+            and (
+                (quota.bytes_in_flight and self.bytes + held > quota.bytes_in_flight)
+                or (quota.rows_in_flight and self.rows + rows > quota.rows_in_flight)
+            )
         )
         rates = max(self.requests_bucket.wait(1, now), self.bytes_bucket.wait(received, now))
         return max(RETRY_SECONDS if full else 0.0, rates)
@@ -89,7 +98,8 @@ class Quotas:
 
     Args:
         tenant: of each tenant, by its name, over all its connections.
-        everyone: of all together.
+        everyone: of all together. Beyond its bytes and rows in flight, each tenant that has nothing in flight
+            may have one small request: at most a 128th of the bytes.
     """
 
     def __init__(self, tenant: Quota | None = None, everyone: Quota | None = None) -> None:
@@ -114,8 +124,11 @@ class Quotas:
             own = self._tenants.get(tenant)
             if own is None:
                 own = self._tenants[tenant] = _Account(self._quota, now)
+            # Else a few tenants that send slowly could keep all others out.
+            small = held * RESERVE <= self._all.quota.bytes_in_flight
             for account, whose in ((own, "your requests"), (self._all, "all requests together")):
-                seconds = account.wait(rows, held, received, now)
+                reserved = account is self._all and not own.bytes and small
+                seconds = account.wait(rows, held, received, now, reserved=reserved)
                 if seconds:
                     raise WireError(
                         "overloaded",

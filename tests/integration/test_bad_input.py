@@ -311,3 +311,21 @@ def test_a_session_may_be_idle_for_longer(
         peer.sock.settimeout(SECONDS)
         peer.message(product(1, 64), ROW)
         assert peer.receive()[0].operation == REPLY
+
+
+def test_a_message_that_moves_by_a_byte_now_and_then(
+    llama: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would hold its quota for as long as it likes."""
+    monkeypatch.setattr(provider.serve.websocket_connection, "STALL_SECONDS", 0.2)
+    with open_raw(llama) as peer:
+        peer.hello()
+        peer.send(frame(product(1000, 64) + bytes(256_000), mask=bytes(4))[:1000])
+        peer.sock.settimeout(0.01)
+        for _ in range(int(SECONDS / 0.01)):
+            try:
+                if peer.sock.recv(1 << 16) == b"":
+                    return
+            except TimeoutError:
+                peer.send(b"\0")
+        pytest.fail("the connection is still open")

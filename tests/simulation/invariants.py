@@ -15,7 +15,7 @@ import numpy as np
 
 from provider.engine.fairness import LEAD
 from provider.engine.scheduler import Batch, QueuedRequest
-from provider.session.quota import Quota, Quotas
+from provider.session.quota import RESERVE, Quota, Quotas
 from shared.errors import (
     ConnectError,
     ConnectionLost,
@@ -247,6 +247,8 @@ def error_fault(error: SymbiosisError | None, allowed: Allowed, *, damaged: bool
 class WatchedQuotas(Quotas):
     """An executor's quota, and what it admits: never more than the limit, or one request alone.
 
+    Beyond that, each tenant may have one small request.
+
     Args:
         own, everyone: see ``Quotas``.
         faults: to add to.
@@ -260,7 +262,8 @@ class WatchedQuotas(Quotas):
         super().admit(tenant, rows, held, received, now)
         self._largest = max(self._largest, held)
         holds = self.in_flight()[1]
-        if self._limit and holds > max(self._limit, self._largest):
+        reserved = len(self._tenants) * self._limit // RESERVE
+        if self._limit and holds > max(self._limit, self._largest) + reserved:
             self._faults.append(f"an executor holds {holds} bytes, and its quota is {self._limit}")
 
 

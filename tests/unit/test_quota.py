@@ -46,6 +46,23 @@ def test_bytes_in_flight_of_all() -> None:
     assert refused(quotas, "c") is None
 
 
+def test_a_few_tenants_cannot_keep_others_out() -> None:
+    """Whoever has nothing in flight gets a small request in, even if the others hold all there is."""
+    quotas = Quotas(everyone=Quota(bytes_in_flight=1280, rows_in_flight=2))
+    assert refused(quotas, "a", size=1280) is None
+    assert refused(quotas, "b", size=11) is not None
+    assert refused(quotas, "b", size=10) is None
+    assert refused(quotas, "b", size=10) is not None  # it has something in flight now
+    assert refused(quotas, "c", size=10) is None
+    quotas.release("b", 1, 10)
+    assert refused(quotas, "b", size=10) is None
+
+
+def test_small_requests_keep_to_the_rates_of_all() -> None:
+    quotas = Quotas(everyone=Quota(bytes_in_flight=12_800, requests_per_second=1))
+    assert [refused(quotas, tenant, size=10) is None for tenant in "abc"] == [True, True, False]
+
+
 def test_a_refused_request_uses_nothing_up() -> None:
     """Neither of the tenant's account nor of the common one, whichever was full."""
     quotas = Quotas(Quota(bytes_in_flight=150), Quota(bytes_in_flight=250))
