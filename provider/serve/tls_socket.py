@@ -109,9 +109,14 @@ class TlsSocket:
         buffer = bytearray(size)
         return bytes(buffer[: self.recv_into(memoryview(buffer))])
 
-    def pending(self) -> bool:
-        """Whether something has been read from the socket that was not yet returned."""
-        return bool(len(self._read) or self._in.pending or self._tls.pending())
+    def pending(self) -> int:
+        """Bytes that are decrypted, and were not returned yet."""
+        return self._tls.pending()
+
+    @property
+    def unread(self) -> int:
+        """Bytes that are not decrypted yet, and of which the socket does not tell any more."""
+        return len(self._read) + self._in.pending
 
     def send(self, data: bytes | memoryview) -> int:
         """Encrypt some of the data, and send what the socket takes; the number of bytes of data.

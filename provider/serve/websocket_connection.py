@@ -134,7 +134,11 @@ class WebsocketConnection(Connection):
         """Handle what has arrived, but no longer than is fair to others."""
         until = time.monotonic() + TURN_SECONDS
         more = True
-        while self._handle(until) and more:
+        while self._handle(until):
+            if not more:
+                if self._sock.unread:
+                    self._loop.call(self._go_on)
+                return
             try:
                 count = self._sock.recv_into(self._reader.get_buffer())
             except ssl.SSLWantReadError:
@@ -144,7 +148,7 @@ class WebsocketConnection(Connection):
                 self._leave()
                 return
             self._events += self._reader.received(count)
-            # What TLS has decrypted already is not told of; and who drains wants all that has arrived.
+            # What TLS has decrypted already is not told of. To drain, all that has arrived is read.
             more = bool(self._sock.pending() or self._reader.mid_message or self._draining)
 
     def _handle(self, until: float) -> bool:

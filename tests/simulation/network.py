@@ -101,7 +101,7 @@ class Socket:
         self._transmit(chunk)
         return len(chunk)
 
-    unsent = 0  # nothing is encrypted ahead
+    unsent = unread = 0  # nothing is encrypted or read ahead
 
     def flush(self) -> int:
         return 0

@@ -73,7 +73,7 @@ class _Socket:
         return len(data)
 
     sendall = send
-    unsent = 0
+    unsent = unread = 0
 
     def flush(self) -> int:
         return 0
