@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -51,6 +51,7 @@ class Loop:
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._spent = Counter[str]()  # seconds of this round, by who took them
         self._number = itertools.count()
         self._wake, self._woken = socket.socketpair()
         for end in (self._wake, self._woken):
@@ -120,6 +121,14 @@ class Loop:
 
         self.later(seconds, call)
 
+    def spent(self, owner: str) -> float:
+        """Seconds of this round that were noted for an owner, such as a tenant with many connections."""
+        return self._spent[owner]
+
+    def spend(self, owner: str, seconds: float) -> None:
+        """Note them."""
+        self._spent[owner] += seconds
+
     def _start(self) -> None:
         with self._starting:
             if self._thread is None:
@@ -137,6 +146,7 @@ class Loop:
 
     def _round(self) -> None:
         """Let the task do some work, wait, and do what is due."""
+        self._spent.clear()
         wait = self._guarded(self._task.turn)
         if self._calls:
             wait = 0.0

@@ -32,8 +32,10 @@ from shared.wire.websocket import (
 STALL_SECONDS = 60.0  # in which a message, or an answer, does not move on
 STALL_RATE = 16 << 10  # bytes a second, below which it does not
 RECORDS = 64  # of TLS that are thrown away before it is another's turn
-TURN_SECONDS = 2e-3  # for what one session has sent
-LOOKS = 4  # within that time, for sessions that stall
+TURN_SECONDS = 2e-3  # of a round of the loop, for what all connections of a tenant have sent
+STEPS = 128  # of parsing, before the time is looked at
+LOOKS = 4  # within the seconds of a stall
+IDLE_FRAMES = 1000  # from one look to the next
 
 OpenSession = Callable[[str, "Send", str], "TenantSession"]
 
@@ -92,6 +94,7 @@ class WebsocketConnection(Connection):
             masked=True,
             max_message_bytes=max_message_bytes,
             allocate=self._session.allocate,
+            steps=STEPS,
         )
         self._descriptor = sock.fileno()
         self._out: deque[_Out] = deque()
@@ -102,6 +105,7 @@ class WebsocketConnection(Connection):
         self._said_goodbye = False
         self._written = 0
         self._seen, self._stuck = (0, 0), [0, 0]  # bytes read and written, and for how many looks few more
+        self._seen_idle = 0
 
     def start(self, loop: Loop, ended: Callable[[], None]) -> None:
         """See Connection."""
@@ -132,21 +136,33 @@ class WebsocketConnection(Connection):
 
     def _read(self) -> None:
         """Handle what has arrived, but no longer than is fair to others."""
-        until = time.monotonic() + TURN_SECONDS
+        began = time.monotonic()
+        left = TURN_SECONDS - self._loop.spent(self.tenant)
+        if left <= 0:
+            self._loop.call(self._go_on)
+            return
+        try:
+            self._read_until(began + left)
+        finally:
+            self._loop.spend(self.tenant, time.monotonic() - began)
+
+    def _read_until(self, until: float) -> None:
         more = True
         while self._handle(until):
             if not more:
                 if self._sock.unread:
                     self._loop.call(self._go_on)
                 return
-            try:
-                count = self._sock.recv_into(self._reader.get_buffer())
-            except ssl.SSLWantReadError:
-                self._finish()
-                return
-            if count == 0:
-                self._leave()
-                return
+            count = 0
+            if not self._reader.unparsed:
+                try:
+                    count = self._sock.recv_into(self._reader.get_buffer())
+                except ssl.SSLWantReadError:
+                    self._finish()
+                    return
+                if count == 0:
+                    self._leave()
+                    return
             self._events += self._reader.received(count)
             # What TLS has decrypted already is not told of. To drain, all that has arrived is read.
             more = bool(self._sock.pending() or self._reader.mid_message or self._draining)
@@ -310,6 +326,9 @@ class WebsocketConnection(Connection):
     def _look_for_stall(self) -> None:
         if self._ended:
             return
+        idle, self._seen_idle = self._reader.idle_frames - self._seen_idle, self._reader.idle_frames
+        if idle > IDLE_FRAMES:
+            self._guarded(self._refuse_idle_frames)
         moved = (self._reader.progress, self._written)  # control frames and empty fragments are none
         waits = (self._reading and self._reader.mid_message, bool(self._out or self._sock.unsent))
         for way in range(2):
@@ -320,6 +339,9 @@ class WebsocketConnection(Connection):
             self._broke(TimeoutError())
         else:
             self._loop.later_if_kept(STALL_SECONDS / LOOKS, self._look_for_stall)
+
+    def _refuse_idle_frames(self) -> None:
+        raise WireError("frame", f"more than {IDLE_FRAMES} frames without data in a short time", fatal=True)
 
 
 def _closing(code: int, reason: str) -> bytes:

@@ -203,6 +203,11 @@ class MessageReader:
         masked: whether the peer must mask its frames (tenants must, executors must not).
         max_message_bytes: payloads above this are refused and fatal, because skipping costs too.
         allocate: where the payload of an accepted header goes, if it does not arrive at once.
+        steps: at most so many units, of which a frame has one to three, are parsed in one call; None: all.
+
+    Attributes:
+        unparsed: the last call stopped early: call ``received(0)`` before you ask for a buffer.
+        idle_frames: control frames and fragments of few bytes so far, of which peers need hardly any.
     """
 
     def __init__(
@@ -212,8 +217,10 @@ class MessageReader:
         masked: bool,
         max_message_bytes: int,
         allocate: Callable[[Header], torch.Tensor] = new_payload,
+        steps: int | None = None,
     ) -> None:
-        self._accept, self._allocate = accept, allocate
+        self._accept, self._allocate, self._steps = accept, allocate, steps
+        self.unparsed, self.idle_frames = False, 0
         self._masked = masked
         self._max_frame = max_message_bytes + HEADER_BYTES
         self._scratch = memoryview(bytearray(RECORD_BYTES))
@@ -263,15 +270,17 @@ class MessageReader:
             return events
         self._have += count
         data = self._scratch[: self._have]
-        at = 0
-        while True:
+        at = steps = 0
+        while steps != self._steps:
             used = self._step(data[at:], events)
             if not used:
                 break
             at += used
+            steps += 1
         rest = bytes(data[at:])
         self._scratch[: len(rest)] = rest
         self._have = len(rest)
+        self.unparsed = steps == self._steps and self._have > 0
         return events
 
     def _step(self, data: memoryview, events: list[Incoming | Control]) -> int:
@@ -312,6 +321,7 @@ class MessageReader:
             if len(data) < end + length:
                 return 0
             body = bytes(data[end : end + length])
+            self.idle_frames += 1
             events.append(Control(Opcode(opcode), apply_mask(body, mask) if mask else body))
             return end + length
         if opcode == Opcode.TEXT:
@@ -334,6 +344,8 @@ class MessageReader:
             self._in_message = True
             self._head, self._header, self._error = b"", None, None
             self._payload, self._view, self._filled = None, memoryview(b""), 0
+        if length < HEADER_BYTES and not fin:
+            self.idle_frames += 1
         self._frame_left, self._fin, self._mask, self._mask_at = length, fin, mask, 0
         self._message_bytes = before + length
         if length == 0 and fin:

@@ -329,3 +329,16 @@ def test_a_message_that_moves_by_a_byte_now_and_then(
             except TimeoutError:
                 peer.send(b"\0")
         pytest.fail("the connection is still open")
+
+
+@pytest.mark.parametrize(("first", "again"), [(b"", b"\x8a"), (b"\x02\x80\0\0\0\0", b"\0")])
+def test_a_flood_of_frames_without_data(
+    llama: Executor, monkeypatch: pytest.MonkeyPatch, first: bytes, again: bytes
+) -> None:
+    """Control frames and empty fragments take time, and no quota counts them."""
+    monkeypatch.setattr(provider.serve.websocket_connection, "STALL_SECONDS", 0.2)
+    with open_raw(llama) as peer:
+        peer.hello()
+        peer.send(first + (again + b"\x80\0\0\0\0") * 1001)
+        assert peer.receive_error() == (0, "frame")
+        assert peer.receive_close() == 1002

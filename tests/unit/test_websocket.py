@@ -38,9 +38,11 @@ def accept_all(_: Header) -> None:
     """Refuse nothing."""
 
 
-def reader(accept: Callable[[Header], None] = accept_all, *, masked: bool = False) -> MessageReader:
+def reader(
+    accept: Callable[[Header], None] = accept_all, *, masked: bool = False, steps: int | None = None
+) -> MessageReader:
     """A reader of messages up to 1 MiB."""
-    return MessageReader(accept, masked=masked, max_message_bytes=1 << 20)
+    return MessageReader(accept, masked=masked, max_message_bytes=1 << 20, steps=steps)
 
 
 def feed(into: MessageReader, data: bytes, cut: Callable[[], int] = lambda: 1 << 30) -> list[Any]:
@@ -53,6 +55,8 @@ def feed(into: MessageReader, data: bytes, cut: Callable[[], int] = lambda: 1 <<
         count = min(len(buffer), len(data) - at, cut())
         buffer[:count] = data[at : at + count]
         events += into.received(count)
+        while into.unparsed:
+            events += into.received(0)
         at += count
     return events
 
@@ -117,18 +121,38 @@ SIZES = st.lists(st.integers(0, 40) | st.sampled_from([2000, 9000, 40_000]), min
 
 
 @settings(max_examples=200)
-@given(seed=SEEDS, sizes=SIZES, masked=st.booleans(), mean=st.sampled_from([1, 7, 500, 5000, 1 << 20]))
+@given(
+    seed=SEEDS,
+    sizes=SIZES,
+    masked=st.booleans(),
+    mean=st.sampled_from([1, 7, 500, 5000, 1 << 20]),
+    steps=st.sampled_from([None, 1, 3, 100]),
+)
 def test_any_cut_and_any_fragments_give_the_same_tensors(
-    seed: int, sizes: list[int], masked: bool, mean: int
+    seed: int, sizes: list[int], masked: bool, mean: int, steps: int | None
 ) -> None:
     random = Random(seed)
     if sum(sizes) > 5000:
         mean = max(mean, 500)  # one byte at a time takes too long for these
     messages = [message(random, size, i) for i, size in enumerate(sizes)]
     data, pings = stream(random, messages, masked=masked)
-    into = reader(masked=masked)
+    into = reader(masked=masked, steps=steps)
     check_events(feed(into, data, lambda: random.randint(1, mean)), messages, pings)
     assert not into.mid_message
+
+
+@pytest.mark.parametrize("steps", [1, 3, 100])
+def test_parsing_stops_after_some_steps(steps: int) -> None:
+    """Small frames take time, so that a reader looks at the clock between them."""
+    pings = frame(b"?", PING) * 50
+    into = reader(steps=steps)
+    into.get_buffer()[: len(pings)] = pings
+    assert len(into.received(len(pings))) == min(steps, 50)
+    assert into.unparsed == (steps < 50)
+    while into.unparsed:
+        assert into.mid_message
+        assert len(into.received(0)) <= steps
+    assert into.idle_frames == 50
 
 
 @settings(max_examples=50)

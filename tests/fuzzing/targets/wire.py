@@ -197,7 +197,10 @@ class _Loop:
     def nothing(self, *_: Any) -> None:
         pass
 
-    later = later_if_kept = forget = nothing
+    later = later_if_kept = forget = spend = nothing
+
+    def spent(self, _: str) -> float:
+        return 0.0
 
 
 class _Engine:
