@@ -28,7 +28,7 @@ from shared.encoded import path_text
 from shared.errors import CheckpointError, peer_text
 from shared.gguf_header import check_header
 from shared.interruption import Interrupted, interrupted
-from shared.ownership import check_tree
+from shared.ownership import check_own, check_tree
 
 log = logging.getLogger(__name__)
 
@@ -139,8 +139,9 @@ def folder_of(file: Path) -> Path:
         made_by = f"{_CONVERTER}-{importlib.metadata.version('transformers')}"
         folder = base / f"{digest[:32]}-{made_by}" / (file.stem.strip(".") or "model")
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        check_own(folder.parent)
         # Provider and mask source of a trial begin at the same time.
-        with (folder.parent / ".lock").open("w") as lock:
+        with open(_open_own(folder.parent / ".lock"), "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for left in folder.parent.glob(".*/"):  # by conversions that were ended
                 shutil.rmtree(left, ignore_errors=True)
@@ -159,6 +160,11 @@ def folder_of(file: Path) -> Path:
     return folder
 
 
+def _open_own(path: Path) -> int:
+    """A file that is there to be locked; a link would lead to another's."""
+    return os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
 def _keep(folder: Path) -> None:
     """Have other versions leave a folder as long as this process lives, which may read it at any time."""
     path = folder / _USED
@@ -166,7 +172,7 @@ def _keep(folder: Path) -> None:
         if path.exists() and os.path.samestat(path.stat(), os.fstat(_kept[folder])):
             return
         os.close(_kept.pop(folder))
-    _kept[folder] = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    _kept[folder] = _open_own(path)
     fcntl.flock(_kept[folder], fcntl.LOCK_SH)
 
 

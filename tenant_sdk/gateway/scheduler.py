@@ -71,7 +71,7 @@ class Scheduler(Base):  # type: ignore[misc]
             by_client(manager, client_of)
 
     def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
-        """See vLLM; clients take turns. Blocks that a step writes are remembered, since clients hang up."""
+        """See vLLM; clients take turns. What a step does is remembered, since clients hang up."""
         there = Counter({client_of(each.request_id): 0 for each in (*self.running, *self.waiting)})
         self._make_room()
         # A decoding sequence needs one row; prompts get the others.
@@ -107,6 +107,7 @@ class Scheduler(Base):  # type: ignore[misc]
             for each in running
             if not each.prefilling and each.name in scheduled.num_scheduled_tokens
         )
+        self._grammars = self._grammars_of(scheduled.num_scheduled_tokens)
         self._began = time.monotonic()
         cached = self.cache_config.enable_prefix_caching  # else nobody finds them
         self._written = {
@@ -200,18 +201,18 @@ class Scheduler(Base):  # type: ignore[misc]
         self.kv_cache_manager.evict_blocks(
             {block for each in failed for block in self._written.get(each, ())}
         )
-        grammars = {each: self._grammar(each) for each in scheduled & self.requests.keys()}
         self._allowance.step()
-        for name, grammar in grammars.items():
-            if grammar is not None:
-                if not self._allowance.spend(client_of(name), grammar.seconds) and not grammar.ended:
-                    grammar.ended = "computing what the constraints of your key allow takes too long"
-                grammar.seconds = 0.0
+        for name, grammar in self._grammars.items():
+            if not self._allowance.spend(client_of(name), grammar.seconds) and not grammar.ended:
+                grammar.ended = "computing what the constraints of your key allow takes too long"
+            grammar.seconds = 0.0
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
-        spent = {name: each.ended for name, each in grammars.items() if each is not None and each.ended}
-        kept = {name: found for name in self.requests if (found := self._grammar(name)) is not None}
+        spent = {
+            name: each.ended for name, each in self._grammars.items() if each.ended and name in self.requests
+        }
+        kept = self._grammars_of(self.requests)
         texts = {name: (client_of(name), each.text) for name, each in kept.items()}
         long = too_long(texts, TEXT_BYTES, TEXTS_BYTES)
         spent |= dict.fromkeys(
@@ -229,6 +230,10 @@ class Scheduler(Base):  # type: ignore[misc]
             )
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(ended)
         return outputs
+
+    def _grammars_of(self, requests: Iterable[str]) -> dict[str, LimitedGrammar]:
+        """Of those that have one."""
+        return {name: found for name in requests if (found := self._grammar(name)) is not None}
 
     def _grammar(self, request: str) -> LimitedGrammar | None:
         constrained = self.requests[request].structured_output_request

@@ -57,6 +57,8 @@ class _Interrupted(StoppingCriteria):
 def in_a_loop(tokens: list[int]) -> bool:
     """Whether tokens end with the same stretch, of any length, three times over and 32 tokens in all."""
     for period in range(1, len(tokens) // _TIMES + 1):
+        if tokens[-1] != tokens[-1 - period]:  # as for most; the rest would take the square of the length
+            continue
         of_it = max(_TIMES, -(-_LOOP_TOKENS // period)) * period
         if of_it <= len(tokens) and tokens[-of_it:-period] == tokens[period - of_it :]:
             return True

@@ -346,6 +346,10 @@ def test_rows_that_an_adapter_spoils_end_their_sequence_alone() -> None:
     assert ran("lost_rows.py")["lost"] == [False, False, True, True, True]
 
 
+def test_a_client_that_hangs_up_owes_what_its_constraint_took() -> None:
+    assert ran("hang_up.py") == [["1"], ["1"]]
+
+
 def test_connections_and_their_headers_have_limits() -> None:
     assert ran("connection_limits.py")["known"] == {"0": 0, "1": 0}
 

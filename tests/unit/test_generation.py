@@ -151,3 +151,8 @@ def test_a_chat(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_penalty_for_repetition(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     goes_on(model, Numbers(), "5 6 7", Sampling(40, repetition_penalty=1e6, allow_loops=True))
     assert len(set(words(capsys))) == 40  # each new token another one
+
+
+def test_a_look_for_loops_stops_at_the_first_difference() -> None:
+    """Else it would take the square of an answer's length for each token: here, an hour."""
+    assert not in_a_loop(list(range(1_000_000)))

@@ -533,3 +533,15 @@ def test_an_adapters_base_is_the_folder_of_the_file(file: Path) -> None:
         named = Path(find_base(file, session.manifest).name)
         assert named == shared.gguf.folder_of(file)
         assert (named / "config.json").is_file()
+
+
+def test_a_lock_is_no_link(file: Path, tmp_path: Path) -> None:
+    """What it leads to would be emptied."""
+    lock = shared.gguf.folder_of(file).parent / ".lock"
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    lock.unlink()
+    lock.symlink_to(victim)
+    with pytest.raises(CheckpointError, match="cannot make a checkpoint folder"):
+        shared.gguf.folder_of(file)
+    assert victim.read_text() == "kept"
