@@ -115,8 +115,8 @@ def lines() -> list[str]:
 class Short(Audit):
     """One session with one-time, executors in this process, and what was recorded; a crash if wanted."""
 
-    def __init__(self, plan: AuditPlan = SHORT_PLAN, *, crash: bool = False) -> None:
-        super().__init__(MODEL, lines(), plan, silent)
+    def __init__(self, plan: AuditPlan = SHORT_PLAN, *, crash: bool = False, answers: str = "exact") -> None:
+        super().__init__(MODEL, lines(), plan, silent, answers=answers)
         self.lengths, self.crash = {}, crash
 
     @contextmanager
@@ -130,7 +130,7 @@ class Short(Audit):
             for executor in made:
                 executor.token("nobody")
                 executor.launch()
-            yield Parties(made[0], made[1], made[2], MODEL)
+            yield Parties(made[0], made[1], made[2], MODEL, answers=self.answers)
         finally:
             for executor in made:
                 executor.stop()
@@ -177,9 +177,9 @@ def structure(folder: Path, *, crash: bool = False) -> tuple[Evidence, AuditResu
     return passive.evidence, audit.result, audit.refuted()
 
 
-def lied_to(folder: Path) -> tuple[AuditResult, set[str]]:
+def lied_to(folder: Path, answers: str = "exact") -> tuple[AuditResult, set[str]]:
     """Sessions that are lied to, and the claims that are refuted."""
-    audit = Short()
+    audit = Short(answers=answers)
     with audit.executors(folder) as parties:
         audit._lies(parties)
     return audit.result, audit.refuted() & {"verified", "verified-effects", "control-unverified"}

@@ -17,7 +17,7 @@ from provider.executor.base import BaseExecutor
 from security.recordings.executors import AuditError
 from security.views.public_model import PublicModel
 from shared.errors import VerificationError
-from shared.wire.header import DTYPE_CODES, EXACT, RINGS, Direction, Header, Operation
+from shared.wire.header import DTYPE_CODES, RINGS, Direction, Header, Operation
 from tenant_sdk.session.session import Session
 
 POISONED_ROWS = 9  # of a request that is lied about; fingerprints are made and tried with other numbers
@@ -102,10 +102,14 @@ class Poison:
         def ask() -> None:
             session.products.submit(self.group, self.direction, members, blocks).result()
 
+        bits: list[int] = []
+
         def meant(header: Header) -> bool:
-            wanted = (self.group, self.direction, POISONED_ROWS)
-            again = kind in self.SMALL_LIES and header.answer_bits == EXACT  # which is answered honestly
-            return (header.group, header.direction, header.rows) == wanted and not again
+            """Whether it is this request; a half answer that is asked for again is honest then."""
+            if (header.group, header.direction, header.rows) != (self.group, self.direction, POISONED_ROWS):
+                return False
+            bits.append(header.answer_bits)
+            return header.answer_bits == bits[0]
 
         def keep(header: Header, answer: torch.Tensor) -> None:
             if meant(header):

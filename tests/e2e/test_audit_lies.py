@@ -31,6 +31,13 @@ def test_answers_that_are_checked(tmp_path: Path) -> None:
     assert [finding.success.value for finding in result.findings] == [1.0, 0.0, 1.0]
 
 
+def test_half_answers_that_are_checked(tmp_path: Path) -> None:
+    """Also if they are right when they are asked for again, or wrong by as much as rounding."""
+    result, refuted = lied_to(tmp_path, "half")
+    assert refuted == set()
+    assert [finding.success.value for finding in result.findings] == [1.0, 1.0, 0.0, 1.0, 1.0]
+
+
 def test_answers_that_nobody_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifier.Verifier, "fingerprint", lambda *_: None)
     assert lied_to(tmp_path)[1] == {"verified", "verified-effects"}
