@@ -252,7 +252,7 @@ class CanaryRows:
             return ask
 
         for number in range(self.tenants):
-            engine.loop.call(tenant(number))
+            engine.loop.call_soon_threadsafe(tenant(number))
         for _ in range(self.tenants):
             ended.acquire()
         engine.close()

@@ -55,7 +55,7 @@ class Comparison:
         try:
             self.operators.check_distinct(url, sock, party)
         except ConfigurationError as error:
-            self.refused = self.refused or error.told
+            self.refused = self.refused or error.structured_message
 
 
 class ReplicaChecks:
@@ -93,7 +93,7 @@ class ReplicaChecks:
                 manifest = self._look(address)
                 milliseconds = (time.perf_counter() - started) * 1e3
             except SymbiosisError as error:
-                what = Message("{} cannot be used: {}", str(address), error.told)
+                what = Message("{} cannot be used: {}", str(address), error.structured_message)
                 yield CheckResult("replica", None, what, "sessions use the others; ask its operator")
                 continue
             if manifest is not None and served is not None and manifest != served:

@@ -126,7 +126,7 @@ def fingerprint(
 
     A new key is printed once. Keep it apart from the file: with the key, answers can be forged.
     """
-    with imports.at_once():
+    with imports.without_gc():
         from tenant_sdk.products.fingerprints import write_fingerprints
 
     progress = partial(track, console=STATUS, transient=True)
@@ -154,7 +154,7 @@ def doctor(
     targets, rules = executors.targets(wait)
     urls = escape(" and ".join(target.party for target in targets))
     STATUS.print(f"examining {urls} (loading torch takes some seconds)")
-    with imports.at_once():
+    with imports.without_gc():
         from tenant_sdk.command_line.doctor import diagnose
 
     failed = False

@@ -46,7 +46,7 @@ class Lines(logging.Handler):
 def loading() -> Iterator[None]:
     """Around imports that take seconds."""
     STATUS.print("loading torch and transformers")
-    with imports.at_once():
+    with imports.without_gc():
         yield
 
 

@@ -121,12 +121,14 @@ class ReplicatedExecutor:
     def _explain(self, error: ConnectError, address: Address) -> None:
         """Add to an error what the session's user can do about it."""
         if isinstance(error, TlsError) and error.untrusted:
-            error.told += why_untrusted(self._ca, f"{self._of}ca")
+            error.structured_message += why_untrusted(self._ca, f"{self._of}ca")
         elif isinstance(error, AuthenticationError) and not isinstance(error.__cause__, OSError):
             given = Argument(f"{self._of}token", Placeholder("TOKEN"))
-            error.told += Message(". This one was given with {}", given)
+            error.structured_message += Message(". This one was given with {}", given)
         elif isinstance(error, ConnectionRefused):
-            error.told += " `symbiosis-tenant doctor --wait SECONDS` waits for it"
+            error.structured_message += " `symbiosis-tenant doctor --wait SECONDS` waits for it"
         if self._of:
             named = error.message.startswith(url_of(address.target))
-            error.told = Message("mask source {}{}", "" if named else f"{address}: ", error.told)
+            error.structured_message = Message(
+                "mask source {}{}", "" if named else f"{address}: ", error.structured_message
+            )

@@ -17,7 +17,7 @@ from conftest import Executor
 from hypothesis import given
 from hypothesis import strategies as st
 from raw_peers import SECONDS
-from ring_sessions import Trio, one_time
+from ring_sessions import Executors, one_time
 from transports import Everywhere, Start
 
 import tenant_sdk
@@ -175,8 +175,8 @@ def test_what_doctor_says_of_it() -> None:
         assert "3.5" in found.remedy
 
 
-def test_a_session_says_it_of_every_executor(trio: Callable[[str], Trio]) -> None:
-    provider, source, _ = trio("llama")
+def test_a_session_says_it_of_every_executor(executors: Callable[[str], Executors]) -> None:
+    provider, source, _ = executors("llama")
     with one_time(provider, source) as session:
         stats = session.stats
         assert list(stats.key_exchange) == [provider.url, source.url]
