@@ -218,10 +218,10 @@ def _show_layout(config: ServeConfig) -> None:
     check_shapes(config.model_dir)
     log.info("loading torch, and measuring products")
     with imports.without_gc():
-        from provider.planning.layout import described, lay_out, read_groups
+        from provider.planning.layout import described, plan_layout, read_groups
         from provider.planning.tables import reasons, workers_table
 
-    layout = lay_out(
+    layout = plan_layout(
         read_groups(config.model_dir, serve_head=config.serve_head),
         config.worker_devices or [config.device],
         numerics=config.numerics,
@@ -261,7 +261,7 @@ def plan_capacity(options: PlanOptions) -> None:
     with imports.without_gc():
         from provider.planning.capacity import Tenants, plan
         from provider.planning.kept import kept_forecasts
-        from provider.planning.layout import described, lay_out, read_groups
+        from provider.planning.layout import described, plan_layout, read_groups
         from provider.planning.tables import (
             assumption,
             kept_table,
@@ -273,7 +273,7 @@ def plan_capacity(options: PlanOptions) -> None:
         )
         from shared.wire.header import EXACT, half_bits
 
-    layout = lay_out(
+    layout = plan_layout(
         read_groups(options.model),
         options.worker_devices,
         numerics=options.numerics,

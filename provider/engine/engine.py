@@ -295,7 +295,7 @@ class Engine:
         expected = self._latency.seconds(key.group, key.direction, key.members, count)
         # Rows are made of a payload as a whole, which what is expected of a part of them leaves out.
         whole = all(r.request.blocks is not None or r.stop - r.start == r.request.header.rows for r in rows)
-        if lane.here and whole and expected <= INLINE_SECONDS:
+        if lane.inline and whole and expected <= INLINE_SECONDS:
             try:
                 multiplied = lane.multiply(rows)
             except Exception as error:

@@ -113,7 +113,7 @@ def read_groups(model: Path, *, serve_head: bool = False) -> list[GroupInfo]:
     return groups_of_architecture(folder, serve_head=serve_head)
 
 
-def lay_out(
+def plan_layout(
     groups: Sequence[GroupInfo],
     names: Sequence[str],
     *,

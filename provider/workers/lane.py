@@ -65,7 +65,7 @@ class WorkerLane:
         workers: one for each share.
     """
 
-    here = False
+    inline = False
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class WorkerLane:
         return future
 
     def multiply(self, batch: Sequence[RowRange]) -> BatchResult:
-        """See Lane: not here."""
+        """See Lane: not inline."""
         raise NotImplementedError("workers multiply in their own processes")
 
     def close(self) -> None:

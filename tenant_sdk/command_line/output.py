@@ -64,7 +64,7 @@ def say_kept(session: Session) -> None:
 
 
 @contextmanager
-def interruption_told() -> Iterator[None]:
+def report_interruption() -> Iterator[None]:
     """Around all that draws on the terminal: what was interrupted is told below it.
 
     SIGTERM, with which services and clusters end programs, is as Ctrl-C; a second one is ignored.

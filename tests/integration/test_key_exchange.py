@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from raw_peers import SECONDS
 from ring_sessions import Executors, one_time
-from transports import Everywhere, Start
+from transports import Start, TransportServers
 
 import tenant_sdk
 from shared.errors import ConfigurationError, TlsError
@@ -190,7 +190,7 @@ def test_a_session_says_it_of_every_executor(executors: Callable[[str], Executor
 def test_without_tls_there_is_none(
     transport: str, everywhere: Start, checkpoint: Callable[[str], Path]
 ) -> None:
-    one: Everywhere = everywhere(checkpoint("llama"))
+    one: TransportServers = everywhere(checkpoint("llama"))
     with one.connect(transport) as session:
         assert session.stats.key_exchange == {}
 

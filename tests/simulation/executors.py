@@ -141,7 +141,7 @@ class SimulatedLane(ProcessLane):
     def __init__(self, kernel: Kernel, products: Any, health: Health) -> None:
         self._kernel, self._executor, self._health = kernel, products, health
         self._away, self._changed = False, lambda: None
-        self.here = health.inline
+        self.inline = health.inline
 
     @property
     def depth(self) -> int:  # type: ignore[override]

@@ -133,7 +133,7 @@ def test_everybody_gets_their_own_answer(
 class CountedLane(ProcessLane):
     """Knows how many rows each product had; products may be held back, or be too large."""
 
-    here = False
+    inline = False
 
     def __init__(self, executor: BaseExecutor) -> None:
         super().__init__(executor)
@@ -375,7 +375,7 @@ def test_two_lanes_have_batches_under_way_together(ring: BaseExecutor) -> None:
 class DeepLane(ProcessLane):
     """Has two batches under way, and multiplies one after the other when it is told to."""
 
-    depth, here = 2, False
+    depth, inline = 2, False
 
     def __init__(self, executor: BaseExecutor) -> None:
         super().__init__(executor)
@@ -409,7 +409,7 @@ def test_a_batch_that_waits_for_another_took_only_its_own_time(base: BaseExecuto
 class AwayLane(ProcessLane):
     """Takes nothing until it is told to."""
 
-    here, away = False, True
+    inline, away = False, True
 
     @property
     def depth(self) -> int:  # type: ignore[override]

@@ -10,7 +10,7 @@ import torch
 from test_virtual import ALL, BACKWARD, FORWARD, QkvLayers, rows
 from torch.utils.checkpoint import checkpoint as checkpointed
 
-from tenant_sdk.model.recording import CopyStore, Mode, Recording, Store
+from tenant_sdk.model.recording import CopyStore, Recording, RecordingContext, Store
 from tenant_sdk.sequences.encrypted_file import EncryptedFile
 
 
@@ -33,8 +33,8 @@ class Places(CopyStore):
         self.taken -= 1
 
 
-def contexts(store: Store) -> Callable[[], tuple[Mode, Mode]]:
-    def make() -> tuple[Mode, Mode]:
+def contexts(store: Store) -> Callable[[], tuple[RecordingContext, RecordingContext]]:
+    def make() -> tuple[RecordingContext, RecordingContext]:
         recording = Recording(store)
         return recording.record(), recording.replay()
 
