@@ -29,10 +29,10 @@ ROWS, WIDTH = 40_000, 64  # of int32: 10.24 million bytes
 SIGMAS = 6.0
 
 
-def chi_square_limit(freedom: int) -> float:
-    """What a chi-square variable exceeds as seldom as a normal one SIGMAS (Wilson and Hilferty 1931)."""
-    spread = 2 / (9 * freedom)
-    return freedom * (1 - spread + SIGMAS * spread**0.5) ** 3
+def chi_square_limit() -> float:
+    """What chi-square (255) exceeds as seldom as a normal variable SIGMAS (Wilson and Hilferty 1931)."""
+    spread = 2 / (9 * 255)
+    return 255 * (1 - spread + SIGMAS * spread**0.5) ** 3
 
 
 def chi_squares(data: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -69,14 +69,14 @@ def test_every_byte_is_uniform(
     body = b"".join(products(sent))
     assert len(body) == 4 * ROWS * WIDTH >= 10_000_000
     data = np.frombuffer(body, np.uint8)
-    assert chi_squares(data.reshape(-1, 4)).max() < chi_square_limit(255)
-    assert chi_squares(data.reshape(ROWS, -1)).max() < chi_square_limit(255)
+    assert chi_squares(data.reshape(-1, 4)).max() < chi_square_limit()
+    assert chi_squares(data.reshape(ROWS, -1)).max() < chi_square_limit()
     # The test is worth something: the same rows in the clear are far from it.
     if kind != "zero" and direction == Direction.FORWARD:
         with captured_requests() as sent, provider.connect() as session:
             session.groups[1].product(direction, 1, [rows[:1000]])
         clear = np.frombuffer(products(sent)[0], np.uint8)
-        assert chi_squares(clear.reshape(-1, 4)).min() > 2 * chi_square_limit(255)
+        assert chi_squares(clear.reshape(-1, 4)).min() > 2 * chi_square_limit()
 
 
 def bits(one: bytes, other: bytes) -> float:
@@ -114,7 +114,7 @@ def test_gradients_and_activations_of_a_step_are_uniform(executors: Callable[[st
     for direction in (Direction.FORWARD, Direction.BACKWARD):
         data = b"".join(m.body for m in sent if m.operation == Operation.PRODUCT and m.direction == direction)
         assert len(data) > 1_000_000
-        assert chi_squares(np.frombuffer(data, np.uint8).reshape(-1, 4)).max() < chi_square_limit(255)
+        assert chi_squares(np.frombuffer(data, np.uint8).reshape(-1, 4)).max() < chi_square_limit()
         assert bits(data, bytes(len(data))) < SIGMAS
 
 

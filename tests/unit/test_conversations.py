@@ -170,8 +170,8 @@ BARE_TAGS = (
 )
 
 
-def with_template(template: str, name: str = "smollm2") -> Any:
-    tokenizer = copy.deepcopy(real_tokenizer(name))
+def with_template(template: str) -> Any:
+    tokenizer = copy.deepcopy(real_tokenizer("smollm2"))
     tokenizer.chat_template = template
     return tokenizer
 
