@@ -190,20 +190,26 @@ def test_an_answer_that_is_right_only_when_asked_again_is_noticed(who: str, step
             gradients(model, token_ids())
 
 
+def cutting(middle: InterceptingProxy) -> Change:
+    """Ends the connection in place of an answer that is asked for again with all bits."""
+
+    def cut(message: Message, body: bytes) -> bytes:
+        if message.fields.group == TARGET and message.fields.answer_bits == 32:
+            middle.cut()
+        return body
+
+    return cut
+
+
 @pytest.mark.parametrize("who", ["provider", "source"])
 def test_a_wrong_answer_is_not_forgotten_if_nobody_answers_when_it_is_asked_for_again(
     who: str, step: Any
 ) -> None:
     session, model, middle = step(who, patience=0)
 
-    def go_away(message: Message, body: bytes) -> bytes:
-        if message.fields.group == TARGET and message.fields.answer_bits == 32:
-            middle.cut()
-        return body
-
     with session:
         aim(WRONG["one number, by a hundred units"], middle, Direction.FORWARD)
-        middle.changes.append(go_away)
+        middle.changes.append(cutting(middle))
         with pytest.raises(VerificationError, match="o_proj"):
             fixed_result(model, token_ids())
 
@@ -234,15 +240,10 @@ def test_an_answer_that_is_owed_and_does_not_come_ends_the_session(who: str, ste
     """Else an executor could err within the bound, and withhold what shows it."""
     session, model, middle = step(who, patience=0, repeat_rate=1.0)
 
-    def go_away(message: Message, body: bytes) -> bytes:
-        if message.fields.group == TARGET and message.fields.answer_bits == 32:
-            middle.cut()
-        return body
-
     with session:
         fixed_result(model, token_ids())
         aim(plus(1, np.s_[0, 0]), middle, Direction.FORWARD)
-        middle.changes.append(go_away)
+        middle.changes.append(cutting(middle))
         with pytest.raises(VerificationError, match=r"could not be confirmed.*o_proj"):
             fixed_result(model, token_ids())
         middle.changes.clear()
