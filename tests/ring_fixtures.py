@@ -13,13 +13,11 @@ from pathlib import Path
 import pytest
 from conftest import RING, Executor
 from intercepting_proxy import InterceptingProxy, intercepted
-from ring_sessions import Executors
+from ring_sessions import ExecutorFactory, Executors
 
 
 @pytest.fixture(scope="session")
-def executors(
-    serve: Callable[..., Executor], checkpoint: Callable[[str], Path]
-) -> Callable[[str], Executors]:
+def executors(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> ExecutorFactory:
     """A provider and two mask sources of a tiny model: ``executors("llama")``; made once."""
     made: dict[str, Executors] = {}
 

@@ -18,6 +18,7 @@ from tenant_sdk.connection.channel import Channel, Pending
 from tenant_sdk.trust.attestation import linear_layers
 
 Executors = tuple[Executor, Executor, Executor]  # a provider and two mask sources of the same weights
+ExecutorFactory = Callable[[str], Executors]  # by the name of a tiny model
 MASKINGS = ("plain", "noise-bank", "one source", "two sources", "local")
 
 

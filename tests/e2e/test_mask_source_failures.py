@@ -16,7 +16,7 @@ from intercepting_proxy import InterceptingProxy
 from parity import add_lora, fixed_result, gradients, loss_of, token_ids
 from raw_peers import SECONDS, eventually
 from ring_sessions import (
-    Executors,
+    ExecutorFactory,
     assert_no_block_repeats,
     captured_requests,
     one_time,
@@ -59,7 +59,7 @@ def assert_a_stopped_process_is_a_timeout(provider: Executor, source: Executor) 
 
 def test_a_session_goes_on_after_its_executors_were_killed(
     serve_process: Callable[..., Executor],
-    executors: Callable[[str], Executors],
+    executors: ExecutorFactory,
     checkpoint: Callable[[str], Path],
 ) -> None:
     """One process is the mask source of one session and the provider of another. It is killed when both
@@ -103,7 +103,7 @@ def test_a_session_goes_on_after_its_executors_were_killed(
 @pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD])
 @pytest.mark.parametrize("who", ["provider", "source"])
 def test_a_connection_that_is_cut_in_the_middle_of_a_step(
-    who: str, direction: Direction, budget: float, executors: Callable[[str], Executors], proxy: Proxy
+    who: str, direction: Direction, budget: float, executors: ExecutorFactory, proxy: Proxy
 ) -> None:
     """The step fails, or does not need what was lost, because effects were there; the next one goes on."""
     parties = list(executors("llama")[:2])
@@ -141,7 +141,7 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_step(
 
 
 def test_a_slow_source_is_waited_for(
-    executors: Callable[[str], Executors], proxy: Proxy, threads: ThreadPoolExecutor
+    executors: ExecutorFactory, proxy: Proxy, threads: ThreadPoolExecutor
 ) -> None:
     provider, source, _ = executors("llama")
     behind, before = proxy(source), proxy(provider)
@@ -161,7 +161,7 @@ def test_a_slow_source_is_waited_for(
 
 @pytest.mark.parametrize("budget", [0.0, 64.0])
 def test_a_source_that_stalls_is_a_timeout_that_names_it(
-    budget: float, executors: Callable[[str], Executors], proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    budget: float, executors: ExecutorFactory, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if orders for later are in front of what is needed now."""
     timeouts = list[str]()
@@ -195,7 +195,7 @@ def test_a_source_that_stalls_is_a_timeout_that_names_it(
 
 
 def test_closing_while_effects_are_under_way(
-    executors: Callable[[str], Executors], proxy: Proxy, threads: ThreadPoolExecutor
+    executors: ExecutorFactory, proxy: Proxy, threads: ThreadPoolExecutor
 ) -> None:
     """Whoever waits gets an error, close() returns, and soon no thread of the session is left."""
     provider, source, _ = executors("llama")
@@ -217,7 +217,7 @@ def test_closing_while_effects_are_under_way(
 
 
 def test_closing_while_a_connection_is_opened_again(
-    executors: Callable[[str], Executors], monkeypatch: pytest.MonkeyPatch
+    executors: ExecutorFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody would ever close the new one."""
     with executors("llama")[0].connect() as session:

@@ -15,7 +15,7 @@ import torch
 from commands import finish, start
 from conftest import RING, Executor
 from raw_peers import eventually
-from ring_sessions import Executors, one_time
+from ring_sessions import ExecutorFactory, one_time
 
 import tenant_sdk
 from shared.wire.header import Direction
@@ -35,7 +35,7 @@ def answers(session: tenant_sdk.Session) -> list[list[torch.Tensor]]:
 
 def test_one_is_killed_and_the_next_one_drained_and_no_tenant_notices(
     serve_process: Callable[..., Executor],
-    executors: Callable[[str], Executors],
+    executors: ExecutorFactory,
     checkpoint: Callable[[str], Path],
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -15,7 +15,7 @@ import torch
 from commands import BASE_MODEL, TRAIN, ok_here, tenant
 from conftest import RING, Executor
 from peft import get_peft_model_state_dict
-from ring_sessions import Executors, one_time
+from ring_sessions import ExecutorFactory, one_time
 from test_trainer import adapt, trainer
 from transformers import TrainerCallback
 
@@ -80,7 +80,7 @@ class Killing(TrainerCallback):
 
 def test_a_training_whose_executors_are_killed_ends_with_the_same_adapter(
     serve_process: Callable[..., Executor],
-    executors: Callable[[str], Executors],
+    executors: ExecutorFactory,
     checkpoint: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:

@@ -16,7 +16,7 @@ import torch
 from conftest import RING, Executor
 from parity import add_lora, fixed_result, gradients, token_ids
 from raw_peers import SECONDS
-from ring_sessions import MASKINGS, Executors, one_time, session_in
+from ring_sessions import MASKINGS, ExecutorFactory, Executors, one_time, session_in
 from torch import nn
 
 import tenant_sdk
@@ -56,7 +56,7 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def expected(executors: Callable[[str], Executors]) -> list[torch.Tensor]:
+def expected(executors: ExecutorFactory) -> list[torch.Tensor]:
     """From the provider in the clear, whole requests."""
     with executors("llama")[0].connect() as session:
         return answers(session)
@@ -80,7 +80,7 @@ def test_split_over_several_requests(
         assert session.stats.requests >= 16 * ROWS
 
 
-def test_row_by_row(executors: Callable[[str], Executors], expected: list[torch.Tensor]) -> None:
+def test_row_by_row(executors: ExecutorFactory, expected: list[torch.Tensor]) -> None:
     with one_time(*executors("llama")) as session:
         for (number, direction, members, blocks), whole in zip(requests(session), expected, strict=True):
             group = session.groups[number]
@@ -92,7 +92,7 @@ def test_row_by_row(executors: Callable[[str], Executors], expected: list[torch.
 @pytest.mark.parametrize("masking", MASKINGS)
 def test_beside_the_load_of_another_tenant(
     masking: str,
-    executors: Callable[[str], Executors],
+    executors: ExecutorFactory,
     checkpoint: Folder,
     expected: list[torch.Tensor],
     threads: ThreadPoolExecutor,
@@ -120,14 +120,14 @@ def test_beside_the_load_of_another_tenant(
 
 
 def test_threads_of_one_session(
-    executors: Callable[[str], Executors], expected: list[torch.Tensor], threads: ThreadPoolExecutor
+    executors: ExecutorFactory, expected: list[torch.Tensor], threads: ThreadPoolExecutor
 ) -> None:
     with one_time(*executors("llama")) as session:
         results = [threads.submit(answers, session) for _ in range(4)]
         assert all(equal(result.result(SECONDS), expected) for result in results)
 
 
-def test_every_step_and_every_session_is_the_same(executors: Callable[[str], Executors]) -> None:
+def test_every_step_and_every_session_is_the_same(executors: ExecutorFactory) -> None:
     """Logits and gradients, with effects that were fetched ahead and effects that were not."""
     made = []
     for budget in (0.0, 64.0):

@@ -15,7 +15,7 @@ from conftest import RING, Executor
 from cryptography.fernet import Fernet
 from intercepting_proxy import InterceptingProxy
 from parity import add_lora, fixed_result, gradients, load_local, token_ids
-from ring_sessions import Executors, one_time, other_layers
+from ring_sessions import ExecutorFactory, one_time, other_layers
 from safetensors.torch import load_file, save, save_file
 
 import tenant_sdk
@@ -74,7 +74,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_honest_executors_pass_in_every_mode(
     architecture: str,
     privacy: str,
-    executors: Callable[[str], Executors],
+    executors: ExecutorFactory,
     trusted: Callable[[str], Trusted],
 ) -> None:
     """Forward and backward, whole groups; gpt2 stores its weights the other way round."""
@@ -95,7 +95,7 @@ def test_honest_executors_pass_in_every_mode(
 def test_any_members_of_a_group(
     members: int,
     direction: Direction,
-    executors: Callable[[str], Executors],
+    executors: ExecutorFactory,
     trusted: Callable[[str], Trusted],
 ) -> None:
     with executors("llama")[0].connect(**trusted("llama").options) as session:
@@ -137,7 +137,7 @@ def test_names_and_layers(checkpoint: Callable[[str], Path]) -> None:
 
 
 def test_executors_that_agree_on_other_weights_are_noticed(
-    executors: Callable[[str], Executors],
+    executors: ExecutorFactory,
     trusted: Callable[[str], Trusted],
     serve: Callable[..., Executor],
     stranger: Path,
@@ -178,7 +178,7 @@ def test_layers_that_changed_places_are_noticed(
     says: str,
     knows: str,
     trusted: Callable[[str], Trusted],
-    executors: Callable[[str], Executors],
+    executors: ExecutorFactory,
     serve: Callable[..., Executor],
     checkpoint: Callable[[str], Path],
     tmp_path: Path,
@@ -212,7 +212,7 @@ def test_layers_that_changed_places_are_noticed(
 
 
 def test_wrong_scales_and_bounds_are_noticed(
-    executors: Callable[[str], Executors], trusted: Callable[[str], Trusted], proxy: Proxy
+    executors: ExecutorFactory, trusted: Callable[[str], Trusted], proxy: Proxy
 ) -> None:
     options = trusted("llama").options
     middle = proxy(executors("llama")[0])
@@ -240,7 +240,7 @@ def test_wrong_scales_and_bounds_are_noticed(
 
 
 def test_the_file_of_another_model(
-    executors: Callable[[str], Executors],
+    executors: ExecutorFactory,
     trusted: Callable[[str], Trusted],
     stranger: Path,
     tmp_path: Path,
@@ -377,7 +377,7 @@ def test_a_float_executor_has_no_use_for_it(llama: Executor, trusted: Callable[[
 
 
 def test_it_is_used_unless_told_otherwise(
-    executors: Callable[[str], Executors], trusted: Callable[[str], Trusted]
+    executors: ExecutorFactory, trusted: Callable[[str], Trusted]
 ) -> None:
     for verify, rows in ((None, 2), ("always", 2), ("off", 0)):
         with executors("llama")[0].connect(verify=verify, **trusted("llama").options) as session:

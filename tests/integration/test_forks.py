@@ -23,7 +23,7 @@ from parity import load_local
 from raw_peers import SECONDS, Peer, eventually
 from ring_sessions import (
     MASKINGS,
-    Executors,
+    ExecutorFactory,
     assert_no_block_repeats,
     captured_requests,
     one_time,
@@ -82,7 +82,7 @@ def locked(*locks: Any) -> Iterator[None]:
 
 @pytest.mark.parametrize("masking", MASKINGS)
 def test_a_child_with_its_parents_process_id_sends_nothing(
-    masking: str, executors: Callable[[str], Executors], checkpoint: Callable[[str], Path]
+    masking: str, executors: ExecutorFactory, checkpoint: Callable[[str], Path]
 ) -> None:
     """And the parent goes on, with right answers under masks that nobody has seen."""
     expected = load_local(checkpoint("llama"))(IDS).logits
@@ -233,7 +233,7 @@ def test_a_child_keeps_no_connection_of_its_parent_alive(tls_dir: Path, threads:
             os.waitpid(child, 0)
 
 
-def test_a_forked_data_loader(executors: Callable[[str], Executors], tmp_path: Path) -> None:
+def test_a_forked_data_loader(executors: ExecutorFactory, tmp_path: Path) -> None:
     """Workers are children; training in the parent goes on."""
     from test_trainer import adapt, losses, trainer
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import RING, Executor, relative_error
 from parity import add_lora, load_local, loss_of, token_ids
-from ring_sessions import MASKINGS, Executors, session_in
+from ring_sessions import MASKINGS, ExecutorFactory, session_in
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
@@ -100,9 +100,7 @@ def test_on_floats(privacy: str, llama: Executor, local: dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def plain(
-    executors: Callable[[str], Executors], checkpoint: Callable[[str], Path]
-) -> dict[str, torch.Tensor]:
+def plain(executors: ExecutorFactory, checkpoint: Callable[[str], Path]) -> dict[str, torch.Tensor]:
     with session_in("plain", executors("llama"), checkpoint("llama")) as session:
         return results(session.load_model(progress=False))
 
@@ -114,7 +112,7 @@ def test_on_the_ring(plain: dict[str, torch.Tensor], local: dict[str, torch.Tens
 @pytest.mark.parametrize("masking", MASKINGS[1:])
 def test_every_mode_of_masks(
     masking: str,
-    executors: Callable[[str], Executors],
+    executors: ExecutorFactory,
     checkpoint: Callable[[str], Path],
     plain: dict[str, torch.Tensor],
 ) -> None:

@@ -17,7 +17,7 @@ from conftest import Executor
 from hypothesis import given
 from hypothesis import strategies as st
 from raw_peers import SECONDS
-from ring_sessions import Executors, one_time
+from ring_sessions import ExecutorFactory, one_time
 from transports import Start, TransportServers
 
 import tenant_sdk
@@ -175,7 +175,7 @@ def test_what_doctor_says_of_it() -> None:
         assert "3.5" in found.remedy
 
 
-def test_a_session_says_it_of_every_executor(executors: Callable[[str], Executors]) -> None:
+def test_a_session_says_it_of_every_executor(executors: ExecutorFactory) -> None:
     provider, source, _ = executors("llama")
     with one_time(provider, source) as session:
         stats = session.stats

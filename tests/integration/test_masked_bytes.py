@@ -18,7 +18,7 @@ import torch
 from conftest import Executor
 from intercepting_proxy import InterceptingProxy
 from parity import add_lora, gradients, token_ids
-from ring_sessions import Executors, captured_requests, one_time, products, seeds
+from ring_sessions import ExecutorFactory, captured_requests, one_time, products, seeds
 
 from shared.errors import NonFiniteError
 from shared.wire.header import Direction, Operation
@@ -56,9 +56,7 @@ def activations(kind: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD])
 @pytest.mark.parametrize("kind", ["zero", "equal", "like a model's"])
-def test_every_byte_is_uniform(
-    kind: str, direction: Direction, executors: Callable[[str], Executors]
-) -> None:
+def test_every_byte_is_uniform(kind: str, direction: Direction, executors: ExecutorFactory) -> None:
     """The 4 bytes of integers over 2.56 million each, and the 256 bytes of rows over 40,000."""
     provider, source, _ = executors("llama")
     rows = activations(kind)
@@ -86,7 +84,7 @@ def bits(one: bytes, other: bytes) -> float:
     return abs(float(np.bitwise_count(different).sum()) - count / 2) / (count / 4) ** 0.5
 
 
-def test_the_same_rows_twice_have_nothing_in_common(executors: Callable[[str], Executors]) -> None:
+def test_the_same_rows_twice_have_nothing_in_common(executors: ExecutorFactory) -> None:
     """Nor do different rows differ otherwise than the same ones: there is no telling."""
     provider, source, _ = executors("llama")
     rows, other = activations("like a model's"), activations("equal")
@@ -104,7 +102,7 @@ def test_the_same_rows_twice_have_nothing_in_common(executors: Callable[[str], E
         assert bits(difference, bytes(len(difference))) < SIGMAS
 
 
-def test_gradients_and_activations_of_a_step_are_uniform(executors: Callable[[str], Executors]) -> None:
+def test_gradients_and_activations_of_a_step_are_uniform(executors: ExecutorFactory) -> None:
     """All that a provider gets in training steps, fingerprints' challenges included."""
     provider, source, other = executors("llama")
     with captured_requests() as sent, one_time(provider, source, other) as session:
@@ -118,7 +116,7 @@ def test_gradients_and_activations_of_a_step_are_uniform(executors: Callable[[st
         assert bits(data, bytes(len(data))) < SIGMAS
 
 
-def test_who_gets_what(executors: Callable[[str], Executors]) -> None:
+def test_who_gets_what(executors: ExecutorFactory) -> None:
     """The provider gets no seed, a mask source nothing but seeds, and each its own."""
     provider, *sources = executors("llama")
     with captured_requests() as sent, one_time(provider, *sources) as session:
@@ -133,7 +131,7 @@ def test_who_gets_what(executors: Callable[[str], Executors]) -> None:
 
 
 def test_nothing_that_overflows_once_it_is_scaled_is_sent(
-    executors: Callable[[str], Executors], proxy: Callable[[Executor], InterceptingProxy]
+    executors: ExecutorFactory, proxy: Callable[[Executor], InterceptingProxy]
 ) -> None:
     """Gradients are multiplied by the scales first, which are as large as the weights are."""
     parties = []

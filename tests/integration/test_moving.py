@@ -20,7 +20,7 @@ from clocks import only_closing_ends_waits
 from conftest import RING, Executor
 from parity import add_lora, gradients, token_ids
 from raw_peers import SECONDS, eventually
-from ring_sessions import Executors, Sent, assert_no_block_repeats, captured_requests, one_time
+from ring_sessions import ExecutorFactory, Sent, assert_no_block_repeats, captured_requests, one_time
 
 import tenant_sdk
 from provider.config import ServeConfig
@@ -171,7 +171,7 @@ def test_both_leave_and_one_is_back(start: Start, reach: Callable[..., tenant_sd
 
 
 def test_of_masks_only_copies_travel(
-    start: Start, executors: Callable[[str], Executors], tls_dir: Path, token_file: tuple[Path, str]
+    start: Start, executors: ExecutorFactory, tls_dir: Path, token_file: tuple[Path, str]
 ) -> None:
     """Whoever breaks off, on both sides: what a replica is sent is what the other one was sent, or is new."""
     provider, source, _ = executors("llama")

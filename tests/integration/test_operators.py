@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 from parity import fixed_result, load_local, token_ids
-from ring_sessions import Executors
+from ring_sessions import ExecutorFactory
 
 import tenant_sdk
 from provider.config import ServeConfig
@@ -219,7 +219,7 @@ def connect(provider: Executor, *sources: str, **options: Any) -> tenant_sdk.Ses
 
 
 def test_another_operator_with_its_own_token_and_authority(
-    executors: Callable[[str], Executors],
+    executors: ExecutorFactory,
     elsewhere: Elsewhere,
     checkpoint: Callable[[str], Path],
     caplog: Any,
@@ -243,7 +243,7 @@ def test_another_operator_with_its_own_token_and_authority(
 
 
 def test_lists_of_tokens_and_authorities(
-    executors: Callable[[str], Executors], elsewhere: Elsewhere, checkpoint: Callable[[str], Path]
+    executors: ExecutorFactory, elsewhere: Elsewhere, checkpoint: Callable[[str], Path]
 ) -> None:
     """One for each source, also for those that need none."""
     with connect(
@@ -259,13 +259,13 @@ def test_lists_of_tokens_and_authorities(
 
 @pytest.mark.parametrize("option", ["mask_source_token", "mask_source_ca"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_lists_of_the_wrong_length(option: str, count: int, executors: Callable[[str], Executors]) -> None:
+def test_lists_of_the_wrong_length(option: str, count: int, executors: ExecutorFactory) -> None:
     provider, *others = executors("llama")
     with pytest.raises(ConfigurationError, match=f"{option}: give one for all"):
         connect(provider, *[other.url for other in others], **{option: ["x"] * count})
 
 
-def test_the_same_machine_is_refused(executors: Callable[[str], Executors], elsewhere: Elsewhere) -> None:
+def test_the_same_machine_is_refused(executors: ExecutorFactory, elsewhere: Elsewhere) -> None:
     provider, other, _ = executors("llama")
     with pytest.raises(ConfigurationError, match=r"allow_same=\['all'\]"):
         connect(provider, other.url, allow_same={"authority", "token"})
@@ -276,7 +276,7 @@ def test_the_same_machine_is_refused(executors: Callable[[str], Executors], else
 
 @pytest.mark.parametrize("privacy", ["one-time", "noise-bank"])
 def test_nothing_is_shared_by_default(
-    privacy: str, executors: Callable[[str], Executors], elsewhere: Elsewhere, tmp_path: Path
+    privacy: str, executors: ExecutorFactory, elsewhere: Elsewhere, tmp_path: Path
 ) -> None:
     """Neither token nor authority reach another operator unless somebody says so by name, and nobody is
     connected to before that is clear."""
@@ -342,16 +342,14 @@ def _signed_by_itself(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 @pytest.mark.parametrize("spelling", ["{}", "{}/", "wss://localhost:{port}"])
-def test_the_provider_itself_is_refused(spelling: str, executors: Callable[[str], Executors]) -> None:
+def test_the_provider_itself_is_refused(spelling: str, executors: ExecutorFactory) -> None:
     provider = executors("llama")[0]
     url = spelling.format(provider.url, port=provider.url.rpartition(":")[2])
     with pytest.raises(ConfigurationError, match="operators that do not collude"):
         connect(provider, url, allow_same={"authority", "token"})
 
 
-def test_two_sources_of_one_operator_are_refused(
-    executors: Callable[[str], Executors], elsewhere: Elsewhere
-) -> None:
+def test_two_sources_of_one_operator_are_refused(executors: ExecutorFactory, elsewhere: Elsewhere) -> None:
     """They add nothing to each other, which whoever names two does not expect."""
     url = elsewhere.provider.url
     with pytest.raises(ConfigurationError, match="operators that do not collude"):
@@ -370,7 +368,7 @@ def test_two_sources_of_one_operator_are_refused(
 def test_allowing_it_says_what_it_is_worth(
     same: bool,
     here: bool,
-    executors: Callable[[str], Executors],
+    executors: ExecutorFactory,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -386,7 +384,7 @@ def test_allowing_it_says_what_it_is_worth(
 
 
 def test_a_bank_from_the_provider_itself_says_so(
-    executors: Callable[[str], Executors], caplog: pytest.LogCaptureFixture
+    executors: ExecutorFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     provider = executors("llama")[0]
     for sources in ((), (provider.url,)):
@@ -397,7 +395,7 @@ def test_a_bank_from_the_provider_itself_says_so(
 
 
 def test_a_bank_from_elsewhere_does_not_accuse_the_provider(
-    executors: Callable[[str], Executors],
+    executors: ExecutorFactory,
     checkpoint: Callable[[str], Path],
     caplog: pytest.LogCaptureFixture,
 ) -> None:

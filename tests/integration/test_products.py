@@ -14,7 +14,7 @@ from conftest import Executor
 from intercepting_proxy import InterceptingProxy
 from parity import add_lora, gradients, token_ids
 from raw_peers import eventually, metric
-from ring_sessions import MASKINGS, Executors, captured_requests, one_time, session_in
+from ring_sessions import MASKINGS, ExecutorFactory, captured_requests, one_time, session_in
 from test_tampering import put
 
 from shared.errors import ConnectionLost, RequestRefused, VerificationError
@@ -38,7 +38,7 @@ WRONG: dict[str, tuple[Direction, int, list[tuple[int, ...]]]] = {
 
 @pytest.mark.parametrize("masking", MASKINGS)
 def test_rows_of_other_shapes_are_refused_before_anything_is_sent(
-    masking: str, executors: Callable[[str], Executors], checkpoint: Callable[[str], Path]
+    masking: str, executors: ExecutorFactory, checkpoint: Callable[[str], Path]
 ) -> None:
     """Or the executor would take the next request's bytes for theirs."""
     x = torch.ones((2, 64))
@@ -58,7 +58,7 @@ def test_rows_of_other_shapes_are_refused_before_anything_is_sent(
 
 
 def test_after_a_wrong_answer_nothing_that_was_under_way_is_used(
-    executors: Callable[[str], Executors], proxy: Callable[[Executor], InterceptingProxy]
+    executors: ExecutorFactory, proxy: Callable[[Executor], InterceptingProxy]
 ) -> None:
     provider, source, _ = executors("llama")
     middle = proxy(provider)
@@ -77,7 +77,7 @@ def test_after_a_wrong_answer_nothing_that_was_under_way_is_used(
 
 
 def test_products_under_way_when_another_is_found_wrong(
-    executors: Callable[[str], Executors], proxy: Callable[[Executor], InterceptingProxy]
+    executors: ExecutorFactory, proxy: Callable[[Executor], InterceptingProxy]
 ) -> None:
     provider, source, _ = executors("llama")
     middle = proxy(provider)
@@ -139,7 +139,7 @@ def test_an_error_keeps_no_rows_in_memory(llama: Executor, broken: bool) -> None
             gc.enable()
 
 
-def test_training_is_never_taken_for_a_prompt(executors: Callable[[str], Executors]) -> None:
+def test_training_is_never_taken_for_a_prompt(executors: ExecutorFactory) -> None:
     """Also below the first adapter, where nothing needs a gradient."""
     provider = executors("llama")[0]
     name = "symbiosis_reply_seconds_count"

@@ -20,7 +20,7 @@ from parity import add_lora, fixed_result, gradients, token_ids
 from raw_peers import SECONDS, eventually
 from ring_sessions import (
     MASKINGS,
-    Executors,
+    ExecutorFactory,
     Sent,
     assert_no_block_repeats,
     captured_requests,
@@ -91,7 +91,7 @@ def assert_only_copies_repeat(sent: list[Sent]) -> int:
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("masking", MASKINGS)
 def test_gradients_are_bitwise_those_of_an_undisturbed_session(
-    masking: str, executors: Callable[[str], Executors], checkpoint: Callable[[str], Path], proxy: Proxy
+    masking: str, executors: ExecutorFactory, checkpoint: Callable[[str], Path], proxy: Proxy
 ) -> None:
     """In every privacy mode, whoever breaks connections."""
     parties = executors("llama")
@@ -117,7 +117,7 @@ def test_gradients_are_bitwise_those_of_an_undisturbed_session(
 
 @pytest.mark.usefixtures("at_once")
 def test_who_breaks_connections_on_purpose_gets_copies_and_not_for_ever(
-    executors: Callable[[str], Executors], proxy: Proxy
+    executors: ExecutorFactory, proxy: Proxy
 ) -> None:
     """The same bytes each time, whatever they hide; then the session gives up, and a new product is new."""
     provider, source, _ = executors("llama")
@@ -142,7 +142,7 @@ def gone_through(session: tenant_sdk.Session, middle: InterceptingProxy) -> list
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("kind", ["whole", "pieces"])
 def test_a_wrong_answer_is_never_asked_for_again(
-    kind: str, executors: Callable[[str], Executors], proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    kind: str, executors: ExecutorFactory, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if an earlier attempt at the same piece was lost."""
     provider, source, _ = executors("llama")
@@ -171,7 +171,7 @@ def test_a_wrong_answer_is_never_asked_for_again(
 
 @pytest.mark.usefixtures("at_once")
 def test_pieces_of_which_some_are_lost(
-    executors: Callable[[str], Executors], proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    executors: ExecutorFactory, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     provider, source, _ = executors("llama")
     middle = proxy(provider)
@@ -192,7 +192,7 @@ def test_pieces_of_which_some_are_lost(
 
 @pytest.mark.usefixtures("at_once")
 def test_threads_that_share_a_session(
-    executors: Callable[[str], Executors], proxy: Proxy, threads: ThreadPoolExecutor
+    executors: ExecutorFactory, proxy: Proxy, threads: ThreadPoolExecutor
 ) -> None:
     """All of them lose what is under way, one of them connects again, and all go on."""
     provider, source, _ = executors("llama")
@@ -240,7 +240,7 @@ def test_downloads_go_on(
 
 
 def test_what_is_back_with_another_model_ends_it(
-    executors: Callable[[str], Executors], proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    executors: ExecutorFactory, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited = only_closing_ends_waits(monkeypatch)
     provider, source, _ = executors("llama")
@@ -277,7 +277,7 @@ def test_a_token_that_is_no_longer_good_ends_it(
 
 
 def test_closing_from_another_thread_ends_the_wait(
-    executors: Callable[[str], Executors],
+    executors: ExecutorFactory,
     proxy: Proxy,
     threads: ThreadPoolExecutor,
     caplog: pytest.LogCaptureFixture,
@@ -303,9 +303,7 @@ def test_closing_from_another_thread_ends_the_wait(
     assert "waiting up to 10 minutes" in caplog.text
 
 
-def test_a_child_waits_for_nobody(
-    executors: Callable[[str], Executors], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_waits_for_nobody(executors: ExecutorFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     waited = only_closing_ends_waits(monkeypatch)
     provider, source, _ = executors("llama")
     with one_time(provider, source, patience=600.0) as session:

@@ -16,7 +16,7 @@ from conftest import RING, Executor
 from intercepting_proxy import InterceptingProxy, Message
 from lanes import HeldLane, service_on
 from raw_peers import SECONDS, eventually, metric
-from ring_sessions import MASKINGS, Executors, captured_requests, one_time, products, session_in
+from ring_sessions import MASKINGS, ExecutorFactory, captured_requests, one_time, products, session_in
 from test_tampering import put
 from transports import TRANSPORTS, Start
 
@@ -64,7 +64,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Cut:
     return switch
 
 
-def test_on_one_machine_nothing_is_cut(executors: Callable[[str], Executors]) -> None:
+def test_on_one_machine_nothing_is_cut(executors: ExecutorFactory) -> None:
     with executors("llama")[0].connect() as session:
         assert session.executor.channel.piece_bytes == 0
 
@@ -94,7 +94,7 @@ def same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 def test_pieces_give_what_a_whole_request_gives(
     masking: str,
     pad_rows: int,
-    executors: Callable[[str], Executors],
+    executors: ExecutorFactory,
     checkpoint: Callable[[str], Path],
     cut: Cut,
 ) -> None:
@@ -160,7 +160,7 @@ def test_pieces_are_sent_before_anybody_waits(
 def test_a_wrong_answer_in_any_piece(
     number: int,
     direction: Direction,
-    executors: Callable[[str], Executors],
+    executors: ExecutorFactory,
     proxy: Callable[[Executor], InterceptingProxy],
     cut: Cut,
 ) -> None:
@@ -191,7 +191,7 @@ def test_a_wrong_answer_in_any_piece(
 @pytest.mark.parametrize("noticed", [False, True])
 def test_a_connection_that_dies_between_two_pieces(
     noticed: bool,
-    executors: Callable[[str], Executors],
+    executors: ExecutorFactory,
     proxy: Callable[[Executor], InterceptingProxy],
     cut: Cut,
     monkeypatch: pytest.MonkeyPatch,
@@ -228,7 +228,7 @@ def test_a_connection_that_dies_between_two_pieces(
 def test_effects_in_other_parts_than_pieces(
     direction: Direction,
     limit: int,
-    executors: Callable[[str], Executors],
+    executors: ExecutorFactory,
     cut: Cut,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -243,7 +243,7 @@ def test_effects_in_other_parts_than_pieces(
         assert session.stats.effect_requests - before == 2 * sum(-(-size // limit) for size in sizes)
 
 
-def test_effects_from_a_store_that_was_used_in_part(executors: Callable[[str], Executors], cut: Cut) -> None:
+def test_effects_from_a_store_that_was_used_in_part(executors: ExecutorFactory, cut: Cut) -> None:
     with one_time(*executors("llama"), mask_budget_mib=0) as session:
         expected = product(session, QKV)
         masks = session.products._masks  # type: ignore[attr-defined]
@@ -259,7 +259,7 @@ def test_effects_from_a_store_that_was_used_in_part(executors: Callable[[str], E
 
 
 def test_threads_that_send_pieces_at_once(
-    executors: Callable[[str], Executors], cut: Cut, threads: ThreadPoolExecutor
+    executors: ExecutorFactory, cut: Cut, threads: ThreadPoolExecutor
 ) -> None:
     provider, source, _ = executors("llama")
     with one_time(provider, source, mask_budget_mib=0) as session:
@@ -306,9 +306,7 @@ def test_pieces_over_the_quota_are_sent_again_as_they_were(
         assert same(got, product(session, QKV))
 
 
-def test_nothing_is_sent_of_rows_that_the_ring_cannot_hold(
-    executors: Callable[[str], Executors], cut: Cut
-) -> None:
+def test_nothing_is_sent_of_rows_that_the_ring_cannot_hold(executors: ExecutorFactory, cut: Cut) -> None:
     with executors("llama")[0].connect() as session:
         product(session, QKV)
         cut(True)
@@ -319,7 +317,7 @@ def test_nothing_is_sent_of_rows_that_the_ring_cannot_hold(
         assert not sent
 
 
-def test_rows_of_unusual_size_are_cut_like_others(executors: Callable[[str], Executors], cut: Cut) -> None:
+def test_rows_of_unusual_size_are_cut_like_others(executors: ExecutorFactory, cut: Cut) -> None:
     """They are hidden before anything is sent, because they might have been too large."""
     with one_time(*executors("llama")[:2], mask_budget_mib=0) as session:
         rows = floats(session, QKV)

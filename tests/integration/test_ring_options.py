@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Executor
-from ring_sessions import Executors, one_time
+from ring_sessions import ExecutorFactory, one_time
 
 import tenant_sdk
 from shared.errors import ConfigurationError
@@ -22,7 +22,7 @@ def connect(executor: Executor, **options: Any) -> tenant_sdk.Session:
     return tenant_sdk.connect(executor.url, token=executor.token, ca=executor.ca, **options)
 
 
-def test_one_time_is_the_default_and_names_the_choices(executors: Callable[[str], Executors]) -> None:
+def test_one_time_is_the_default_and_names_the_choices(executors: ExecutorFactory) -> None:
     with pytest.raises(ConfigurationError) as caught:
         connect(executors("llama")[0])
     for choice in ("mask_sources=['wss://", "local:FOLDER", "noise-bank", "plain"):
@@ -55,9 +55,7 @@ def test_one_time_is_the_default_and_names_the_choices(executors: Callable[[str]
         ({"fingerprint_key": "x"}, "fingerprints="),
     ],
 )
-def test_options_that_cannot_be(
-    options: dict[str, Any], message: str, executors: Callable[[str], Executors]
-) -> None:
+def test_options_that_cannot_be(options: dict[str, Any], message: str, executors: ExecutorFactory) -> None:
     """Refused before anybody is connected to."""
     defaults: dict[str, Any] = {"mask_sources": ["wss://127.0.0.1:1"]}
     if options.get("privacy") in ("plain", "noise-bank"):
@@ -83,14 +81,14 @@ def test_a_float_executor_cannot_do_it(
 @pytest.mark.parametrize("privacy", ["plain", "noise-bank"])
 @pytest.mark.parametrize("verify", ["always", "sampled"])
 def test_verification_without_masks_needs_fingerprints(
-    privacy: str, verify: str, executors: Callable[[str], Executors]
+    privacy: str, verify: str, executors: ExecutorFactory
 ) -> None:
     with pytest.raises(ConfigurationError, match=r"needs fingerprints.*fingerprint CHECKPOINT"):
         connect(executors("llama")[0], privacy=privacy, verify=verify)
 
 
 def test_a_bank_from_a_local_checkpoint_can_be_verified_with_it(
-    executors: Callable[[str], Executors], checkpoint: Callable[[str], Path]
+    executors: ExecutorFactory, checkpoint: Callable[[str], Path]
 ) -> None:
     local = f"local:{checkpoint('llama')}"
     with connect(
@@ -100,13 +98,13 @@ def test_a_bank_from_a_local_checkpoint_can_be_verified_with_it(
         assert session.stats.verified_rows == 2
 
 
-def test_bfloat16_on_the_wire_is_of_floats_alone(executors: Callable[[str], Executors]) -> None:
+def test_bfloat16_on_the_wire_is_of_floats_alone(executors: ExecutorFactory) -> None:
     with pytest.raises(ConfigurationError, match="takes int32 on the wire"):
         connect(executors("llama")[0], privacy="plain", wire_dtype="bfloat16")
 
 
 def test_a_refused_session_leaves_nothing_open(
-    executors: Callable[[str], Executors], checkpoint: Callable[[str], Path], tmp_path: Path
+    executors: ExecutorFactory, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """No connection and no thread, whatever was opened before the reason was found."""
     import gc
@@ -134,7 +132,7 @@ def test_a_refused_session_leaves_nothing_open(
     eventually(nothing_open)
 
 
-def test_padded_rows_change_nothing_but_their_number(executors: Callable[[str], Executors]) -> None:
+def test_padded_rows_change_nothing_but_their_number(executors: ExecutorFactory) -> None:
     provider, source, _ = executors("llama")
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     results, sent = [], []
@@ -148,6 +146,6 @@ def test_padded_rows_change_nothing_but_their_number(executors: Callable[[str], 
 
 
 @pytest.mark.parametrize("privacy", ["plain", "noise-bank"])
-def test_padding_would_show_other_modes_masks(privacy: str, executors: Callable[[str], Executors]) -> None:
+def test_padding_would_show_other_modes_masks(privacy: str, executors: ExecutorFactory) -> None:
     with pytest.raises(ConfigurationError, match="pad_rows"):
         connect(executors("llama")[0], privacy=privacy, pad_rows=8)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, RING, relative_error
 from parity import add_lora, fixed_result, gradients, load_local, token_ids, total_error, worst_error
-from ring_sessions import MASKINGS, Executors, one_time, session_in
+from ring_sessions import MASKINGS, ExecutorFactory, one_time, session_in
 from torch import nn
 
 from shared.wire.header import Direction
@@ -32,7 +32,6 @@ ONE_LAYER = {"ring": 2e-4, "ring-fine": 1e-5}[RING]  # between two sizes of one 
 
 Adapt = Callable[[nn.Module], nn.Module]
 Results = tuple[torch.Tensor, dict[str, torch.Tensor]]
-ExecutorFactory = Callable[[str], Executors]
 Folder = Callable[[str], Path]
 
 

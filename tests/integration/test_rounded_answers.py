@@ -12,7 +12,7 @@ import torch
 from conftest import RING, Executor
 from intercepting_proxy import Change, InterceptingProxy, Message
 from parity import add_lora, fixed_result, gradients, token_ids
-from ring_sessions import MASKINGS, Executors, captured_requests, one_time, products, session_in
+from ring_sessions import MASKINGS, ExecutorFactory, captured_requests, one_time, products, session_in
 
 import tenant_sdk
 from shared.errors import ConfigurationError, VerificationError
@@ -29,7 +29,7 @@ BITS = 16 if RINGS[RING] == 1 else 24
 
 @pytest.mark.parametrize("masking", MASKINGS)
 def test_results_are_near_those_of_exact_answers(
-    masking: str, executors: Callable[[str], Executors], checkpoint: Callable[[str], Path]
+    masking: str, executors: ExecutorFactory, checkpoint: Callable[[str], Path]
 ) -> None:
     """A layer's rounding is below 2e-3 of its result for layers this narrow, and layers follow each other."""
     folder, results = checkpoint("llama"), {}
@@ -43,7 +43,7 @@ def test_results_are_near_those_of_exact_answers(
         assert 0 < distance < 2e-2, name
 
 
-def test_answers_and_effects_have_half_the_bytes(executors: Callable[[str], Executors]) -> None:
+def test_answers_and_effects_have_half_the_bytes(executors: ExecutorFactory) -> None:
     received, sent = {}, {}
     for answers in ("exact", "half"):
         options = {"answers": answers, "mask_budget_mib": 0, "verify": "off"}
@@ -54,7 +54,7 @@ def test_answers_and_effects_have_half_the_bytes(executors: Callable[[str], Exec
     assert sent["half"] == sent["exact"]
 
 
-def test_auto_is_exact_on_this_machine(executors: Callable[[str], Executors]) -> None:
+def test_auto_is_exact_on_this_machine(executors: ExecutorFactory) -> None:
     """No network lies between."""
     results = {}
     for answers in ("exact", "auto"):
@@ -68,7 +68,7 @@ def test_auto_is_exact_on_this_machine(executors: Callable[[str], Executors]) ->
 def test_a_row_of_zeros_has_a_product_of_zeros(
     masking: str,
     direction: Direction,
-    executors: Callable[[str], Executors],
+    executors: ExecutorFactory,
     checkpoint: Callable[[str], Path],
 ) -> None:
     """Rounding adds a unit times the row's step, and such a row has none of its own: padding's gradients."""
@@ -123,7 +123,7 @@ WRONG: dict[str, Change] = {
 
 
 @pytest.fixture
-def step(executors: Callable[[str], Executors], proxy: Proxy) -> Any:
+def step(executors: ExecutorFactory, proxy: Proxy) -> Any:
     """See ``test_tampering``; of half answers."""
 
     def begin(who: str, **options: Any) -> tuple[tenant_sdk.Session, Any, InterceptingProxy]:
@@ -216,7 +216,7 @@ def test_a_wrong_answer_is_not_forgotten_if_nobody_answers_when_it_is_asked_for_
 
 @pytest.mark.parametrize("sources", [1, 2])
 def test_honest_rows_beyond_the_limit_are_asked_for_again(
-    sources: int, executors: Callable[[str], Executors], monkeypatch: pytest.MonkeyPatch
+    sources: int, executors: ExecutorFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once: what is asked for again tells of rows. Here every row is; else those of weights of low rank."""
     monkeypatch.setattr(rounded, "limit_of", lambda *_: -1.0)
@@ -269,7 +269,7 @@ def test_a_user_who_interrupts_what_is_owed_ends_the_session(
             fixed_result(model, token_ids())
 
 
-def test_the_same_bytes_are_sent_again(executors: Callable[[str], Executors]) -> None:
+def test_the_same_bytes_are_sent_again(executors: ExecutorFactory) -> None:
     """So the provider sees no second mask of a row."""
     with one_time(*executors("llama")[:2], answers="half", repeat_rate=1.0) as session:
         model = session.load_model(progress=False)
@@ -280,12 +280,12 @@ def test_the_same_bytes_are_sent_again(executors: Callable[[str], Executors]) ->
     assert len(bodies) == 2 * len(set(bodies))
 
 
-def test_plain_rows_cannot_carry_challenges(executors: Callable[[str], Executors]) -> None:
+def test_plain_rows_cannot_carry_challenges(executors: ExecutorFactory) -> None:
     with pytest.raises(ConfigurationError, match="secret numbers"):
         executors("llama")[0].connect(privacy="plain", answers="half", verify="always")
 
 
-def test_honest_rows_pass(executors: Callable[[str], Executors]) -> None:
+def test_honest_rows_pass(executors: ExecutorFactory) -> None:
     """Some ten thousand rows; one false alarm would end the session."""
     with one_time(*executors("llama")[:2], answers="half", repeat_rate=0.0) as session:
         model = add_lora(session.load_model(progress=False))

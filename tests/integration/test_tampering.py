@@ -18,7 +18,7 @@ from intercepting_proxy import Change, InterceptingProxy, Message
 from memory_sources import Entropy
 from parity import add_lora, fixed_result, gradients, loss_of, token_ids
 from raw_peers import SECONDS
-from ring_sessions import Executors, one_time, other_layers
+from ring_sessions import ExecutorFactory, one_time, other_layers
 from torch import nn
 
 import tenant_sdk
@@ -101,7 +101,7 @@ CHANGES: dict[str, Callable[[], Change]] = {
 
 @pytest.fixture
 def step(
-    executors: Callable[[str], Executors], proxy: Proxy
+    executors: ExecutorFactory, proxy: Proxy
 ) -> Callable[..., tuple[tenant_sdk.Session, nn.Module, InterceptingProxy, list[str]]]:
     """A session with a proxy before one of its executors, a model that has been through one honest
     training step, and everybody's URL: ``step("provider", verify="always")``."""
@@ -216,9 +216,7 @@ def test_no_gradient_is_made_of_a_wrong_answer(step: Any) -> None:
 
 
 @pytest.mark.parametrize("who", ["provider", "source"])
-def test_an_executor_that_lies_from_the_beginning(
-    who: str, executors: Callable[[str], Executors], proxy: Proxy
-) -> None:
+def test_an_executor_that_lies_from_the_beginning(who: str, executors: ExecutorFactory, proxy: Proxy) -> None:
     """Also while the fingerprints are made, and always in the same way."""
     parties = list(executors("llama")[:2])
     middle = proxy(parties[who == "source"])
@@ -286,9 +284,7 @@ def test_sampled_verification_notices_in_the_end(step: Any) -> None:
             go_on()
 
 
-def test_sampling_does_not_show_in_what_is_asked_for(
-    executors: Callable[[str], Executors], proxy: Proxy
-) -> None:
+def test_sampling_does_not_show_in_what_is_asked_for(executors: ExecutorFactory, proxy: Proxy) -> None:
     """If a fingerprint were made only when a request is to be checked, an executor could give wrong
     answers until it sees one made."""
     provider, source, _ = executors("llama")
@@ -306,7 +302,7 @@ def test_sampling_does_not_show_in_what_is_asked_for(
 @pytest.mark.parametrize("who", ["provider", "source"])
 @pytest.mark.parametrize("top", [False, True])
 def test_a_falsified_fingerprint_is_noticed_before_any_row_is_sent(
-    who: str, top: bool, executors: Callable[[str], Executors], proxy: Proxy
+    who: str, top: bool, executors: ExecutorFactory, proxy: Proxy
 ) -> None:
     """Else it would fit some of the tenant's rows and not others, and tell its author which."""
     parties = list(executors("llama")[:2])
@@ -333,7 +329,7 @@ def test_a_falsified_fingerprint_is_noticed_before_any_row_is_sent(
 
 
 def test_a_wrong_part_is_not_forgotten_when_a_later_one_fails(
-    executors: Callable[[str], Executors], proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    executors: ExecutorFactory, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An executor that could undo its lies by failing would have as many guesses as it likes."""
     provider, source, _ = executors("llama")
@@ -371,14 +367,14 @@ def stranger(
     return serve(path, numerics=RING), serve(path, numerics=RING)
 
 
-def test_a_source_of_other_weights_is_refused(executors: Callable[[str], Executors], stranger: Any) -> None:
+def test_a_source_of_other_weights_is_refused(executors: ExecutorFactory, stranger: Any) -> None:
     with pytest.raises(ModelMismatch, match="do not serve the same"):
         one_time(executors("llama")[0], stranger[0])
 
 
 @pytest.mark.parametrize("who", ["provider", "source"])
 def test_other_weights_under_a_false_name(
-    who: str, executors: Callable[[str], Executors], proxy: Proxy, stranger: Any
+    who: str, executors: ExecutorFactory, proxy: Proxy, stranger: Any
 ) -> None:
     """It claims the digest, the bounds and the scales of the others, and multiplies with its own weights."""
     honest = executors("llama")[0]
@@ -397,7 +393,7 @@ def halved(_: dict[str, Any], body: bytes) -> bytes:
 
 @pytest.mark.parametrize("sources", ["an executor", "local"])
 def test_wrong_scales_are_refused(
-    sources: str, executors: Callable[[str], Executors], proxy: Proxy, checkpoint: Callable[[str], Path]
+    sources: str, executors: ExecutorFactory, proxy: Proxy, checkpoint: Callable[[str], Path]
 ) -> None:
     """No product shows them, so they are compared."""
     provider, source, _ = executors("llama")
@@ -413,7 +409,7 @@ def test_wrong_scales_are_refused(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
 def test_impossible_scales_are_refused_in_every_mode(
-    value: float, executors: Callable[[str], Executors], proxy: Proxy
+    value: float, executors: ExecutorFactory, proxy: Proxy
 ) -> None:
     middle = proxy(executors("llama")[0])
     middle.scales = lambda _, body: np.full(len(body) // 4, value, np.float32).tobytes()
@@ -435,7 +431,7 @@ def with_bounds(factor: float) -> Callable[[dict[str, Any]], dict[str, Any]]:
 def test_wrong_bounds_are_refused(
     sources: str,
     factor: float,
-    executors: Callable[[str], Executors],
+    executors: ExecutorFactory,
     proxy: Proxy,
     checkpoint: Callable[[str], Path],
 ) -> None:
@@ -450,7 +446,7 @@ def test_wrong_bounds_are_refused(
         fixed_result(session.load_model(progress=False), token_ids())
 
 
-def test_overflow_under_wrong_bounds_is_noticed(executors: Callable[[str], Executors], proxy: Proxy) -> None:
+def test_overflow_under_wrong_bounds_is_noticed(executors: ExecutorFactory, proxy: Proxy) -> None:
     """Where nobody knows better, as when all executors claim the same, the check of products does."""
     parties = []
     for executor in executors("llama")[:2]:

@@ -18,7 +18,7 @@ from conftest import RING, Executor
 from intercepting_proxy import InterceptingProxy, Message
 from parity import add_lora, fixed_result, gradients, token_ids
 from raw_peers import SECONDS
-from ring_sessions import Executors, one_time
+from ring_sessions import ExecutorFactory, Executors, one_time
 from torch import nn
 
 import tenant_sdk
@@ -69,9 +69,7 @@ def session_of(
 
 
 @pytest.mark.parametrize("who", ["provider", "source"])
-def test_every_byte_that_is_used_is_checked(
-    who: str, executors: Callable[[str], Executors], proxy: Proxy
-) -> None:
+def test_every_byte_that_is_used_is_checked(who: str, executors: ExecutorFactory, proxy: Proxy) -> None:
     """In answers of a training step: of fingerprints, of their trials, and of the model's own."""
     parties = executors("llama")
     middle = proxy(parties[who == "source"])
@@ -101,7 +99,7 @@ def test_every_byte_that_is_used_is_checked(
 @pytest.mark.parametrize("who", ["provider", "source"])
 @pytest.mark.skipif(PLANES < 2, reason="there is no other plane")
 def test_the_other_plane_of_a_fingerprint_is_used_by_nobody(
-    who: str, executors: Callable[[str], Executors], proxy: Proxy
+    who: str, executors: ExecutorFactory, proxy: Proxy
 ) -> None:
     """All of it wrong: no error, and the same result and gradients, bit for bit."""
     parties = executors("llama")
@@ -128,9 +126,7 @@ def test_the_other_plane_of_a_fingerprint_is_used_by_nobody(
     assert all(torch.equal(got[name], tensor) for name, tensor in honest.items())
 
 
-def test_an_effect_fetched_ahead_is_checked_when_it_is_used(
-    executors: Callable[[str], Executors], proxy: Proxy
-) -> None:
+def test_an_effect_fetched_ahead_is_checked_when_it_is_used(executors: ExecutorFactory, proxy: Proxy) -> None:
     """And not before: what no request comes to need is thrown away unseen."""
     parties = executors("llama")
     middle = proxy(parties[1])
