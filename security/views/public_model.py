@@ -107,12 +107,12 @@ class PublicModel:
             )
         return tables[0]
 
-    def own_text(self, seed: int) -> torch.Tensor:
-        """Tokens [64, 32] that the model writes of itself: what is publicly known of frequencies."""
+    def own_text(self, seed: int, texts: int = 64, length: int = 32) -> torch.Tensor:
+        """Tokens [texts, length] that the model writes of itself: what is publicly known of frequencies."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            first = torch.full((64, 1), int(self.model.config.bos_token_id or 0))
-            limits = {"max_new_tokens": 32, "min_new_tokens": 32}
+            first = torch.full((texts, 1), int(self.model.config.bos_token_id or 0))
+            limits = {"max_new_tokens": length, "min_new_tokens": length}
             written = self.model.generate(
                 first,
                 attention_mask=torch.ones_like(first),
