@@ -29,7 +29,7 @@ from rich.table import Table
 from serving import replay
 
 from provider.planning.capacity import Tenants, plan
-from provider.planning.layout import WorkerLayout, lay_out, read_groups
+from provider.planning.layout import WorkerLayout, plan_layout, read_groups
 from provider.planning.options import NetworkLink, parse_network
 from provider.planning.simulation import CapacityForecast, Costs
 
@@ -128,7 +128,7 @@ def compare(
     """Forecasts and measurements of one model."""
     groups = read_groups(folder)
     with on(HERE):
-        layout = lay_out(groups, ["cpu"], numerics="ring", threads=1, processes=False)
+        layout = plan_layout(groups, ["cpu"], numerics="ring", threads=1, processes=False)
     found = []
     with serving(folder, work) as running:
         memory = pss_mib(running.pid)
@@ -222,7 +222,7 @@ def extrapolated(work: Path) -> list[dict[str, Any]]:
         groups = read_groups(folder)
         for stripes in (1, DEVICES):
             names = [f"cuda:{i}" for i in range(DEVICES)]
-            layout = lay_out(
+            layout = plan_layout(
                 groups, names, numerics="ring", stripes=stripes, assumed=ASSUMED, allow_misfit=True
             )
             for tenants in (1, 16):

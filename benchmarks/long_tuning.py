@@ -40,7 +40,7 @@ from tenant_sdk.sequences.planning import MemoryPlan, Place
 
 MEMORY, DISK, NOWHERE = Place.MEMORY, Place.DISK, Place.NOWHERE
 WINDOW = 1024
-WAYS: dict[str, MemoryPlan | None] = {
+PLANS: dict[str, MemoryPlan | None] = {
     "as is": None,
     "checkpointing, asked again": None,
     "checkpointing": None,
@@ -81,7 +81,7 @@ class Tuned:
             self.tuning.close()
             self.tuning = None
         self.model.gradient_checkpointing_disable()
-        plan = WAYS[way]
+        plan = PLANS[way]
         if plan is not None:
             self.tuning = tenant_sdk.long_tuning(self.model, 256, window=WINDOW)
             self.tuning.use(plan)
@@ -153,7 +153,7 @@ def main() -> None:
     """Measure and print."""
     parser = arguments(__doc__, rounds=3, output="out/long_tuning")
     parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 2048, 4096, 8192, 16384, 32768])
-    parser.add_argument("--ways", nargs="*", default=list(WAYS))
+    parser.add_argument("--ways", nargs="*", default=list(PLANS))
     parser.add_argument("--ratio-length", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--large", action="store_true", help="two layers of the shape of Llama 2 7B's")

@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter
 
 COLOURS = {"transformers": "#b0b0b0", "host": "#4878a8", "disk": "#e0a030", "half": "#609060"}
 LABELS = {"transformers": "transformers' cache", "half": "disk, half of the layers in memory"}
-WAYS = {
+PLAN_COLOURS = {
     "as is": "#b0b0b0",
     "checkpointing, asked again": "#d0a0a0",
     "chunks, checkpointing, disk": "#609060",
@@ -59,7 +59,7 @@ def _generation(time: plt.Axes, memory: plt.Axes, found: dict[str, Any]) -> None
 
 
 def _tuning(axis: plt.Axes, cases: list[dict[str, Any]]) -> None:
-    for way, colour in WAYS.items():
+    for way, colour in PLAN_COLOURS.items():
         points = sorted((case["length"], case["peak_mib"] / 1024) for case in cases if case["way"] == way)
         if points:
             axis.plot(*zip(*points, strict=True), "o-", color=colour, label=way)

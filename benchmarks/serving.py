@@ -48,7 +48,6 @@ from rich.table import Table
 
 console = Console(width=None if sys.stdout.isatty() else 150)
 HERE = Path(__file__).parent
-CORES = os.cpu_count() or 1
 Plan = dict[str, Any]
 
 

@@ -42,7 +42,7 @@ import matplotlib.pyplot as plt
 from provider.engine.latency import LatencyModel, Shape
 from provider.engine.scheduler import Opportunistic
 from provider.planning.capacity import PlacedLanes, pass_steps
-from provider.planning.layout import WorkerLayout, lay_out, read_groups
+from provider.planning.layout import WorkerLayout, plan_layout, read_groups
 from provider.planning.options import NetworkLink
 from provider.planning.simulation import CapacityForecast, Costs, Load, Product, Simulation, Step
 from provider.workers.planner import Device, place
@@ -237,9 +237,9 @@ def validate(path: Path, numerics: str) -> list[dict[str, Any]]:
         one, by_group, striped, *more = rates
         count = os.cpu_count() or 1
         names = ["cpu"] * count
-        alone = lay_out(groups, ["cpu"], numerics=numerics, threads=count, processes=False)
-        spread = lay_out(groups, names, numerics=numerics)
-        sharing = lay_out(groups, names, numerics=numerics, stripes=count)
+        alone = plan_layout(groups, ["cpu"], numerics=numerics, threads=count, processes=False)
+        spread = plan_layout(groups, names, numerics=numerics)
+        sharing = plan_layout(groups, names, numerics=numerics, stripes=count)
         request = max(1e-6, 1 / rates[one]["1 x 1"] - _one_row(alone))
         hop = max(1e-6, 1 / rates[by_group]["1 x 1"] - request - _one_row(spread))
         copied = _copies()

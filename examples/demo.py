@@ -46,7 +46,7 @@ from tenant_sdk.tuning.data import Reader
 from tenant_sdk.tuning.finetuning import TrainingCallbacks, TrainingReport, finetune
 from tenant_sdk.tuning.options import TrainingOptions
 from tenant_sdk.tuning.progress import TrainingStep
-from tenant_sdk.tuning.samples import Sample, answers, asked
+from tenant_sdk.tuning.samples import Sample, generate_answers, sample_prompts
 from tenant_sdk.tuning.sampling import ends_of
 
 HERE = Path(__file__).resolve().parent
@@ -231,9 +231,9 @@ def in_plain_transformers(options: Options, adapter: Path) -> list[str]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.task.model)
     ends = ends_of(model.generation_config, tokenizer)
     examples = Reader(tokenizer, TrainingOptions.sequence_length, ends=ends).read([options.task.held_out])
-    prompts, expected = zip(*asked(examples, options.task.settings["samples"]), strict=True)
+    prompts, expected = zip(*sample_prompts(examples, options.task.settings["samples"]), strict=True)
     adapted = peft.PeftModel.from_pretrained(model, str(adapter))
-    return answers(adapted, tokenizer, prompts, max(map(len, expected)) + 1)
+    return generate_answers(adapted, tokenizer, prompts, max(map(len, expected)) + 1)
 
 
 def right_fields(answered: Sequence[str], expected: Sequence[str]) -> float:

@@ -57,12 +57,12 @@ class Display:
         if done % 20 == 0:
             print(f"    {done} of {total}", flush=True)
 
-    def show_logs(self, logs: list[Path], lines: int = 30) -> None:
+    def show_logs(self, logs: list[Path]) -> None:
         """The ends of the executors' logs."""
         self.console.print("[bold red]the demo failed; the executors' last lines:[/]")
         for log in filter(Path.exists, logs):
             self.console.print(f"[bold]{escape(str(log))}[/]", soft_wrap=True)
-            self.console.print(escape("\n".join(log.read_text(errors="replace").splitlines()[-lines:])))
+            self.console.print(escape("\n".join(log.read_text(errors="replace").splitlines()[-30:])))
 
 
 def draw_losses(losses: list[float], held_out: dict[int, float], privacy: str, path: Path) -> None:

@@ -39,7 +39,7 @@ from provider.serve.certificates import DEFAULT_DAYS, DEFAULT_HOSTS, write_certi
 from provider.serve.listening import bound
 from provider.serve.preflight import check_inputs, check_outputs, check_world
 from provider.serve.tokens import OVERLAP_DAYS, TokenFile, check_tenant, shown
-from provider.workers.rank import look_after
+from provider.workers.rank import supervise
 from provider.workers.world import World
 from shared import imports
 from shared.command_line import CommandLine, escape_output, prints_version
@@ -199,7 +199,7 @@ def serve(config: ServeConfig) -> None:
         check_world(config)
         if world.rank:
             log.info("rank %d of %d: a worker", world.rank, world.size)
-            look_after(config.drain_seconds)
+            supervise(config.drain_seconds)
             return
     keep_freed_memory()
     # Whatever can be wrong is told before what takes seconds to import, or minutes to load.
@@ -217,11 +217,11 @@ def _show_layout(config: ServeConfig) -> None:
     """Print which worker would have what."""
     check_shapes(config.model_dir)
     log.info("loading torch, and measuring products")
-    with imports.at_once():
-        from provider.planning.layout import described, lay_out, read_groups
+    with imports.without_gc():
+        from provider.planning.layout import described, plan_layout, read_groups
         from provider.planning.tables import reasons, workers_table
 
-    layout = lay_out(
+    layout = plan_layout(
         read_groups(config.model_dir, serve_head=config.serve_head),
         config.worker_devices or [config.device],
         numerics=config.numerics,
@@ -258,10 +258,10 @@ def plan_capacity(options: PlanOptions) -> None:
     link, assumed = parse_network(options.network), parse_assumed(options.assume)
     check_shapes(options.model)
     _errors.print("loading torch, and measuring products", highlight=False)
-    with imports.at_once():
+    with imports.without_gc():
         from provider.planning.capacity import Tenants, plan
         from provider.planning.kept import kept_forecasts
-        from provider.planning.layout import described, lay_out, read_groups
+        from provider.planning.layout import described, plan_layout, read_groups
         from provider.planning.tables import (
             assumption,
             kept_table,
@@ -273,7 +273,7 @@ def plan_capacity(options: PlanOptions) -> None:
         )
         from shared.wire.header import EXACT, half_bits
 
-    layout = lay_out(
+    layout = plan_layout(
         read_groups(options.model),
         options.worker_devices,
         numerics=options.numerics,
@@ -289,11 +289,11 @@ def plan_capacity(options: PlanOptions) -> None:
         sources=options.mask_sources,
     )
     lanes, size = layout.lanes(), layout.itemsize
-    found = plan(lanes, layout.shapes, itemsize=size, link=link, tenants=tenants, groups=layout.asked)
+    found = plan(lanes, layout.shapes, itemsize=size, link=link, tenants=tenants, groups=layout.dense_groups)
     kept = kept_forecasts(
         lanes,
         layout.shapes,
-        layout.asked,
+        layout.dense_groups,
         itemsize=size,
         answer_bits=tenants.answer_bits,
         sources=tenants.sources,
@@ -325,7 +325,7 @@ def _serve(
 
     signal.signal(signal.SIGHUP, hung_up)
     log.info("loading torch")
-    with memory_errors(config.model_dir.name), imports.at_once():
+    with memory_errors(config.model_dir.name), imports.without_gc():
         from provider.serve.provider import Provider
     log.info("loading weights")
 

@@ -93,7 +93,7 @@ class InprocessSession:
                 self._on_answer(*self._next_answer())
                 raise BrokenPipeError(error.code) from error
             message = Incoming(parsed or Header(0, request_id=request_id_of(header)), None, error)
-        self._executor.service.engine.loop.call(lambda: self._session.answer(message))
+        self._executor.service.engine.loop.call_soon_threadsafe(lambda: self._session.answer(message))
         self._on_answer(*self._next_answer())
 
     def _next_answer(self) -> tuple[bytes, torch.Tensor]:
@@ -109,7 +109,7 @@ class InprocessSession:
         if self._open:
             self._open = False
             self._executor.service.metrics.connections.dec()
-            self._executor.service.engine.loop.call(self._session.close)
+            self._executor.service.engine.loop.call_soon_threadsafe(self._session.close)
 
     def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, taken: Callable[[], None]) -> None:
         if isinstance(blocks, bytes):

@@ -124,7 +124,7 @@ def run(options: AuditOptions) -> None:
     the other attacks proves nothing. 2: an error; nothing is known.
     """
     _check_writable(options.report)
-    with stage("loading"), imports.at_once():
+    with stage("loading"), imports.without_gc():
         import transformers
 
         transformers.logging.disable_progress_bar()
@@ -250,7 +250,7 @@ def attack(
         recorded = read_transcript(transcript, cut=cut)
         source = read_transcript(with_, digest=recorded.manifest.digest, cut=cut) if with_ else None
         check_served(recorded, model)
-    with stage("loading"), imports.at_once():
+    with stage("loading"), imports.without_gc():
         import transformers
 
         transformers.logging.disable_progress_bar()

@@ -161,8 +161,9 @@ def _shown(parts: Iterable[str | Argument], names: Names) -> str:
 class SymbiosisError(Exception):
     """Root of the tree. ``code`` is stable; ``retry_after`` is in seconds, None for "do not retry".
 
-    ``told`` is what it says, ``message`` the same with options as Python's arguments, and ``str`` with
-    options as ``show_options`` was told. With values or options, ``message`` is a template (see ``Message``).
+    ``structured_message`` is what it says, ``message`` the same with options as Python's arguments, and
+    ``str`` with options as ``show_options`` was told. With values or options, ``message`` is a template (see
+    ``Message``).
     """
 
     code: str = "error"
@@ -175,22 +176,22 @@ class SymbiosisError(Exception):
         self._names: Names = {}
 
     def __str__(self) -> str:
-        return self.told.shown(self._names)
+        return self.structured_message.shown(self._names)
 
     @property
-    def told(self) -> Message:
+    def structured_message(self) -> Message:
         """What it says; not made before it is asked for, since torch.compile follows what makes an error."""
         (message,) = self.args
         return message if isinstance(message, Message) else Message("{}", message)
 
-    @told.setter
-    def told(self, message: str) -> None:
+    @structured_message.setter
+    def structured_message(self, message: str) -> None:
         self.args = (message,)
 
     @property
     def message(self) -> str:
         """What it says to a program or a peer."""
-        return str(self.told)
+        return str(self.structured_message)
 
     def show_options(self, names: Names) -> None:
         """From now on ``str`` has these names of options; those that it was told before stay."""

@@ -27,8 +27,8 @@ from typing import Any
 from shared.encoded import path_text
 from shared.errors import CheckpointError, peer_text
 from shared.gguf_header import check_header
-from shared.interruption import Interrupted, interrupted
 from shared.ownership import check_own, check_tree
+from shared.time_limit import TimeLimitExceeded, time_limit
 
 log = logging.getLogger(__name__)
 
@@ -229,9 +229,9 @@ def _bounded(size: int, called: str) -> Iterator[None]:
     """
     seconds = _SECONDS + size * _SECONDS_OF_A_BYTE
     try:
-        with interrupted(seconds):
+        with time_limit(seconds):
             yield
-    except Interrupted as error:
+    except TimeLimitExceeded as error:
         raise CheckpointError(
             f"{called} takes more than {seconds:,.0f} s of a processor to read, and has {size:,} bytes: no "
             "known model does. Use the model's safetensors"

@@ -66,7 +66,7 @@ def lies_within(folder: Path, path: Path) -> bool:
     return path.is_relative_to(folder) or path.is_relative_to(blobs)
 
 
-def asked_of_hub(name: str | Path) -> HubId | None:
+def parse_hub_name(name: str | Path) -> HubId | None:
     """The model of a hub that a user names, or None: it is a folder. Nothing is asked.
 
     Raises:
@@ -90,10 +90,10 @@ def checkpoint_folder(name: str | Path) -> Path:
     A model of a hub is downloaded once, and a file is made into a folder once.
 
     Raises:
-        CheckpointError: see ``asked_of_hub`` and ``shared.gguf.folder_of``; the hub has no such model, or
+        CheckpointError: see ``parse_hub_name`` and ``shared.gguf.folder_of``; the hub has no such model, or
             none that can be used, or cannot be asked.
     """
-    wanted = asked_of_hub(name)
+    wanted = parse_hub_name(name)
     if wanted is None:
         return folder_of(Path(name)) if is_gguf(Path(name)) else Path(name)
     folder = _download(wanted)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def at_once() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """Import within the block without looking for garbage, of which torch and transformers leave none.
 
     Python would look through their million objects again and again, for a sixth of the time that the

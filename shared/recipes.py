@@ -22,7 +22,7 @@ import torch
 from shared import compat
 from shared.configuration import quantisation_of, without_loading
 from shared.errors import CheckpointError
-from shared.interruption import Interrupted, interrupted
+from shared.time_limit import TimeLimitExceeded, time_limit
 from shared.wire.header import DTYPE_CODES
 
 if TYPE_CHECKING:  # which takes seconds, and whoever serves what is stored as it is needs none of it
@@ -337,9 +337,9 @@ def bounded_build(called: str, tensors: int) -> Iterator[None]:
 
     hook = torch.nn.modules.module.register_module_module_registration_hook(count)
     try:
-        with interrupted(BUILD_SECONDS):
+        with time_limit(BUILD_SECONDS):
             yield
-    except Interrupted as error:
+    except TimeLimitExceeded as error:
         raise CheckpointError(
             f"{called} describes a model that takes more than {BUILD_SECONDS:.0f} s to build, "
             "without its weights; no known model does"

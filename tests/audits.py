@@ -48,7 +48,7 @@ def loaded(model: Path, numerics: str) -> BaseExecutor:
     return BaseExecutor(model, numerics=numerics, recorded=True)
 
 
-class Mortal(Engine):
+class CrashingEngine(Engine):
     """May stop answering."""
 
     paused = False
@@ -71,7 +71,7 @@ class Here(ExecutorProcess):
         # Named after the second and the process, of which this one has several in a second.
         name = f"{len(self._recordings())}.transcript"
         self.recording.path = self.recording.path.rename(self.recording.path.with_name(name))
-        self.engine = Mortal.of(base)
+        self.engine = CrashingEngine.of(base)
         self.server = Server(
             Service(base, self.engine, Metrics(), transcript=self.recording),
             context=server_context(self.folder / "tls"),
@@ -92,7 +92,7 @@ class Here(ExecutorProcess):
         """See Executor."""
         if self.server is not None:
             if self.engine.paused:  # it dies with requests under way
-                self.engine.loop.call(self._break)
+                self.engine.loop.call_soon_threadsafe(self._break)
             self.server.drain(2.0)
             self.recording.close()
             self.server = None

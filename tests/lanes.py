@@ -20,7 +20,7 @@ from provider.session.tenant import Service
 class HeldLane(ProcessLane):
     """Its products wait until the test lets them go; ``started`` counts them, ``busy`` is the first."""
 
-    here = False
+    inline = False
 
     def __init__(self, executor: BaseExecutor) -> None:
         super().__init__(executor)
@@ -58,7 +58,7 @@ class ShufflingLane(ProcessLane):
         parts: of requests that were multiplied in several.
     """
 
-    depth, here = 8, False
+    depth, inline = 8, False
 
     def __init__(self, executor: BaseExecutor, seed: int = 0) -> None:
         super().__init__(executor)

@@ -221,7 +221,7 @@ def main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     from shared import imports
 
-    with imports.at_once():
+    with imports.without_gc():
         for name in _IMPORTED:
             importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait for programs

@@ -217,7 +217,6 @@ def open_raw(
     token: str | None = None,
     subprotocol: str = SUBPROTOCOL,
     headers: tuple[str, ...] | None = None,
-    context: ssl.SSLContext | None = None,
 ) -> Peer:
     """A tenant that has done TLS and the websocket handshake, and nothing else."""
     if headers is None:
@@ -225,7 +224,7 @@ def open_raw(
             f"Sec-WebSocket-Protocol: {subprotocol}",
             f"Authorization: Bearer {token or executor.token}",
         )
-    sock = tls(executor, context)
+    sock = tls(executor)
     try:
         sock.sendall(upgrade_request(*headers))
         head, early = _read_head(sock)

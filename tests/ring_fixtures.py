@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 from conftest import RING, Executor
-from middleman import Middleman, between
-from ring_sessions import Trio
+from intercepting_proxy import InterceptingProxy, intercepted
+from ring_sessions import ExecutorFactory, Executors
 
 
 @pytest.fixture(scope="session")
-def trio(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> Callable[[str], Trio]:
-    """A provider and two mask sources of a tiny model: ``trio("llama")``; made once."""
-    made: dict[str, Trio] = {}
+def executors(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> ExecutorFactory:
+    """A provider and two mask sources of a tiny model: ``executors("llama")``; made once."""
+    made: dict[str, Executors] = {}
 
-    def get(architecture: str) -> Trio:
+    def get(architecture: str) -> Executors:
         if architecture not in made:
             folder = checkpoint(architecture)
             made[architecture] = tuple(serve(folder, numerics=RING) for _ in range(3))  # type: ignore[assignment]
@@ -38,7 +38,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture
-def proxy(tls_dir: Path) -> Iterator[Callable[[Executor], Middleman]]:
-    """A middleman before an executor: ``proxy(executor)``."""
+def proxy(tls_dir: Path) -> Iterator[Callable[[Executor], InterceptingProxy]]:
+    """A proxy before an executor: ``proxy(executor)``."""
     with ExitStack() as stack:
-        yield lambda behind: stack.enter_context(between(behind, tls_dir))
+        yield lambda upstream: stack.enter_context(intercepted(upstream, tls_dir))

@@ -17,8 +17,9 @@ from shared.wire.websocket import tensor_bytes
 from tenant_sdk.connection.channel import Channel, Pending
 from tenant_sdk.trust.attestation import linear_layers
 
-Trio = tuple[Executor, Executor, Executor]  # a provider and two mask sources of the same weights
-WAYS = ("plain", "noise-bank", "one source", "two sources", "local")
+Executors = tuple[Executor, Executor, Executor]  # a provider and two mask sources of the same weights
+ExecutorFactory = Callable[[str], Executors]  # by the name of a tiny model
+MASKINGS = ("plain", "noise-bank", "one source", "two sources", "local")
 
 
 def one_time(provider: Executor, *sources: Executor | Path, **options: Any) -> tenant_sdk.Session:
@@ -29,17 +30,17 @@ def one_time(provider: Executor, *sources: Executor | Path, **options: Any) -> t
     )
 
 
-def session_in(way: str, trio: Trio, folder: Path, **options: Any) -> tenant_sdk.Session:
-    """A session in one of WAYS."""
-    provider, first, second = trio
+def session_in(masking: str, executors: Executors, folder: Path, **options: Any) -> tenant_sdk.Session:
+    """A session in one of MASKINGS."""
+    provider, first, second = executors
     sources: dict[str, tuple[Executor | Path, ...]] = {
         "one source": (first,),
         "two sources": (first, second),
         "local": (folder,),
     }
-    if way in sources:
-        return one_time(provider, *sources[way], **options)
-    return provider.connect(privacy=way, **options)
+    if masking in sources:
+        return one_time(provider, *sources[masking], **options)
+    return provider.connect(privacy=masking, **options)
 
 
 def other_layers(folder: Path) -> None:
@@ -62,7 +63,7 @@ class Sent(NamedTuple):
 
 
 @contextmanager
-def taken_down() -> Iterator[list[Sent]]:
+def captured_requests() -> Iterator[list[Sent]]:
     """Every message of every channel while the block lasts, before TLS."""
     sent: list[Sent] = []
     submit = Channel.submit

@@ -15,7 +15,7 @@ import pytest
 import torch
 from raw_colocated import memories, ones_product
 from raw_peers import eventually
-from transports import Everywhere, Start
+from transports import Start, TransportServers
 
 from provider.executor.base import BaseExecutor
 from provider.inprocess import InprocessExecutor
@@ -30,7 +30,7 @@ from shared.wire.messages import Limits
 @pytest.fixture(scope="module")
 def everywhere(tls_dir: Path, token_file: tuple[Path, str]) -> Iterator[Start]:
     """Start one: ``everywhere(folder, numerics=...)``."""
-    started: list[Everywhere] = []
+    started: list[TransportServers] = []
 
     def start(
         folder: Path,
@@ -40,7 +40,7 @@ def everywhere(tls_dir: Path, token_file: tuple[Path, str]) -> Iterator[Start]:
         memory_bytes: int = 1 << 30,
         max_connections: int = 256,
         **options: Any,
-    ) -> Everywhere:
+    ) -> TransportServers:
         made = service(BaseExecutor(folder, limits=limits, **{"numerics": "float32", **options}))
         tokens = TokenFile(token_file[0])
         server = Server(
@@ -61,7 +61,7 @@ def everywhere(tls_dir: Path, token_file: tuple[Path, str]) -> Iterator[Start]:
         )
         inprocess = InprocessExecutor(made, tokens)
         started.append(
-            Everywhere(made, server, local, inprocess, token_file[1], tls_dir / "ca.pem", directory)
+            TransportServers(made, server, local, inprocess, token_file[1], tls_dir / "ca.pem", directory)
         )
         return started[-1]
 
@@ -72,12 +72,12 @@ def everywhere(tls_dir: Path, token_file: tuple[Path, str]) -> Iterator[Start]:
 
 
 @pytest.fixture(scope="module")
-def one(everywhere: Start, checkpoint: Callable[[str], Path]) -> Everywhere:
+def one(everywhere: Start, checkpoint: Callable[[str], Path]) -> TransportServers:
     return everywhere(checkpoint("llama"))
 
 
 @pytest.fixture
-def all_well(one: Everywhere) -> Iterator[None]:
+def all_well(one: TransportServers) -> Iterator[None]:
     """After every test here another tenant's session gets its answer, and nothing is left."""
     with one.connect("colocated") as witness:
         expected = ones_product(witness)

@@ -18,7 +18,7 @@ TRANSPORTS = ("tls", "colocated", "inprocess")
 
 
 @dataclass(frozen=True)
-class Everywhere:
+class TransportServers:
     """An executor that can be reached in every way."""
 
     service: Service
@@ -57,4 +57,4 @@ class Everywhere:
         return self.server.drain(10.0)
 
 
-Start = Callable[..., Everywhere]
+Start = Callable[..., TransportServers]

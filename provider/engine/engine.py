@@ -124,7 +124,7 @@ class Engine:
         self._deferred: deque[Callable[[], None]] = deque()
         self._next_group: int | None = None  # to read ahead
         for lane in self._lanes:
-            lane.attach(self.loop, lambda: self.loop.call(_nothing))  # which decides anew
+            lane.attach(self.loop, lambda: self.loop.call_soon_threadsafe(_nothing))  # which decides anew
 
     def _make_loop(self) -> Loop:
         """What a simulation replaces."""
@@ -189,7 +189,7 @@ class Engine:
             else:
                 future.set_result(done)
 
-        self.loop.call(lambda: self.submit(tenant, session, header, payload, completed))
+        self.loop.call_soon_threadsafe(lambda: self.submit(tenant, session, header, payload, completed))
         return future
 
     def session_ended(self, tenant: str, session: Hashable) -> None:
@@ -295,7 +295,7 @@ class Engine:
         expected = self._latency.seconds(key.group, key.direction, key.members, count)
         # Rows are made of a payload as a whole, which what is expected of a part of them leaves out.
         whole = all(r.request.blocks is not None or r.stop - r.start == r.request.header.rows for r in rows)
-        if lane.here and whole and expected <= INLINE_SECONDS:
+        if lane.inline and whole and expected <= INLINE_SECONDS:
             try:
                 multiplied = lane.multiply(rows)
             except Exception as error:
@@ -305,7 +305,9 @@ class Engine:
         self._under_way[number] += 1
         future = lane.start(rows)
         future.add_done_callback(
-            lambda future: self.loop.call(partial(self._arrived, number, batch, started, future))
+            lambda future: self.loop.call_soon_threadsafe(
+                partial(self._arrived, number, batch, started, future)
+            )
         )
 
     def _arrived(self, number: int, batch: Batch, started: float, future: Future[BatchResult]) -> None:

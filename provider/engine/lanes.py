@@ -61,10 +61,10 @@ class Lane(Protocol):
     """Multiplies batches, several at a time if it can; nothing above knows where.
 
     Attributes:
-        here: ``multiply`` may be called, and runs on this process's processors.
+        inline: ``multiply`` may be called, and runs on this process's processors.
     """
 
-    here: bool
+    inline: bool
 
     @property
     def depth(self) -> int:
@@ -98,7 +98,7 @@ class ProcessLane:
         executor: of the groups of this lane.
     """
 
-    depth, here = 1, True
+    depth, inline = 1, True
 
     def __init__(self, executor: GroupExecutor) -> None:
         self._executor = executor

@@ -38,7 +38,7 @@ class LoopTask(Protocol):
 class Loop:
     """Runs callbacks in a thread of its own, which starts with the first of them and never ends by itself.
 
-    Everything but ``call`` is for that thread alone.
+    Everything but ``call_soon_threadsafe`` is for that thread alone.
 
     Args:
         task: asked after each round of callbacks.
@@ -62,7 +62,7 @@ class Loop:
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
 
-    def call(self, what: Callable[[], None]) -> None:
+    def call_soon_threadsafe(self, callback: Callable[[], None]) -> None:
         """Have the loop's thread do this soon; from any thread.
 
         Raises:
@@ -70,7 +70,7 @@ class Loop:
         """
         if self._thread is None:
             self._start()
-        self._calls.append(what)
+        self._calls.append(callback)
         if self._asleep:
             try:
                 self._wake.send(b"x")
@@ -83,8 +83,8 @@ class Loop:
             self._end()
             self._let_go()
             return
-        self.call(last)
-        self.call(self._end)
+        self.call_soon_threadsafe(last)
+        self.call_soon_threadsafe(self._end)
         if self._thread is not threading.current_thread():
             self._thread.join(10.0)
 
@@ -93,33 +93,33 @@ class Loop:
         """Whether it has ended: what it was called for and has not done it never does."""
         return self._closed
 
-    def watch(self, descriptor: int, handler: Callable[[int], None], what: int = READ) -> None:
+    def register(self, descriptor: int, handler: Callable[[int], None], events: int = READ) -> None:
         """Call this when a descriptor is ready, with what for, again and again until it is forgotten."""
-        self._epoll.register(descriptor, what)
+        self._epoll.register(descriptor, events)
         self._handlers[descriptor] = handler
 
-    def change(self, descriptor: int, what: int) -> None:
+    def modify(self, descriptor: int, events: int) -> None:
         """Wait for something else; for nothing but an error with 0."""
-        self._epoll.modify(descriptor, what)
+        self._epoll.modify(descriptor, events)
 
-    def forget(self, descriptor: int) -> None:
+    def unregister(self, descriptor: int) -> None:
         """Wait for it no more; before it is closed."""
         if self._handlers.pop(descriptor, None) is not None:
             self._epoll.unregister(descriptor)
 
-    def later(self, seconds: float, what: Callable[[], None]) -> None:
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
         """Call this once, after some time."""
-        heapq.heappush(self._timers, (self._clock() + seconds, next(self._number), what))
+        heapq.heappush(self._timers, (self._clock() + seconds, next(self._number), callback))
 
-    def later_if_kept(self, seconds: float, method: Callable[[], None]) -> None:
-        """``later`` for a method, unless its object is gone by then: nothing is kept for a timer alone."""
+    def call_later_weak(self, seconds: float, method: Callable[[], None]) -> None:
+        """``call_later`` for a method, unless its object is gone by then: no timer keeps anything."""
         kept = weakref.WeakMethod(method)
 
         def call() -> None:
             if (still := kept()) is not None:
                 still()
 
-        self.later(seconds, call)
+        self.call_later(seconds, call)
 
     def spent(self, owner: str) -> float:
         """Seconds of this round that were noted for an owner, such as a tenant with many connections."""
@@ -180,7 +180,7 @@ class Loop:
         return bool(self._calls or self._epoll.poll(0, 1))
 
     def _handle(self, ready: list[tuple[int, int]]) -> None:
-        for descriptor, what in ready:
+        for descriptor, events in ready:
             if descriptor == self._woken.fileno():
                 try:
                     self._woken.recv(4096)
@@ -190,15 +190,15 @@ class Loop:
             handler = self._handlers.get(descriptor)  # an earlier one may have forgotten it
             try:
                 if handler is not None:
-                    handler(what)
+                    handler(events)
             except Exception:
                 log.exception("the executor's loop goes on after a fault")
 
     @staticmethod
-    def _guarded(what: Callable[[], float | None]) -> float | None:
+    def _guarded(callback: Callable[[], float | None]) -> float | None:
         """Nobody's fault may end the loop."""
         try:
-            return what()
+            return callback()
         except Exception:
             log.exception("the executor's loop goes on after a fault")
             return None

@@ -17,6 +17,7 @@ from provider.engine.latency import LatencyModel
 from provider.executor.tiles import TILE, tile_of
 from shared.wire.header import Direction, RequestClass
 
+LOCKSTEP_SECONDS = 1.0  # a tenant that does not ask for so long is no longer active, in lockstep
 ACTIVE_SECONDS = 0.25  # a tenant that asked this recently is expected to ask again
 QUIET_SECONDS = 0.25  # after the last decode, fine-tuning need not make room for the next
 # No product is longer while nobody decodes: whoever comes next must not wait for ever. Shorter ones, which
@@ -152,14 +153,11 @@ class Lockstep(Unbatched):
     """Wait until every active tenant asks, then multiply all that share the oldest request's key.
 
     What batching costs without opportunism (Symbiosis §4.5): the slowest tenant sets the pace.
-
-    Args:
-        patience: seconds after which a tenant that does not ask is no longer active.
     """
 
-    def __init__(self, patience: float = 1.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._active = _Active(patience)
+        self._active = _Active(LOCKSTEP_SECONDS)
 
     def add(self, work: QueuedRequest, now: float) -> None:
         """See Policy."""

@@ -15,12 +15,12 @@ class Periodic:
 
     Args:
         seconds: the interval; 3600: on the hour, UTC.
-        what: is called; an error is logged, and it is called again the next time.
+        callback: is called; an error is logged, and it is called again the next time.
         name: of the thread.
     """
 
-    def __init__(self, seconds: float, what: Callable[[], None], name: str) -> None:
-        self._seconds, self._what = seconds, what
+    def __init__(self, seconds: float, callback: Callable[[], None], name: str) -> None:
+        self._seconds, self._callback = seconds, callback
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -33,6 +33,6 @@ class Periodic:
     def _run(self) -> None:
         while not self._stop.wait(self._seconds - time.time() % self._seconds):
             try:
-                self._what()
+                self._callback()
             except Exception:
                 log.exception("%s goes on after a fault", threading.current_thread().name)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from provider.planning.capacity import COSTS, PlacedLanes
-from provider.planning.simulation import Costs
 from shared.kept_groups import KeptGroup, choose_groups
 from shared.wire.header import EXACT, Direction
 from shared.wire.protocol import GroupShape
@@ -46,7 +45,6 @@ def kept_forecasts(
     itemsize: int,
     answer_bits: int = EXACT,
     sources: int = 0,
-    costs: Costs = COSTS,
 ) -> list[KeptForecast]:
     """A lone tenant with budgets of ``SHARES`` of the weights, by network.
 
@@ -59,7 +57,6 @@ def kept_forecasts(
         itemsize: bytes of one number on the network.
         answer_bits: that the tenant asks for.
         sources: mask sources whose effects it downloads.
-        costs: of requests.
     """
 
     def moved(at: int, directions: Sequence[Direction]) -> float:
@@ -70,8 +67,8 @@ def kept_forecasts(
     here = [size / TENANT_BYTES_PER_SECOND for size in sizes]
     forward = [moved(at, (Direction.FORWARD,)) for at in groups]
     both = [moved(at, (Direction.FORWARD, Direction.BACKWARD)) for at in groups]
-    software = costs.request_seconds + costs.tenant_seconds
-    per_byte = costs.byte_seconds + costs.tenant_byte_seconds
+    software = COSTS.request_seconds + COSTS.tenant_seconds
+    per_byte = COSTS.byte_seconds + COSTS.tenant_byte_seconds
     found = []
     for gigabits in GIGABITS:
         each = 8 / (gigabits * 1e9) + per_byte

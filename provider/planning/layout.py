@@ -50,7 +50,7 @@ class WorkerLayout:
     processes: bool
 
     @property
-    def asked(self) -> list[int]:
+    def dense_groups(self) -> list[int]:
         """The groups that every row passes: all but experts, of which a token goes to few."""
         return [at for at, group in enumerate(self.groups) if group.members[0].expert is None]
 
@@ -113,7 +113,7 @@ def read_groups(model: Path, *, serve_head: bool = False) -> list[GroupInfo]:
     return groups_of_architecture(folder, serve_head=serve_head)
 
 
-def lay_out(
+def plan_layout(
     groups: Sequence[GroupInfo],
     names: Sequence[str],
     *,
@@ -156,7 +156,7 @@ def lay_out(
     except ConfigurationError as error:
         if not allow_misfit:
             raise
-        misfit = error.told
+        misfit = error.structured_message
         roomy: list[Device] = [replace(device, memory=float("inf")) for device in devices]
         placement = place(shapes, roomy, weight_bytes=weight_bytes, stripes=stripes)
     by_name = {each.name: each for each in found}

@@ -179,8 +179,8 @@ class ColocatedConnection(Connection):
     def start(self, loop: Loop, ended: Callable[[], None]) -> None:
         """See Connection."""
         super().start(loop, ended)
-        loop.watch(self._socket_fd, self._guard(self._read_socket))
-        loop.later(FIRST_MESSAGE_MILLISECONDS / 1000, self._guard(self._look_for_greeting))
+        loop.register(self._socket_fd, self._guard(self._read_socket))
+        loop.call_later(FIRST_MESSAGE_MILLISECONDS / 1000, self._guard(self._look_for_greeting))
         self._guard(self._read_socket)(0)  # there may be a message that the descriptor does not tell of
 
     def drain(self) -> None:
@@ -215,7 +215,7 @@ class ColocatedConnection(Connection):
             if not self._greeted:
                 self._greeted = True
                 self._remove_files()  # nobody else comes in, and nothing is left behind
-                self._loop.watch(self._requests, self._guard(self._read_requests))
+                self._loop.register(self._requests, self._guard(self._read_requests))
                 self._reading = True
             if data == END:
                 self._end()
@@ -226,7 +226,7 @@ class ColocatedConnection(Connection):
             else:
                 self._memory.grow(MEMORY.unpack(data)[1])
                 self._write(MEMORY.pack(MEMORY_BYTE, self._memory.size))
-        self._loop.call(self._guard(self._read_socket))  # others first
+        self._loop.call_soon_threadsafe(self._guard(self._read_socket))  # others first
 
     def _read_requests(self) -> None:
         """What comes through the pipe: the preambles of requests whose rows are in memory."""
@@ -239,8 +239,8 @@ class ColocatedConnection(Connection):
                 if self._ending:
                     self._end()
                     return
-                self._loop.forget(self._requests)  # END comes by another way, and may be behind
-                self._loop.later(LINGER_MILLISECONDS / 1000, partial(self._broke, EOFError()))
+                self._loop.unregister(self._requests)  # END comes by another way, and may be behind
+                self._loop.call_later(LINGER_MILLISECONDS / 1000, partial(self._broke, EOFError()))
                 return
             if self._ending:
                 continue
@@ -249,7 +249,7 @@ class ColocatedConnection(Connection):
                 return
             if self._session.in_flight >= self._max_in_flight:
                 self._reading = False
-                self._loop.change(self._requests, 0)
+                self._loop.modify(self._requests, 0)
                 return
 
     def _finish(self) -> None:
@@ -265,14 +265,14 @@ class ColocatedConnection(Connection):
             self._write(END)
         except OSError:
             pass  # the peer may be gone
-        self._loop.later(LINGER_MILLISECONDS / 1000, self._end)
+        self._loop.call_later(LINGER_MILLISECONDS / 1000, self._end)
 
     def _refused(self, error: WireError) -> None:
         self._say_end()
 
     def _release(self) -> None:
         for descriptor in (self._socket_fd, self._requests):
-            self._loop.forget(descriptor)
+            self._loop.unregister(descriptor)
         self._made.close()
 
     def _incoming(self, data: bytes) -> Incoming:
@@ -331,17 +331,19 @@ class ColocatedConnection(Connection):
         if self._draining:
             self._finish()
         elif self._session.in_flight == self._max_in_flight - 1:
-            self._loop.call(self._guard(self._read_socket))
+            self._loop.call_soon_threadsafe(self._guard(self._read_socket))
             if not self._reading and self._greeted:
                 self._reading = True
-                self._loop.change(self._requests, READ)
+                self._loop.modify(self._requests, READ)
 
     def _write(self, data: bytes) -> None:
         try:
             self._socket.send(data, zmq.NOBLOCK)
         except zmq.ZMQError as error:  # it has gone, or has twice as much in flight as it may, unread
             raise BrokenPipeError(str(error)) from error
-        self._loop.call(self._guard(self._read_socket))  # sending takes what its descriptor would tell
+        self._loop.call_soon_threadsafe(
+            self._guard(self._read_socket)
+        )  # sending takes what its descriptor would tell
 
 
 class ColocatedServer:
@@ -446,7 +448,7 @@ class ColocatedServer:
                 "overloaded", "as many sessions as the executor allows", _RETRY_SECONDS, counted=True
             )
         opened = connection.opened()  # before it may end
-        self._connections.loop.call(partial(self._connections.start, connection))
+        self._connections.loop.call_soon_threadsafe(partial(self._connections.start, connection))
         return [OPENED, encode(opened)]
 
     def _refuse(

@@ -180,7 +180,7 @@ class Connections:
         if self.draining:
             connection.drain()
         elif self._limits.seconds:
-            self.loop.later_if_kept(self._limits.seconds * self._chance(*JITTER), connection.drain)
+            self.loop.call_later_weak(self._limits.seconds * self._chance(*JITTER), connection.drain)
 
     def _ended(self, connection: Connection) -> None:
         self.metrics.connected(-1)
@@ -200,12 +200,12 @@ class Connections:
             return
         for connection in there:
             if (connection.tenant, connection.token) not in valid:
-                self.loop.call(connection.revoke)
+                self.loop.call_soon_threadsafe(connection.revoke)
 
     def drain(self, seconds: float) -> bool:
         """Let every connection answer what has arrived; whether all ended in time."""
         self.draining = True
-        self.loop.call(self._drain_open)
+        self.loop.call_soon_threadsafe(self._drain_open)
         with self._changed:
             return self._changed.wait_for(lambda: not (self._open or self._reserved), seconds)
 

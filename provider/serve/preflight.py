@@ -16,7 +16,7 @@ from shared.command_line import check_model_folder
 from shared.configuration import check_quantisation
 from shared.errors import Argument, ConfigurationError
 from shared.gguf import check_gguf, is_gguf
-from shared.hub import asked_of_hub
+from shared.hub import parse_hub_name
 
 
 def check_inputs(config: ServeConfig, now: datetime.datetime) -> None:
@@ -29,7 +29,7 @@ def check_inputs(config: ServeConfig, now: datetime.datetime) -> None:
         check_ray()
     if is_gguf(config.model_dir):
         check_gguf(config.model_dir)
-    elif asked_of_hub(config.model_dir) is None:
+    elif parse_hub_name(config.model_dir) is None:
         check_model_folder(config.model_dir)
         check_quantisation(config.model_dir)
     if not config.dev:

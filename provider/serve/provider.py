@@ -237,7 +237,7 @@ class Provider:
             return True  # loading, which has no loop
         turned = threading.Event()
         try:
-            self._service.engine.loop.call(turned.set)
+            self._service.engine.loop.call_soon_threadsafe(turned.set)
         except RuntimeError:  # no thread to be had
             return False
         return turned.wait(ALIVE_SECONDS)

@@ -123,7 +123,7 @@ class Acceptor:
             if connection is None:
                 self._connections.release()
             else:
-                self._connections.loop.call(partial(self._connections.start, connection))
+                self._connections.loop.call_soon_threadsafe(partial(self._connections.start, connection))
         except BaseException:
             self._connections.metrics.handshake_failed("internal")
             log.exception("a handshake failed")

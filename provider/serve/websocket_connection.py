@@ -111,8 +111,8 @@ class WebsocketConnection(Connection):
         """See Connection."""
         super().start(loop, ended)
         self._sock.setblocking(False)
-        loop.watch(self._descriptor, self._ready)
-        loop.later_if_kept(STALL_SECONDS / LOOKS, self._look_for_stall)
+        loop.register(self._descriptor, self._ready)
+        loop.call_later_weak(STALL_SECONDS / LOOKS, self._look_for_stall)
         self._ready(READ)  # what came with the handshake is in TLS already
 
     def drain(self) -> None:
@@ -139,7 +139,7 @@ class WebsocketConnection(Connection):
         began = time.monotonic()
         left = TURN_SECONDS - self._loop.spent(self.tenant)
         if left <= 0:
-            self._loop.call(self._go_on)
+            self._loop.call_soon_threadsafe(self._go_on)
             return
         try:
             self._read_until(began + left)
@@ -151,7 +151,7 @@ class WebsocketConnection(Connection):
         while self._handle(until):
             if not more:
                 if self._sock.unread:
-                    self._loop.call(self._go_on)
+                    self._loop.call_soon_threadsafe(self._go_on)
                 return
             count = 0
             if not self._reader.unparsed:
@@ -185,7 +185,7 @@ class WebsocketConnection(Connection):
             if time.monotonic() > until:
                 break
         if time.monotonic() > until:  # fragments complete nothing, and take time as well
-            self._loop.call(self._go_on)
+            self._loop.call_soon_threadsafe(self._go_on)
             return False
         return True
 
@@ -198,7 +198,7 @@ class WebsocketConnection(Connection):
         """If that was put off, and need not be any more."""
         if not (self._reading or self._ending or self._deaf or self._full):
             self._reading = True  # so that it is asked for once
-            self._loop.call(self._go_on)
+            self._loop.call_soon_threadsafe(self._go_on)
 
     def _go_on(self) -> None:
         if self._deaf:
@@ -216,7 +216,7 @@ class WebsocketConnection(Connection):
         self._queue(encode_message(header, blocks), taken)
         self._read_again()
         if self._draining:
-            self._loop.call(self._go_on)
+            self._loop.call_soon_threadsafe(self._go_on)
 
     def _queue(self, pieces: Iterator[bytes | memoryview], taken: Callable[[], None] = lambda: None) -> None:
         if self._ended:
@@ -284,7 +284,7 @@ class WebsocketConnection(Connection):
     def _say_goodbye(self) -> None:
         """TLS's own end, so that the tenant sees an end and not a cut; then wait for its."""
         self._said_goodbye = True
-        self._loop.later(LINGER_SECONDS, self._end)
+        self._loop.call_later(LINGER_SECONDS, self._end)
         try:
             self._sock.unwrap()
         except (OSError, ValueError):
@@ -301,12 +301,12 @@ class WebsocketConnection(Connection):
                 if not self._sock.recv(1 << 16):
                     self._end()
                     return
-            self._loop.call(lambda: self._ready(READ))  # TLS may have decrypted more
+            self._loop.call_soon_threadsafe(lambda: self._ready(READ))  # TLS may have decrypted more
         except (BlockingIOError, ssl.SSLWantReadError):
             pass
 
     def _release(self) -> None:
-        self._loop.forget(self._descriptor)
+        self._loop.unregister(self._descriptor)
         self._out.clear()
         self._events.clear()
         self._piece = memoryview(b"")
@@ -321,7 +321,7 @@ class WebsocketConnection(Connection):
         self._writing = self._writing if writing is None else writing
         if not self._ended:
             what = (READ if self._reading or self._ending else 0) | (WRITE if self._writing else 0)
-            self._loop.change(self._descriptor, what)
+            self._loop.modify(self._descriptor, what)
 
     def _look_for_stall(self) -> None:
         if self._ended:
@@ -338,7 +338,7 @@ class WebsocketConnection(Connection):
         if max(self._stuck) >= LOOKS:
             self._broke(TimeoutError())
         else:
-            self._loop.later_if_kept(STALL_SECONDS / LOOKS, self._look_for_stall)
+            self._loop.call_later_weak(STALL_SECONDS / LOOKS, self._look_for_stall)
 
     def _refuse_idle_frames(self) -> None:
         raise WireError("frame", f"more than {IDLE_FRAMES} frames without data in a short time", fatal=True)

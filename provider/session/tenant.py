@@ -206,7 +206,7 @@ class TenantSession:
         self._under_way.add(id(header))
         loop = service.engine.loop
         service.downloads.submit(self._tenant, read).add_done_callback(
-            lambda future: loop.call(partial(self._read, header, answer, future))
+            lambda future: loop.call_soon_threadsafe(partial(self._read, header, answer, future))
         )
 
     def _read(self, header: Header, answer: Header, future: Future[torch.Tensor]) -> None:

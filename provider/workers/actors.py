@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from provider.workers.rank import keep_running
+from provider.workers.rank import run_until_stopped
 from provider.workers.world import CONNECT_SECONDS, World
 from shared.errors import ConfigurationError, SymbiosisError
 
@@ -41,7 +41,7 @@ class WorkerSupervisor:
         Args:
             environment: of the worker, beside that of this process, which has the GPU that Ray chose.
         """
-        keep_running(threading.Event(), 0.0, environment)
+        run_until_stopped(threading.Event(), 0.0, environment)
 
 
 def check_ray() -> None:

@@ -241,8 +241,8 @@ class DistributedLink:
                     return
                 received(*message)
 
-        self._wake = lambda: loop.call(take)
-        loop.call(take)  # what came before
+        self._wake = lambda: loop.call_soon_threadsafe(take)
+        loop.call_soon_threadsafe(take)  # what came before
 
     def lend(self, segment: Segment) -> None:
         """See Link: the other end has memory of its own."""

@@ -65,7 +65,7 @@ class WorkerLane:
         workers: one for each share.
     """
 
-    here = False
+    inline = False
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class WorkerLane:
         return future
 
     def multiply(self, batch: Sequence[RowRange]) -> BatchResult:
-        """See Lane: not here."""
+        """See Lane: not inline."""
         raise NotImplementedError("workers multiply in their own processes")
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ class WorkerLane:
     def _look_again(self) -> None:
         if self._loop is not None and not self._looks:
             self._looks = True
-            self._loop.later(LOOK_SECONDS, self._look)
+            self._loop.call_later(LOOK_SECONDS, self._look)
 
     def _look(self) -> None:
         """For batches that are late, as long as there are any."""

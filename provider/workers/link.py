@@ -239,7 +239,7 @@ class LocalLink:
             received(kind, content)
 
         self._loop = loop
-        loop.watch(self._socket.fileno(), readable)
+        loop.register(self._socket.fileno(), readable)
 
     def lend(self, segment: Segment) -> None:
         """See Link."""
@@ -272,7 +272,7 @@ class LocalLink:
     def close(self, *, finished: bool = False) -> None:
         """See Link."""
         if self._loop is not None and not self._loop.closed:
-            self._loop.forget(self._socket.fileno())
+            self._loop.unregister(self._socket.fileno())
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:

@@ -156,7 +156,7 @@ class WorkerProcess:
     def attach(self, loop: Loop) -> None:
         """Attend it in this loop's thread."""
         self._loop = loop
-        loop.call(self._listen)
+        loop.call_soon_threadsafe(self._listen)
 
     @property
     def pid(self) -> int:
@@ -272,5 +272,5 @@ class WorkerProcess:
             elif self._loop is not None:
                 self._tries = tries
                 log.warning("worker %s is back after %.1f s", self.name, time.monotonic() - began)
-                self._loop.call(self._is_back)
+                self._loop.call_soon_threadsafe(self._is_back)
             return

@@ -32,19 +32,19 @@ AGAIN_SECONDS = 1.0  # before it does
 LINGER_SECONDS = 5.0  # for one whose link has ended
 
 
-def look_after(seconds: float) -> None:
+def supervise(seconds: float) -> None:
     """Until the executor has ended; or this process is told to, and then ``seconds`` longer at most."""
-    told = threading.Event()
+    stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: told.set())
-    keep_running(told, seconds, {})
+        signal.signal(number, lambda *_: stop.set())
+    run_until_stopped(stop, seconds, {})
 
 
-def keep_running(told: threading.Event, seconds: float, environment: Mapping[str, str]) -> None:
+def run_until_stopped(stop: threading.Event, seconds: float, environment: Mapping[str, str]) -> None:
     """A worker, again and again, until the executor has ended.
 
     Args:
-        told: to end, which takes at most ``seconds``.
+        stop: to end, which takes at most ``seconds``.
         environment: of the worker, beside that of this process.
     """
     while True:
@@ -54,15 +54,15 @@ def keep_running(told: threading.Event, seconds: float, environment: Mapping[str
             stdin=subprocess.PIPE,  # which ends with this process, however that ends
             process_group=0,
         ) as worker:
-            status = _wait(worker, told, seconds)
-        if status == 0 or told.is_set():
+            status = _wait(worker, stop, seconds)
+        if status == 0 or stop.is_set():
             return
         log.error("the worker is lost (exit status %d); it is started again", status)
-        told.wait(AGAIN_SECONDS)
+        stop.wait(AGAIN_SECONDS)
 
 
-def _wait(worker: subprocess.Popen[bytes], told: threading.Event, seconds: float) -> int:
-    while not told.is_set():
+def _wait(worker: subprocess.Popen[bytes], stop: threading.Event, seconds: float) -> int:
+    while not stop.is_set():
         try:
             return worker.wait(0.5)
         except subprocess.TimeoutExpired:

@@ -193,10 +193,9 @@ class CanaryRows:
     """Tenants at once, each with rows of its own whose answers are known exactly.
 
     Args:
-        group: which one is asked for, all members.
         replies: how many in all.
-        weight: what a row is multiplied with, float32 [O, D], or on the ring the planes, int32 [P O, D].
-        tenants: how many at once.
+        weight: what a row is multiplied with, float32 [O, D], or on the ring the planes, int32 [P O, D];
+            that of ``GROUP``.
     """
 
     name: ClassVar[str] = "co-tenant canaries"
@@ -205,8 +204,10 @@ class CanaryRows:
     metric: ClassVar[str] = "wrong replies"
     source: ClassVar[str] = "batching of many tenants: Symbiosis, section 3.6; Punica"
 
-    def __init__(self, group: int, replies: int, weight: torch.Tensor, tenants: int = 16) -> None:
-        self.group, self.replies, self.weight, self.tenants = group, replies, weight, tenants
+    GROUP, TENANTS = 1, 16  # which one is asked for, all members; how many ask at once
+
+    def __init__(self, replies: int, weight: torch.Tensor) -> None:
+        self.replies, self.weight = replies, weight
 
     def attack(self, view: BaseExecutor, rng: np.random.Generator) -> CrossTalk:
         """Through the executor's scheduler, one row a request: a power of two in the tenant's own place.
@@ -215,10 +216,10 @@ class CanaryRows:
         """
         products: list[int] = []  # rows of each
         engine = Engine.of(view, on_batch=lambda rows, seconds, processor: products.append(rows))
-        info = view.manifest.groups[self.group]
+        info = view.manifest.groups[self.GROUP]
         members = (1 << len(info.members)) - 1
-        wrong = [0] * self.tenants
-        each = self.replies // self.tenants
+        wrong = [0] * self.TENANTS
+        each = self.replies // self.TENANTS
 
         ended, failed = threading.Semaphore(0), list[Exception]()
 
@@ -227,7 +228,7 @@ class CanaryRows:
                 Operation.PRODUCT,
                 Direction.FORWARD,
                 DTYPE_CODES[self.weight.dtype],
-                self.group,
+                self.GROUP,
                 1,
                 1,
                 info.inputs,
@@ -255,14 +256,14 @@ class CanaryRows:
 
             return ask
 
-        for number in range(self.tenants):
-            engine.loop.call(tenant(number))
-        for _ in range(self.tenants):
+        for number in range(self.TENANTS):
+            engine.loop.call_soon_threadsafe(tenant(number))
+        for _ in range(self.TENANTS):
             ended.acquire()
         engine.close()
         if failed:
             raise failed[0]
-        return CrossTalk(sum(wrong), each * self.tenants, len(products))
+        return CrossTalk(sum(wrong), each * self.TENANTS, len(products))
 
 
 def canaries(model: Path, numerics: str, replies: int) -> CrossTalk:
@@ -270,8 +271,12 @@ def canaries(model: Path, numerics: str, replies: int) -> CrossTalk:
     executor = BaseExecutor(model, numerics=numerics)
     public = PublicModel(model, executor.manifest)
     ring = numerics in RINGS
-    weight = public.planes(1).planes.flatten(0, 1).int() if ring else public.weight(1)
-    return CanaryRows(1, replies, weight).attack(executor, np.random.default_rng(0))
+    weight = (
+        public.planes(CanaryRows.GROUP).planes.flatten(0, 1).int()
+        if ring
+        else public.weight(CanaryRows.GROUP)
+    )
+    return CanaryRows(replies, weight).attack(executor, np.random.default_rng(0))
 
 
 class CoTenantTiming:

@@ -50,9 +50,6 @@ class SpanCheck:
 
     The provider holds both factors of that gradient, the layer's inputs and its output gradients, so it
     can make the gradient of any part of a batch.
-
-    Args:
-        rows: of one request at a time, fewer than the layer has inputs.
     """
 
     name: ClassVar[str] = "gradient span check"
@@ -60,9 +57,7 @@ class SpanCheck:
     sees: ClassVar[str] = "rows of the first layer's products, both directions"
     metric: ClassVar[str] = "tokens of the batch among as many guesses"
     source: ClassVar[str] = "Petrov et al., DAGER, arXiv 2405.15586"
-
-    def __init__(self, rows: int = 32) -> None:
-        self.rows = rows
+    ROWS = 32  # of one request at a time, fewer than the layer has inputs
 
     def attack(self, view: View, rng: np.random.Generator) -> list[list[torch.Tensor]]:
         """For each backward request of the first group and each part of its rows: tokens, likeliest first.
@@ -83,8 +78,8 @@ class SpanCheck:
                 ranked.append([])
             else:
                 parts = zip(
-                    unit(_unscaled(seen, view.public)).split(self.rows),
-                    unit(last[seen.count].rows).split(self.rows),
+                    unit(_unscaled(seen, view.public)).split(self.ROWS),
+                    unit(last[seen.count].rows).split(self.ROWS),
                     strict=True,
                 )
                 ranked.append([self._rank(gradients, inputs, table) for gradients, inputs in parts])

@@ -184,7 +184,7 @@ class PassiveAttacks:
         self._found(labels, mode, sees, score)
         span = SpanCheck()
         ranked = span.attack(view, self.rng)
-        self._found(span, mode, sees, partial(findings.of_spans, ranked, truth, span.rows, self._blind_parts))
+        self._found(span, mode, sees, partial(findings.of_spans, ranked, truth, span.ROWS, self._blind_parts))
         self._steal(mode, sees, view, truth)
 
     def _found(

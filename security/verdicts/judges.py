@@ -9,7 +9,7 @@ from security.attacks.masking import Randomness
 from security.attacks.seeds import SeedStatistics
 from security.recordings.capture import ONE_TIME, PLAIN, RING_BANK, bank_name
 from security.verdicts.findings import Finding, percent
-from security.verdicts.plan import MALICIOUS, PROVIDER, SOURCE, AuditResult
+from security.verdicts.plan import BOTH, MALICIOUS, PROVIDER, SOURCE, AuditResult
 from security.verdicts.statistics import CONFIDENCE, rate
 
 TOKEN_ATTACKS = (
@@ -155,11 +155,11 @@ def succeeds(mode: str, sees: str, attack: str, least: float) -> Callable[[Audit
     return judge
 
 
-def all_succeed(mode: str, sees: str, least: dict[str, float]) -> Callable[[AuditResult], tuple[bool, str]]:
-    """Each of these attacks succeeds at least so well."""
+def all_succeed(mode: str, least: dict[str, float]) -> Callable[[AuditResult], tuple[bool, str]]:
+    """Each of these attacks of both parties together succeeds at least so well."""
 
     def judge(result: AuditResult) -> tuple[bool, str]:
-        found = {attack: _select(result, mode, sees, (attack,)) for attack in least}
+        found = {attack: _select(result, mode, BOTH, (attack,)) for attack in least}
         told = [f"{attack}: {f.spell(f.success.value)}" for attack, each in found.items() for f in each]
         holds = all(each and each[0].success.value >= least[attack] for attack, each in found.items())
         return holds, "; ".join(told) or "not measured"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tenant_sdk.sequences.contexts import LongContext
     from tenant_sdk.session.session import Session
     from tenant_sdk.tuning.chat import Chat
-    from tenant_sdk.tuning.generation import Written
+    from tenant_sdk.tuning.generation import GenerationOutput
 
 _HELP = """/clear      begin a new conversation
 /save FILE  write the conversation to a new file, as training data for finetune
@@ -229,7 +229,7 @@ def _ask(text: str, conversation: Chat) -> None:
         STATUS.print(f"[dim]({escape(shown(remark))})[/]")
 
 
-def _remark(written: Written) -> Message | None:
+def _remark(written: GenerationOutput) -> Message | None:
     """What to say of an answer that did not end by itself, or is none."""
     if not written.text.strip():
         return _empty(True, True)

@@ -15,7 +15,7 @@ from tenant_sdk.connection.handshake import client_context
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.replicas.addresses import Address, Resolver
 from tenant_sdk.connection.replicas.reconnecting import single_replica
-from tenant_sdk.connection.transports import look_at, open_channel
+from tenant_sdk.connection.transports import open_channel, probe_executor
 from tenant_sdk.connection.urls import url_of
 from tenant_sdk.trust.operators import Operators
 
@@ -30,11 +30,16 @@ class CheckResult:
     remedy: Message
 
     def __init__(self, step: str, ok: bool | None, detail: str, remedy: str = "") -> None:
-        for name, value in (("step", step), ("ok", ok), ("detail", _told(detail)), ("remedy", _told(remedy))):
+        for name, value in (
+            ("step", step),
+            ("ok", ok),
+            ("detail", _as_message(detail)),
+            ("remedy", _as_message(remedy)),
+        ):
             object.__setattr__(self, name, value)
 
 
-def _told(text: str) -> Message:
+def _as_message(text: str) -> Message:
     return text if isinstance(text, Message) else Message("{}", text)
 
 
@@ -55,7 +60,7 @@ class Comparison:
         try:
             self.operators.check_distinct(url, sock, party)
         except ConfigurationError as error:
-            self.refused = self.refused or error.told
+            self.refused = self.refused or error.structured_message
 
 
 class ReplicaChecks:
@@ -93,7 +98,7 @@ class ReplicaChecks:
                 manifest = self._look(address)
                 milliseconds = (time.perf_counter() - started) * 1e3
             except SymbiosisError as error:
-                what = Message("{} cannot be used: {}", str(address), error.told)
+                what = Message("{} cannot be used: {}", str(address), error.structured_message)
                 yield CheckResult("replica", None, what, "sessions use the others; ask its operator")
                 continue
             if manifest is not None and served is not None and manifest != served:
@@ -118,7 +123,7 @@ class ReplicaChecks:
             self._comparison.meet(url, sock, self._party)
 
         if not self._token:
-            look_at(address, self._context, target.timeout, meet)
+            probe_executor(address, self._context, target.timeout, meet)
             return None
         channel = open_channel(address, self._token, self._context, target.timeout, meet)
         try:

@@ -53,7 +53,7 @@ def data(
     """Show which tokens of files are learned, and which records are left out, split or duplicate."""
     check_data(files)
     config = None if tokenizer is not None else connection.session()
-    with imports.at_once():
+    with imports.without_gc():
         from tenant_sdk.session.opening import open_session
         from tenant_sdk.tuning.data import Reader
         from tenant_sdk.tuning.own import TokenizerInfo, tokenizer_info_in, tokenizer_info_of
@@ -77,9 +77,9 @@ def data(
 
 
 def _line(file: ReadFile, entry: Entry) -> bytes:
-    from tenant_sdk.tuning.conversations import IGNORED
+    from tenant_sdk.tuning.conversations import IGNORE_INDEX
 
-    learned = [label != IGNORED and not entry.left_out for label in entry.example["labels"]]
+    learned = [label != IGNORE_INDEX and not entry.left_out for label in entry.example["labels"]]
     fields = {"file": path_text(file.path), "line": entry.line, "tokens": entry.example["input_ids"]}
     return msgspec.json.encode({**fields, "learned": learned})
 

@@ -109,7 +109,7 @@ def _shared(targets: list[Target], rules: SessionRules) -> Iterator[CheckResult]
         try:
             check()
         except ConfigurationError as error:
-            yield CheckResult(what, False, error.told, "give each operator's own")
+            yield CheckResult(what, False, error.structured_message, "give each operator's own")
 
 
 def _together(
@@ -143,7 +143,10 @@ def _together(
                 )
         except ConfigurationError as error:
             yield CheckResult(
-                "weights", False, error.told, "use mask sources of the provider's very checkpoint"
+                "weights",
+                False,
+                error.structured_message,
+                "use mask sources of the provider's very checkpoint",
             )
     yield from shared
     if comparison.refused:
@@ -281,7 +284,7 @@ class _Examination:
             step = "token"
         if isinstance(error, AuthenticationError) and isinstance(error.__cause__, ssl.SSLError):
             step = "client cert"
-        what, advice = error.told, Message()
+        what, advice = error.structured_message, Message()
         if isinstance(error, TlsError) and error.untrusted:
             what += why_untrusted(target.authority, self._authority_option)
         if isinstance(error, AuthenticationError | TlsError):

@@ -36,7 +36,7 @@ def serve(gateway: GatewayOptions, connection: _Session) -> None:
     if gateway.adapters is not None:
         gateway = dataclasses.replace(gateway, adapters=gateway.adapters.resolve())
     _say("loading torch, transformers and vLLM, which takes a while")
-    with imports.at_once():
+    with imports.without_gc():
         import torch  # noqa: F401
         import transformers  # noqa: F401
     run(gateway, config, _say)

@@ -28,10 +28,10 @@ from tenant_sdk.command_line.output import (
     RESULTS,
     STATUS,
     Lines,
-    interruption_told,
     loading,
     print_notes,
     print_stats,
+    report_interruption,
     say_connecting,
     say_kept,
     shown,
@@ -80,7 +80,7 @@ def finetune(training: TrainingOptions, own: ModelOptions, connection: options.S
     # Beside the adapter: what lies in the folder of the training goes when it is done.
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", f"{training.output}.runs")
     say_connecting(config)
-    with interruption_told(), open_session(config) as session, ShownTraining() as shows:
+    with report_interruption(), open_session(config) as session, ShownTraining() as shows:
         say_kept(session)
         adapted, tokenizer = load(session, own.tokenizer, own.model, training.base, bars=STATUS.is_terminal)
         told = TrainingCallbacks(
@@ -126,7 +126,7 @@ def fingerprint(
 
     A new key is printed once. Keep it apart from the file: with the key, answers can be forged.
     """
-    with imports.at_once():
+    with imports.without_gc():
         from tenant_sdk.products.fingerprints import write_fingerprints
 
     progress = partial(track, console=STATUS, transient=True)
@@ -154,7 +154,7 @@ def doctor(
     targets, rules = executors.targets(wait)
     urls = escape(" and ".join(target.party for target in targets))
     STATUS.print(f"examining {urls} (loading torch takes some seconds)")
-    with imports.at_once():
+    with imports.without_gc():
         from tenant_sdk.command_line.doctor import diagnose
 
     failed = False

@@ -46,7 +46,7 @@ class Lines(logging.Handler):
 def loading() -> Iterator[None]:
     """Around imports that take seconds."""
     STATUS.print("loading torch and transformers")
-    with imports.at_once():
+    with imports.without_gc():
         yield
 
 
@@ -64,7 +64,7 @@ def say_kept(session: Session) -> None:
 
 
 @contextmanager
-def interruption_told() -> Iterator[None]:
+def report_interruption() -> Iterator[None]:
     """Around all that draws on the terminal: what was interrupted is told below it.
 
     SIGTERM, with which services and clusters end programs, is as Ctrl-C; a second one is ignored.

@@ -55,7 +55,7 @@ def open_channel(
         raise
 
 
-def look_at(address: Address, context: ssl.SSLContext, timeout: float, on_connect: OnConnect) -> None:
+def probe_executor(address: Address, context: ssl.SSLContext, timeout: float, on_connect: OnConnect) -> None:
     """See who is there, and say nothing: neither a token nor a request.
 
     Args and Raises: see ``open_channel``.

@@ -63,7 +63,7 @@ class Failure(enum.StrEnum):
         return cls.HERE
 
 
-def told(failure: str, message: str, retry_after: int) -> Refusal:
+def failure_refusal(failure: str, message: str, retry_after: int) -> Refusal:
     """What clients are told when a step failed.
 
     Args:

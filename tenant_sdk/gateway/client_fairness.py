@@ -14,14 +14,14 @@ These rules say what one client can take:
 - ``grammars``: time and memory for compiling a constraint; ``constraint_checks``: one at a time.
 - ``structured``: compiled constraints that are kept, 64 in all; a further one replaces one of the client that
   has the most.
-- ``calls``: the part of an answer in which calls of tools are looked for, and how often.
+- ``tool_calls``: the part of an answer in which calls of tools are looked for, and how often.
 - ``round_robin``: one at a time of the server's threads for tokenizing.
 - ``endpoints``: names of adapters; one change of them at a time.
 - here: ``Reservations`` of all that is counted; sequences, their adapters and their memory
   (``next_admissions``, ``next_preemptions``); of a step the time (``Steps``), attention
   (``AttentionTimeDebt``), sampling (``paused_sampling``) and rows for prompts (``second_prompts``,
-  ``rows_per_client``); time to apply constraints (``Allowance``, ``paused_constraints``), and texts that they
-  have (``too_long``).
+  ``rows_per_client``); time to apply constraints (``TimeBudget``, ``paused_constraints``), and texts that
+  they have (``too_long``).
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ from shared.latency import LEARNING, OUTLIER, LinearLatency
 # How many times as long a step may take for prompts: while others decode, and else while others may come.
 STEP_FACTOR_BUSY, STEP_FACTOR_QUIET = 1.5, 2.5
 MIN_ROWS = 8  # of prompts, however long they take
-SORTED = 1 << 17  # numbers that are sorted in a step for one client, while others have sequences
+MAX_SORTED = 1 << 17  # numbers that are sorted in a step for one client, while others have sequences
 FEW_TOKENS = 2048  # attended to in a step; beyond that, attention takes the blame for its time
-LATELY = 1.0  # seconds for which a client counts after its last sequence: its next one finds a short step
+RECENT_SECONDS = (
+    1.0  # seconds for which a client counts after its last sequence: its next one finds a short step
+)
 
 
-def replaced(kept: Collection[tuple[str, Any]]) -> tuple[str, Any]:
+def eviction_victim(kept: Collection[tuple[str, Any]]) -> tuple[str, Any]:
     """Which of kept things makes room for another, by client: the oldest of the client that has the most.
 
     Args:
@@ -97,7 +99,7 @@ class Reservations:
 
 
 @dataclass
-class Allowance:
+class TimeBudget:
     """Seconds of a processor that each client may use between the steps of all sequences.
 
     Args:
@@ -122,7 +124,7 @@ class Allowance:
         self._remaining[client] = self._remaining.get(client, self.most) - seconds
         return self._remaining[client] >= 0
 
-    def owing(self) -> set[str]:
+    def overdrawn(self) -> set[str]:
         """Clients that have used more than they had."""
         return {client for client, seconds in self._remaining.items() if seconds < 0}
 
@@ -369,7 +371,7 @@ def paused_sampling(sorting: Sequence[tuple[str, str]], vocabulary: int) -> set[
         sorting: name and client of each sequence that has them sorted; those that have waited longest first.
         vocabulary: how many tokens there are.
     """
-    most, had, paused = max(1, SORTED // vocabulary), Counter[str](), set[str]()
+    most, had, paused = max(1, MAX_SORTED // vocabulary), Counter[str](), set[str]()
     for name, client in sorting:
         had[client] += 1
         if had[client] > most:
@@ -377,20 +379,20 @@ def paused_sampling(sorting: Sequence[tuple[str, str]], vocabulary: int) -> set[
     return paused
 
 
-def paused_constraints(constrained: Iterable[tuple[str, str, bool]], owing: Collection[str]) -> set[str]:
+def paused_constraints(constrained: Iterable[tuple[str, str, bool]], overdrawn: Collection[str]) -> set[str]:
     """Names of sequences with a constraint that wait for a later step.
 
     What a constraint allows first may take long to compute, and is not known before. So of a client one
-    sequence begins in a step, and none goes on while the client has used more than its ``Allowance``.
+    sequence begins in a step, and none goes on while the client has used more than its ``TimeBudget``.
 
     Args:
         constrained: name and client of each, and whether nothing was computed for it yet; those that have
             waited longest first.
-        owing: clients that have used more.
+        overdrawn: clients that have used more.
     """
     begun, paused = set[str](), set[str]()
     for name, client, fresh in constrained:
-        if client in owing or (fresh and client in begun):
+        if client in overdrawn or (fresh and client in begun):
             paused.add(name)
         elif fresh:
             begun.add(client)
@@ -429,7 +431,7 @@ class RecentClients:
             now: in seconds, of a clock that only goes on.
         """
         self._last |= dict.fromkeys(clients, now)
-        self._last = {client: last for client, last in self._last.items() if now - last < LATELY}
+        self._last = {client: last for client, last in self._last.items() if now - last < RECENT_SECONDS}
         return len(self._last)
 
 

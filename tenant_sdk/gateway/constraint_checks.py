@@ -8,7 +8,7 @@ import msgspec
 
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.helper_process import HelperProcess
-from tenant_sdk.gateway.round_robin import Turns
+from tenant_sdk.gateway.round_robin import FairLock
 
 REMEMBERED = 8  # constraints of a client
 
@@ -24,7 +24,7 @@ class ConstraintChecker(HelperProcess):
 
     def __init__(self, tokenizer: Path, tokens: int, end: int) -> None:
         super().__init__("tenant_sdk.gateway.grammars", str(tokenizer), str(tokens), str(end))
-        self._turns = Turns()
+        self._turns = FairLock()
         # Of each client, the last used last; what has passed once need not pass another time.
         self._passed: dict[str, dict[Constraint, None]] = {}
 

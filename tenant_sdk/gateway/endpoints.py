@@ -32,15 +32,21 @@ from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
 from tenant_sdk.gateway.admission import MAX_ADAPTERS, Authenticator, Queue, Refusal
-from tenant_sdk.gateway.calls import JSON_CALLS, bounded
 from tenant_sdk.gateway.client_fairness import Reservations
 from tenant_sdk.gateway.constraint_checks import ConstraintChecker
 from tenant_sdk.gateway.http_frontend import GENERATES, TOKENIZES, HttpFrontend, Served
-from tenant_sdk.gateway.log_redaction import leave_words_out
+from tenant_sdk.gateway.log_redaction import redact_library_logs
 from tenant_sdk.gateway.metrics import Collector, rates
 from tenant_sdk.gateway.parsing import RequestParser
-from tenant_sdk.gateway.round_robin import TOKENIZING_THREADS, CachedAnswer, Threads, Turns, current_client
+from tenant_sdk.gateway.round_robin import (
+    TOKENIZING_THREADS,
+    CachedAnswer,
+    FairLock,
+    FairThreadPool,
+    current_client,
+)
 from tenant_sdk.gateway.status import Status
+from tenant_sdk.gateway.tool_calls import JSON_CALLS, bounded_parser
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -132,7 +138,7 @@ class Endpoints:
         if serving is None:
             raise ConfigurationError("start the gateway with `symbiosis-tenant serve`")
         self._gateway = serving
-        self._changing = Turns()
+        self._changing = FairLock()
         # Names of each client, and of the folder if it is watched; and whose each is.
         authenticator = self._gateway.authenticator
         self._names = Reservations(MAX_ADAPTERS, authenticator.clients + bool(authenticator.keys))
@@ -179,9 +185,9 @@ class Endpoints:
         _refuse_unknown_tokens(engine_client)
         _count_no_combinations(engine_client)
         _bound_parsers(state)
-        engine_client.renderer._executor._inner = Threads(TOKENIZING_THREADS)
+        engine_client.renderer._executor._inner = FairThreadPool(TOKENIZING_THREADS)
         await self._try_constraints(engine_client)
-        leave_words_out()  # requests come from now on
+        redact_library_logs()  # requests come from now on
         if self._gateway.adapters is not None:
             await self._look(self._gateway.adapters, begins=True)
             self._tasks.append(asyncio.create_task(self._watch(self._gateway.adapters)))
@@ -499,7 +505,7 @@ def read_responses_as_chats() -> None:
 
 
 def _bound_parsers(state: State) -> None:
-    """Have calls read as ``calls`` says; HarmonyParser looks at each token once, and at no text."""
+    """Have calls read as ``tool_calls`` says; HarmonyParser looks at each token once, and at no text."""
     forced = ParserManager.get_parser(JSON_CALLS, enable_auto_tools=True)
     holders = [(state.online_renderer, "parser"), (state.openai_serving_chat, "parser_cls")]
     for holder, name in (*holders, (state.openai_serving_responses, "parser")):
@@ -507,7 +513,7 @@ def _bound_parsers(state: State) -> None:
         tools = reads.tool_parser_cls
         if not issubclass(reads, HarmonyParser):
             collects = tools.engine_based_streaming or tools is forced.tool_parser_cls
-            setattr(holder, name, bounded(reads, forced, DeltaMessage, collects=collects))
+            setattr(holder, name, bounded_parser(reads, forced, DeltaMessage, collects=collects))
 
 
 def leave_constraints_alone() -> None:

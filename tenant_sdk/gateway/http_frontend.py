@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from tenant_sdk.gateway.admission import Authenticator, Failure, Queue, Refusal, told
+from tenant_sdk.gateway.admission import Authenticator, Failure, Queue, Refusal, failure_refusal
 from tenant_sdk.gateway.client_fairness import Reservations
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.requests import RESPONSES, ParsedRequest, parse_request, text_bytes
-from tenant_sdk.gateway.round_robin import Turns, current_client
-from tenant_sdk.gateway.status import Ended, Status, request_name
+from tenant_sdk.gateway.round_robin import FairLock, current_client
+from tenant_sdk.gateway.status import SequenceErrors, Status, request_name
 from tenant_sdk.gateway.status_page import HEADERS, PAGE
 
 Message = MutableMapping[str, Any]
@@ -107,7 +107,7 @@ class HttpFrontend:
         self._served = served
         self._arriving = Reservations(BODIES_BYTES, authenticator.clients)
         self._own: dict[str, asyncio.Lock] = {}
-        self._parsing_turns = Turns()
+        self._parsing_turns = FairLock()
         self._unqueued = Reservations(MAX_UNQUEUED, authenticator.clients)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -162,7 +162,7 @@ class HttpFrontend:
             return await _say(send, PAGE.encode(), b"text/html; charset=utf-8", HEADERS)
         status = Status.read(self._folder)
         if status.failing:
-            return await _refuse(send, told(status.failure, status.error, self._retry_after))
+            return await _refuse(send, failure_refusal(status.failure, status.error, self._retry_after))
         return await _say(send, b'{"status":"ok"}', b"application/json")
 
     async def _looked(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
@@ -193,13 +193,13 @@ class HttpFrontend:
         name, entered = request_name(client, secrets.token_hex(16)), self._clock()
         if scope["path"] == RESPONSES:  # vLLM takes the name of the others from a header
             body = body[:-1] + f',"request_id":"resp_{name}"}}'.encode()
-        told = self._explained(send, name, entered)
+        explaining_send = self._explaining_send(send, name, entered)
         begun = False
 
         async def tell(message: Message) -> None:
             nonlocal begun
             begun = True
-            await told(message)
+            await explaining_send(message)
 
         try:
             await self._application(_with_length(scope, body, name.encode()), _replayed(body, receive), tell)
@@ -207,7 +207,9 @@ class HttpFrontend:
             if scope["path"] != RESPONSES or not begun:
                 raise
             # vLLM has no event for the failure of such a stream.
-            await send({"type": "http.response.body", "body": _error_event(self._told(name, entered))})
+            await send(
+                {"type": "http.response.body", "body": _error_event(self._step_refusal(name, entered))}
+            )
 
     async def _alone(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
         """Have one request at a time answered of a client's that take the server long."""
@@ -282,32 +284,35 @@ class HttpFrontend:
         status = Status.read(self._folder)
         if not status.failing or status.failure != Failure.AWAY:
             return None
-        return told(status.failure, status.error, self._retry_after)
+        return failure_refusal(status.failure, status.error, self._retry_after)
 
-    def _explained(self, send: Send, name: str, since: float) -> Send:
-        """``send``, for which a failure of a step is what ``told`` makes of it."""
+    def _explaining_send(self, send: Send, name: str, since: float) -> Send:
+        """``send``, for which a failure of a step is what ``failure_refusal`` makes of it."""
         failed = False
 
         async def explain(message: Message) -> None:
             nonlocal failed
             if message["type"] == "http.response.start" and message["status"] == 500:
                 failed = True
-                return await _refuse(send, self._told(name, since))
+                return await _refuse(send, self._step_refusal(name, since))
             if failed:  # the body of what was replaced
                 return None
             if _failed(message.get("body", b"")):
-                message = {**message, "body": b"data: " + self._told(name, since).encoded() + b"\n\n"}
+                message = {
+                    **message,
+                    "body": b"data: " + self._step_refusal(name, since).encoded() + b"\n\n",
+                }
             return await send(message)
 
         return explain
 
-    def _told(self, name: str, since: float) -> Refusal:
-        if why := Ended.reason(self._folder, name):
+    def _step_refusal(self, name: str, since: float) -> Refusal:
+        if why := SequenceErrors.reason(self._folder, name):
             return Refusal(422, "invalid_request_error", why)
         status = Status.read(self._folder)
         if status.failed_at < since:  # whatever it was, no step failed
-            return told("", "", 0)
-        return told(status.failure, status.error, self._retry_after)
+            return failure_refusal("", "", 0)
+        return failure_refusal(status.failure, status.error, self._retry_after)
 
 
 def _failed(event: bytes) -> bool:
@@ -324,8 +329,8 @@ def _failed(event: bytes) -> bool:
 def _error_event(refusal: Refusal) -> bytes:
     """The last of a response's stream; OpenAI's client looks for ``error``, others for the type."""
     error = refusal.body()["error"]
-    told = error | {"type": "error", "code": str(refusal.status), "sequence_number": 0, "error": error}
-    return b"event: error\ndata: " + msgspec.json.encode(told) + b"\n\n"
+    event = error | {"type": "error", "code": str(refusal.status), "sequence_number": 0, "error": error}
+    return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
 async def _unless_gone(answer: Awaitable[Refusal], receive: Receive) -> Refusal | None:

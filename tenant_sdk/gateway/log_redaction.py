@@ -16,7 +16,7 @@ OURS = ("tenant_sdk", "shared")  # whose words hold no text of a client
 PARSERS, PARSERS_SECONDS = ("vllm.parser", "vllm.tool_parsers"), 60.0
 
 
-def leave_words_out(clock: Callable[[], float] = time.monotonic) -> None:
+def redact_library_logs(clock: Callable[[], float] = time.monotonic) -> None:
     """From now on, in this process: a library's words, and those of an exception, may hold a client's."""
     make = logging.getLogRecordFactory()
     places = dict[tuple[str, int], LogRateLimiter]()
@@ -29,7 +29,7 @@ def leave_words_out(clock: Callable[[], float] = time.monotonic) -> None:
                 record.levelno = logging.NOTSET - 1  # below the level of any handler
                 return record
         if record.name.partition(".")[0] not in OURS:
-            record.msg, record.args = _told(record), ()
+            record.msg, record.args = _described(record), ()
             record.exc_info = record.exc_text = record.stack_info = None
         return record
 
@@ -37,7 +37,7 @@ def leave_words_out(clock: Callable[[], float] = time.monotonic) -> None:
     warnings.simplefilter("ignore")  # these have words too, and are for developers
 
 
-def _told(record: logging.LogRecord) -> str:
+def _described(record: logging.LogRecord) -> str:
     """Where, and for an exception its kind and the way it took."""
     told = f"from {record.pathname}:{record.lineno}; its words may hold a client's and are left out"
     error = record.exc_info[1] if record.exc_info else None

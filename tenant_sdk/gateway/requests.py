@@ -353,7 +353,8 @@ class Chat(Sampling, kw_only=True):
     def constraint(self) -> Constraint | None:
         """See ``constraints.constraint``; a call that must be made fixes the answer's form, too.
 
-        vLLM makes the same schema of the tools (``calls``), so that the request has no constraint of its own.
+        vLLM makes the same schema of the tools (``tool_calls``), so that the request has no constraint of its
+        own.
         """
         found, choice = super().constraint(), _given(self.tool_choice)
         if self.may_call and found is not None and found.kind not in ("json", "choice"):

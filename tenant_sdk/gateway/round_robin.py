@@ -19,7 +19,7 @@ TOKENIZING_THREADS = 2
 current_client: ContextVar[str] = ContextVar("current_client", default="")
 
 
-class Turns:
+class FairLock:
     """One at a time; of each client one waits here, so that the others come in between."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class CachedAnswer:
             return self._made
 
 
-class Threads(Executor):
+class FairThreadPool(Executor):
     """Threads: each client (``current_client``) has one at a time, and the one that waited longest is next.
 
     Args:

@@ -16,12 +16,12 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 from shared.latency import LinearLatency
 from tenant_sdk.gateway.client_fairness import (
-    Allowance,
     AttentionTimeDebt,
     Memory,
     RecentClients,
     SequenceInfo,
     Steps,
+    TimeBudget,
     next_admissions,
     next_preemptions,
     paused_constraints,
@@ -31,7 +31,7 @@ from tenant_sdk.gateway.client_fairness import (
     too_long,
 )
 from tenant_sdk.gateway.grammars import ENGINE_STACK
-from tenant_sdk.gateway.status import Ended, client_of
+from tenant_sdk.gateway.status import SequenceErrors, client_of
 from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance, by_client
 from tenant_sdk.gateway.worker import FailedStep
 
@@ -60,8 +60,8 @@ class Scheduler(Base):  # type: ignore[misc]
         self._steps, self._seen = Steps(LinearLatency(*GUESSED_LINE), GUESSED_TOKEN), RecentClients()
         self._attention_debt, self._attended = AttentionTimeDebt(), 0
         self._most_rows: int = self.scheduler_config.max_num_batched_tokens
-        self._allowance = Allowance(GRACE_SECONDS, STEP_SECONDS)
-        self._folder, self._ended = Path(self.vllm_config.model_config.model), Ended()
+        self._time_budget = TimeBudget(GRACE_SECONDS, STEP_SECONDS)
+        self._folder, self._ended = Path(self.vllm_config.model_config.model), SequenceErrors()
         manager = self.structured_output_manager
         if GuidanceBackend.is_tokenizer_supported(manager.tokenizer):  # else the server refuses constraints
             vocabulary = self.vllm_config.model_config.get_vocab_size()
@@ -124,7 +124,7 @@ class Scheduler(Base):  # type: ignore[misc]
                 (each.request_id, client_of(each.request_id), grammar is None or grammar.fresh)
                 for each, grammar in zip(sequences, grammars, strict=True)
             ],
-            self._allowance.owing(),
+            self._time_budget.overdrawn(),
         )
 
     def _memory(self) -> Memory:
@@ -201,9 +201,9 @@ class Scheduler(Base):  # type: ignore[misc]
         self.kv_cache_manager.evict_blocks(
             {block for each in failed for block in self._written.get(each, ())}
         )
-        self._allowance.step()
+        self._time_budget.step()
         for name, grammar in self._grammars.items():
-            if not self._allowance.spend(client_of(name), grammar.seconds) and not grammar.ended:
+            if not self._time_budget.spend(client_of(name), grammar.seconds) and not grammar.ended:
                 grammar.ended = "computing what the constraints of your key allow takes too long"
             grammar.seconds = 0.0
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(

@@ -55,7 +55,7 @@ class Status(msgspec.Struct, kw_only=True):
             return cls()
 
 
-class Ended(msgspec.Struct):
+class SequenceErrors(msgspec.Struct):
     """Sequences that ended with an error which is theirs alone, and why.
 
     Attributes:

@@ -17,10 +17,10 @@ import torch
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
-from tenant_sdk.gateway.client_fairness import replaced
+from tenant_sdk.gateway.client_fairness import eviction_victim
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.grammars import compiled
-from tenant_sdk.gateway.round_robin import Threads, current_client
+from tenant_sdk.gateway.round_robin import FairThreadPool, current_client
 
 MAX_COMPILED = 64  # constraints that are kept, of all clients; each has some MiB of its lexer's states
 MAX_COMPILED_OF_A_CLIENT = 8
@@ -128,7 +128,7 @@ class LimitedGuidance(GuidanceBackend):  # type: ignore[misc]
             if len(of_client) > MAX_COMPILED_OF_A_CLIENT:
                 del self._kept[of_client[0]]
             elif len(self._kept) > MAX_COMPILED:
-                del self._kept[replaced(self._kept)]
+                del self._kept[eviction_victim(self._kept)]
         return kept.deep_copy()
 
 
@@ -145,7 +145,7 @@ def by_client(manager: Any, client_of: Callable[[str], str]) -> None:
     Its own thread would compile in the order of arrival, also for clients that have hung up.
     """
     create, begin = manager._create_grammar, manager.grammar_init
-    manager.executor = Threads(1)
+    manager.executor = FairThreadPool(1)
 
     def created(request: Any) -> Any:
         if request.is_finished():
@@ -154,7 +154,7 @@ def by_client(manager: Any, client_of: Callable[[str], str]) -> None:
         return create(request)
 
     def begun(request: Any) -> None:
-        current_client.set(client_of(request.request_id))  # whose turn ``Threads`` takes
+        current_client.set(client_of(request.request_id))  # whose turn ``FairThreadPool`` takes
         begin(request)
 
     manager._create_grammar, manager.grammar_init = created, begun

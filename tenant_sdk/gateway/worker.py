@@ -26,7 +26,7 @@ from shared.wire.header import RequestClass
 from tenant_sdk.gateway.admission import Failure
 from tenant_sdk.gateway.connection import session_here
 from tenant_sdk.gateway.linear import RequestOptions, check_adaptable, non_finite_rows, probe, request_options
-from tenant_sdk.gateway.log_redaction import leave_words_out, redacted
+from tenant_sdk.gateway.log_redaction import redact_library_logs, redacted
 from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.gateway.status import Status
 from tenant_sdk.session.options import SessionConfig
@@ -109,7 +109,7 @@ class Worker(Base):  # type: ignore[misc]
     def compile_or_warm_up_model(self) -> Any:
         """See vLLM; it is the last that comes before requests."""
         done = super().compile_or_warm_up_model()
-        leave_words_out()
+        redact_library_logs()
         return done
 
     def add_lora(self, lora_request: Any) -> bool:

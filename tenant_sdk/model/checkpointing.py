@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 from transformers import PreTrainedModel
 
-from tenant_sdk.model.recording import CopyStore, Mode, Recording, Store
+from tenant_sdk.model.recording import CopyStore, Recording, RecordingContext, Store
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class _Once:
             return self.inner(function, *args, **kwargs)
         return self.inner(function, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
-    def _contexts(self) -> tuple[Mode, Mode]:
+    def _contexts(self) -> tuple[RecordingContext, RecordingContext]:
         recording = Recording(self.store)
         return recording.record(), recording.replay()
 

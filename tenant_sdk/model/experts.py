@@ -245,10 +245,10 @@ class RemoteExperts(RemoteWeight):
             case "bmm", (rows, cls() as weight) if not options:
                 return weight.batched_product(rows)
             case "baddbmm", (cls() as weight, left, right) if options.keys() <= {"alpha"}:
-                return weight.plus(left, right, **options)
+                return weight.plus_low_rank(left, right, **options)
             case "transpose", (cls() as weight, int() as one, int() as other):
                 if {one % 3, other % 3} == {1, 2}:
-                    return weight.turned()
+                    return weight.transposed()
         return super().__torch_function__(func, types, args, kwargs)
 
     def is_same(self, other: RemoteWeight) -> bool:
@@ -267,7 +267,7 @@ class RemoteExperts(RemoteWeight):
             raise self.no_sum()
         return self._with(_Term((delta.reshape(self.shape),)))
 
-    def turned(self) -> RemoteExperts:
+    def transposed(self) -> RemoteExperts:
         """With the last two axes exchanged."""
         experts, first, second = self.shape
         terms = tuple(
@@ -278,7 +278,7 @@ class RemoteExperts(RemoteWeight):
             self.experts, (experts, second, first), self.dtype, self.device, not self.forwards, terms
         )
 
-    def plus(self, left: torch.Tensor, right: torch.Tensor, alpha: float = 1.0) -> RemoteExperts:
+    def plus_low_rank(self, left: torch.Tensor, right: torch.Tensor, alpha: float = 1.0) -> RemoteExperts:
         """With a product of low rank added."""
         return self._with(_Term((left, right), alpha))
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from shared.errors import ConfigurationError
 from shared.gguf import is_gguf
-from shared.hub import HUB, HubId, asked_of_hub, checkpoint_folder, hub_id, id_of_snapshot, pinned
+from shared.hub import HUB, HubId, checkpoint_folder, hub_id, id_of_snapshot, parse_hub_name, pinned
 from shared.wire.messages import Manifest
 from tenant_sdk.trust.attestation import base_model, open_checkpoint
 
@@ -53,7 +53,7 @@ def find_base(given: str | Path, manifest: Manifest) -> Base:
         open_checkpoint(text, manifest)
         snapshot = id_of_snapshot(text)
         return Base(*snapshot) if snapshot else Base(text)
-    if wanted := asked_of_hub(text):
+    if wanted := parse_hub_name(text):
         return Base(*pinned(wanted))
     if not Path(text).is_absolute():
         raise ConfigurationError(

@@ -17,7 +17,7 @@ import torch
 SAMPLED_ROWS, SAMPLED_COLUMNS = 8, 16  # of what was asked, kept to compare
 SAME = 1e-3  # of the largest sampled number; other rows differ by much more, a GPU's rounding by less
 
-Ask = Callable[[], list[torch.Tensor]]
+Compute = Callable[[], list[torch.Tensor]]
 
 
 class Store(Protocol):
@@ -74,13 +74,13 @@ class OnHost:
 class _Answer:
     """What was asked of whom, a sample of it, and where the answers are."""
 
-    asked: tuple[Any, ...]
+    request: tuple[Any, ...]
     sample: list[torch.Tensor]
     kept: list[Any]
 
-    def is_to(self, asked: tuple[Any, ...], sample: Sequence[torch.Tensor]) -> bool:
+    def matches(self, request: tuple[Any, ...], sample: Sequence[torch.Tensor]) -> bool:
         """Whether it is the answer to this too."""
-        if self.asked != asked:
+        if self.request != request:
             return False
         return all(
             torch.equal(mine, other)
@@ -102,26 +102,26 @@ class Recording:
         self._answers: list[_Answer] = []
         weakref.finalize(self, _free, store, self._answers)
 
-    def record(self) -> Mode:
+    def record(self) -> RecordingContext:
         """While this context lasts, answers are kept."""
-        return Mode(self, replays=False)
+        return RecordingContext(self, replays=False)
 
-    def replay(self) -> Mode:
+    def replay(self) -> RecordingContext:
         """While this context lasts, answers that were kept are given, and groups learn nothing."""
-        return Mode(self, replays=True)
+        return RecordingContext(self, replays=True)
 
     def keep(
-        self, asked: tuple[Any, ...], blocks: Sequence[torch.Tensor], answers: list[torch.Tensor]
+        self, request: tuple[Any, ...], blocks: Sequence[torch.Tensor], answers: list[torch.Tensor]
     ) -> None:
         """Keep the answers to a product of blocks."""
         kept = [self._store.write(answer) for answer in answers]
-        self._answers.append(_Answer(asked, _sample(blocks), kept))
+        self._answers.append(_Answer(request, _sample(blocks), kept))
 
-    def take(self, asked: tuple[Any, ...], blocks: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    def take(self, request: tuple[Any, ...], blocks: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The answers to a product, if they were kept."""
         sample = _sample(blocks)
         for index, answer in enumerate(self._answers):
-            if answer.is_to(asked, sample):
+            if answer.matches(request, sample):
                 del self._answers[index]
                 found = [self._store.read(each) for each in answer.kept]
                 for each in answer.kept:
@@ -130,13 +130,13 @@ class Recording:
         return None
 
 
-class Mode:
+class RecordingContext:
     """A context in which this thread's products are recorded, or given again. It may be entered often."""
 
     def __init__(self, recording: Recording, *, replays: bool) -> None:
         self._recording, self._replays = recording, replays
-        self._entered: list[Token[Mode | None]] = []
-        self._around: Mode | None = None  # checkpoints may lie in one another
+        self._entered: list[Token[RecordingContext | None]] = []
+        self._around: RecordingContext | None = None  # checkpoints may lie in one another
         self._touched: list[Any] = []
 
     def __enter__(self) -> None:
@@ -149,36 +149,40 @@ class Mode:
             each.forget()
         self._touched.clear()
 
-    def answer(self, asked: tuple[Any, ...], blocks: Sequence[torch.Tensor], ask: Ask) -> list[torch.Tensor]:
+    def answer(
+        self, request: tuple[Any, ...], blocks: Sequence[torch.Tensor], compute: Compute
+    ) -> list[torch.Tensor]:
         """The answers to a product."""
         if self._replays:
             # A second run may end as soon as it has computed what is needed: nobody parts from anybody then.
-            if hasattr(asked[0], "forget"):
-                self._touched.append(asked[0])
-            found = self._recording.take(asked, blocks)
+            if hasattr(request[0], "forget"):
+                self._touched.append(request[0])
+            found = self._recording.take(request, blocks)
             if found is not None:
                 return found
-        answers = ask() if self._around is None else self._around.answer(asked, blocks, ask)
+        answers = compute() if self._around is None else self._around.answer(request, blocks, compute)
         if not self._replays:
-            self._recording.keep(asked, blocks, answers)
+            self._recording.keep(request, blocks, answers)
         return answers
 
 
-_mode: ContextVar[Mode | None] = ContextVar("mode", default=None)
+_mode: ContextVar[RecordingContext | None] = ContextVar("mode", default=None)
 
 
-def answered(asked: tuple[Any, ...], blocks: Sequence[torch.Tensor], ask: Ask) -> list[torch.Tensor]:
+def answered(
+    request: tuple[Any, ...], blocks: Sequence[torch.Tensor], compute: Compute
+) -> list[torch.Tensor]:
     """The answers to a product: asked for, unless a recording that is replayed has them.
 
     Args:
-        asked: of whom, and what; compared.
+        request: of whom, and what; compared.
         blocks: the rows, [..., T, W] each.
-        ask: gives the answers; they are fresh.
+        compute: gives the answers; they are fresh.
     """
     mode = _mode.get()
     if mode is None:
-        return ask()
-    return mode.answer((*asked, *(block.shape for block in blocks), blocks[0].dtype), blocks, ask)
+        return compute()
+    return mode.answer((*request, *(block.shape for block in blocks), blocks[0].dtype), blocks, compute)
 
 
 def _sample(blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -75,7 +75,7 @@ class Loss:
 
     def _of(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """As transformers' loss of a causal language model, of [T, D] and [T] that are shifted already."""
-        logits = self.stack.behind(rows[None])[0].float()
+        logits = self.stack.logits(rows[None])[0].float()
         return nn.functional.cross_entropy(logits, labels.to(logits.device), reduction="sum")
 
 

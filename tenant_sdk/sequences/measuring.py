@@ -76,7 +76,7 @@ def shapes_of(stack: Stack, ids: torch.Tensor) -> Shapes:
         torch.enable_grad(),
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
     ):
-        hidden = stack.through(input_ids=ids, **{cache_name(): cache}, use_cache=True)
+        hidden = stack.last_layer_output(input_ids=ids, **{cache_name(): cache}, use_cache=True)
     heads = getattr(config, "num_attention_heads", 1)
     repeats = heads // (getattr(config, "num_key_value_heads", None) or heads)
     eager = getattr(config, "_attn_implementation", "eager") == "eager"

@@ -24,7 +24,7 @@ _Handler = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 _handler: ContextVar[_Handler | None] = ContextVar("handler", default=None)
 
 
-class NotInParts(ConfigurationError):
+class CannotSplit(ConfigurationError):
     """The model is built in a way that its sequences cannot be taken apart; nothing was changed."""
 
 
@@ -57,7 +57,7 @@ class Stack:
         passed_by: called when gradients are wanted of the first layer, and nobody here asked for it.
 
     Raises:
-        NotInParts: it has not one list of layers.
+        CannotSplit: it has not one list of layers.
     """
 
     def __init__(self, model: nn.Module, passed_by: Callable[[], None] = lambda: None) -> None:
@@ -70,7 +70,7 @@ class Stack:
             and all(isinstance(m, GradientCheckpointingLayer) for m in each)
         ]
         if len(lists) != 1 or self.base is model:
-            raise NotInParts(
+            raise CannotSplit(
                 f"{type(model).__name__} is no decoder with one list of layers, so its sequences cannot be "
                 "cut into parts"
             )
@@ -122,7 +122,7 @@ class Stack:
         with _handled(look), torch.no_grad():
             self.base(**inputs, use_cache=False)
 
-    def before(self, **inputs: Any) -> tuple[torch.Tensor, list[Call]]:
+    def first_layer_inputs(self, **inputs: Any) -> tuple[torch.Tensor, list[Call]]:
         """What the first layer is given, and how each is called.
 
         Args:
@@ -132,7 +132,7 @@ class Stack:
             [B, T, D], with a graph where something needs one; and a call for each layer.
 
         Raises:
-            NotInParts: something is done between the layers.
+            CannotSplit: something is done between the layers.
         """
         calls: list[Call] = []
         first: list[torch.Tensor] = []
@@ -141,7 +141,7 @@ class Stack:
             hidden, rest, named = _hidden(args, kwargs)
             first.append(hidden)
             if index != len(calls) or hidden is not first[0]:
-                raise NotInParts(
+                raise CannotSplit(
                     f"{type(self.model).__name__} does something between its layers, so its sequences cannot "
                     "be cut into windows"
                 )
@@ -151,7 +151,7 @@ class Stack:
         with _handled(pass_on):
             self.base(**inputs)
         if len(calls) != len(self.layers):
-            raise NotInParts(f"{type(self.model).__name__} leaves out layers, so windows would differ")
+            raise CannotSplit(f"{type(self.model).__name__} leaves out layers, so windows would differ")
         return first[0], calls
 
     def layer(self, index: int, hidden: torch.Tensor, call: Call) -> torch.Tensor:
@@ -160,7 +160,7 @@ class Stack:
             out = self.layers[index](hidden, *call.args, **call.kwargs)
         return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 
-    def through(self, **inputs: Any) -> torch.Tensor:
+    def last_layer_output(self, **inputs: Any) -> torch.Tensor:
         """The last layer's output [B, T, D]."""
         last: list[torch.Tensor] = []
 
@@ -176,7 +176,7 @@ class Stack:
             self.base(**inputs)
         return last[0]
 
-    def behind(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [1, T, V] of the last layer's output [1, T, D]."""
 
         def give(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -25,7 +25,7 @@ from shared.memory import FreedMemory
 from tenant_sdk.model.recording import Recording, Store
 from tenant_sdk.model.virtual import training_forward
 from tenant_sdk.sequences.chunked_loss import Loss, add_up
-from tenant_sdk.sequences.stack import Call, NotInParts, RandomAndAutocastState, Stack
+from tenant_sdk.sequences.stack import Call, CannotSplit, RandomAndAutocastState, Stack
 
 FREED_BYTES = 128 << 20  # that lie free between blocks in use, before they are given back
 CALL_BYTES = 256 << 20  # of masks and tables of windows, which are made again above
@@ -160,10 +160,10 @@ class WindowCache(Cache):
         """Keys and values [B, H, T, E] of a window behind those before it."""
         attended = self.attended
         if attended is None:
-            raise NotInParts("the model attends outside of its layers, so its sequences cannot be cut")
+            raise CannotSplit("the model attends outside of its layers, so its sequences cannot be cut")
         span = attended.span
         if new[0].shape[2] != span.stop - span.start:
-            raise NotInParts("a layer attends to other tokens than it is given, so they cannot be cut")
+            raise CannotSplit("a layer attends to other tokens than it is given, so they cannot be cut")
         if attended.recompute:
             keys, values = (
                 _Append.apply(each, attended, which)  # type: ignore[no-untyped-call]
@@ -373,7 +373,7 @@ class Run:
         if embeddings is not None:
             inputs["inputs_embeds"] = embeddings
         self._cache.past = span.start
-        return self.stack.before(**inputs, **{cache_name(): self._cache}, use_cache=True)
+        return self.stack.first_layer_inputs(**inputs, **{cache_name(): self._cache}, use_cache=True)
 
     def _remember(self, at: int, calls: list[Call]) -> None:
         tensors = {id(each): each for call in calls for each in call.tensors()}
@@ -404,7 +404,7 @@ class WindowedLoss(torch.autograd.Function):
         loss = Loss(run.stack, run.batch.items, outer, wanted=True)
         run.loss(loss)
         ctx.run, ctx.parameters, ctx.state = run, parameters, run.state()
-        ctx.behind = {id(p): each for p, each in zip(outer, loss.gradients, strict=True)}
+        ctx.logits = {id(p): each for p, each in zip(outer, loss.gradients, strict=True)}
         return loss.mean
 
     @staticmethod
@@ -421,6 +421,6 @@ class WindowedLoss(torch.autograd.Function):
             )
         scale = gradient / run.batch.items
         embeddings, found = run.gradients(scale, ctx.parameters)
-        behind = [ctx.behind.get(id(p)) for p in ctx.parameters]
+        behind = [ctx.logits.get(id(p)) for p in ctx.parameters]
         scaled = [None if each is None else each * scale for each in behind]
         return None, embeddings, *add_up(found, scaled)

@@ -23,7 +23,7 @@ from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.replicas.addresses import Address, Resolver
 from tenant_sdk.connection.replicas.reconnecting import OpenChannel
 from tenant_sdk.connection.stats import Stats
-from tenant_sdk.connection.transports import OnConnect, look_at, open_channel
+from tenant_sdk.connection.transports import OnConnect, open_channel, probe_executor
 from tenant_sdk.connection.urls import Party, replicas_of, url_of
 from tenant_sdk.session.options import SessionConfig
 from tenant_sdk.trust.operators import Operators
@@ -92,11 +92,11 @@ class ReplicatedExecutor:
     def _meet(self, address: Address) -> None:
         seconds = min(self._config.timeout, OPENING_SECONDS)
         try:
-            look_at(address, self._context, seconds, self._told(address))
+            probe_executor(address, self._context, seconds, self._on_connect(address))
         except ConnectError:
             self._operators.check_named(url_of(address.target), self._party)
 
-    def _told(self, address: Address) -> OnConnect:
+    def _on_connect(self, address: Address) -> OnConnect:
         """Whom ``open_channel`` tells who is there."""
         return lambda sock: self._operators.check_distinct(url_of(address.target), sock, self._party)
 
@@ -113,7 +113,9 @@ class ReplicatedExecutor:
     def _open(self, address: Address, opening: float) -> Channel:
         try:
             timeout = self._config.timeout
-            return open_channel(address, self._token, self._context, timeout, self._told(address), opening)
+            return open_channel(
+                address, self._token, self._context, timeout, self._on_connect(address), opening
+            )
         except ConnectError as error:
             self._explain(error, address)
             raise
@@ -121,12 +123,14 @@ class ReplicatedExecutor:
     def _explain(self, error: ConnectError, address: Address) -> None:
         """Add to an error what the session's user can do about it."""
         if isinstance(error, TlsError) and error.untrusted:
-            error.told += why_untrusted(self._ca, f"{self._of}ca")
+            error.structured_message += why_untrusted(self._ca, f"{self._of}ca")
         elif isinstance(error, AuthenticationError) and not isinstance(error.__cause__, OSError):
             given = Argument(f"{self._of}token", Placeholder("TOKEN"))
-            error.told += Message(". This one was given with {}", given)
+            error.structured_message += Message(". This one was given with {}", given)
         elif isinstance(error, ConnectionRefused):
-            error.told += " `symbiosis-tenant doctor --wait SECONDS` waits for it"
+            error.structured_message += " `symbiosis-tenant doctor --wait SECONDS` waits for it"
         if self._of:
             named = error.message.startswith(url_of(address.target))
-            error.told = Message("mask source {}{}", "" if named else f"{address}: ", error.told)
+            error.structured_message = Message(
+                "mask source {}{}", "" if named else f"{address}: ", error.structured_message
+            )

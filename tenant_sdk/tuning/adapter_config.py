@@ -20,7 +20,7 @@ from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError
 from tenant_sdk.storage import ADAPTER_CONFIG as FILE
 from tenant_sdk.storage import read_blocks
-from tenant_sdk.tuning.patterns import MOST, without_patterns
+from tenant_sdk.tuning.patterns import MAX_ENTRIES, without_patterns
 
 MAX_JSON_BYTES = 1 << 20  # of each JSON file of an adapter
 KINDS = (
@@ -33,8 +33,8 @@ _Rank = Annotated[int, Meta(ge=0, le=1 << 20)]
 _Number = Annotated[int, Meta(ge=-(10**6), le=10**6)] | Annotated[float, Meta(ge=-1e6, le=1e6)]
 _Share = Annotated[int, Meta(ge=0, le=1)] | Annotated[float, Meta(ge=0, le=1)]
 _Counts = Annotated[list[_Count], Meta(max_length=1 << 16)]
-_Names = Annotated[list[str], Meta(max_length=MOST)]
-_Table = Annotated[dict[str, _Number], Meta(max_length=MOST)]
+_Names = Annotated[list[str], Meta(max_length=MAX_ENTRIES)]
+_Table = Annotated[dict[str, _Number], Meta(max_length=MAX_ENTRIES)]
 _Pruned = Annotated[dict[str, Annotated[list[bool], Meta(max_length=1 << 16)]], Meta(max_length=1 << 16)]
 # Numbers, switches, and names of the model's own layers, each with the values that it can have: they say what
 # an adapter computes, and lead nowhere.
@@ -46,8 +46,8 @@ _VALUES: dict[str, Any] = {
     **dict.fromkeys(("modules_to_save", "target_parameters"), _Names),
     "layers_to_transform": _Count | _Counts,
     "alora_invocation_tokens": _Counts,
-    "trainable_token_indices": _Counts | Annotated[dict[str, _Counts], Meta(max_length=MOST)],
-    "rank_pattern": Annotated[dict[str, _Rank], Meta(max_length=MOST)],
+    "trainable_token_indices": _Counts | Annotated[dict[str, _Counts], Meta(max_length=MAX_ENTRIES)],
+    "rank_pattern": Annotated[dict[str, _Rank], Meta(max_length=MAX_ENTRIES)],
     "alpha_pattern": _Table,
     "bias": Literal["none", "all", "lora_only", "oft_only"],
     "encoder_reparameterization_type": Literal["MLP", "LSTM"],

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shared.errors import ConfigurationError, Message
 from tenant_sdk.tuning.data import chat_prompt
-from tenant_sdk.tuning.generation import Written, context_of, stream
+from tenant_sdk.tuning.generation import GenerationOutput, context_of, stream
 from tenant_sdk.tuning.message_parts import REASONING
 from tenant_sdk.tuning.sampling import Sampling
 
@@ -80,7 +80,7 @@ class Chat:
         self.messages: list[dict[str, Any]] = [*self._opening]
         self._options = dict[str, Any]()
 
-    def ask(self, text: str, interrupted: Callable[[], bool] = lambda: False) -> Written:
+    def ask(self, text: str, interrupted: Callable[[], bool] = lambda: False) -> GenerationOutput:
         """Have a user's message answered; it stays in the conversation if it was.
 
         Raises:
@@ -146,7 +146,9 @@ def thought_of(tokenizer: Any) -> Thought | None:
     return Thought(begin, end, unseen=not begin and without.partition(said)[0].rstrip() == begins)
 
 
-def answer_of(prompt: str, written: Written, special: Sequence[str], known: Thought | None) -> str | None:
+def answer_of(
+    prompt: str, written: GenerationOutput, special: Sequence[str], known: Thought | None
+) -> str | None:
     """An answer without the reasoning before it, which templates leave out of earlier turns.
 
     Args:

@@ -19,7 +19,7 @@ from typing import Any
 from shared.errors import ConfigurationError, Placeholder
 from tenant_sdk.tuning.message_parts import MessagePart, TemplateProbe
 
-IGNORED = -100  # a label that takes no part in the loss
+IGNORE_INDEX = -100  # a label that takes no part in the loss
 Example = dict[str, list[int]]  # input_ids and, as long, labels: the same ids, or IGNORED
 Messages = Sequence[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
@@ -27,7 +27,7 @@ Tools = list[dict[str, Any]] | None
 # Marks of what assistants say, as transformers looks for them.
 _MARK, _MARK_END = (re.compile(rf"\{{%(-?)\s*{name}\s*(-?)%\}}") for name in ("generation", "endgeneration"))
 _BEGIN, _END = "\ue0b1", "\ue0b2"  # characters that stand for them in a text
-_SIGNS = re.compile(f"([{_BEGIN}{_END}])")
+_MARKERS = re.compile(f"([{_BEGIN}{_END}])")
 _NOW = re.compile(r"""\bstrftime_now\(\s*(["'])([^"'\n]{,64})\1\s*\)""")
 _OPENED = re.compile(r"<(\w+)>\s+$")  # the end of a prompt that opens a thought
 _MAX_ANSWERS = 256  # of a record: for each, all that is before it is rendered
@@ -161,15 +161,15 @@ class Conversations:
                 prompt, answer, labels = max(prompt, everything, key=len), [], []
             earlier = found[-1] if found else {"input_ids": [], "labels": []}
             if prompt[: len(earlier["input_ids"])] == earlier["input_ids"]:
-                labels = earlier["labels"] + [IGNORED] * (len(prompt) - len(earlier["labels"])) + labels
+                labels = earlier["labels"] + [IGNORE_INDEX] * (len(prompt) - len(earlier["labels"])) + labels
                 found[-1:] = [{"input_ids": prompt + answer, "labels": labels}]
             else:
-                found.append({"input_ids": prompt + answer, "labels": [IGNORED] * len(prompt) + labels})
+                found.append({"input_ids": prompt + answer, "labels": [IGNORE_INDEX] * len(prompt) + labels})
             if not fits:
                 break
         return found
 
-    def everything(self, messages: Messages, tools: Tools, where: str) -> Example:
+    def whole_conversation(self, messages: Messages, tools: Tools, where: str) -> Example:
         """The whole conversation is learned, also what is asked.
 
         Raises:
@@ -199,7 +199,7 @@ class _Chat:
         self.tokenizer, self.day, self.where = of.tokenizer, of.day, where
         self.tools = tools or None  # a template may write that there are tools, though the list is empty
         self.messages = self._in_form(messages)
-        self.placeholders = TemplateProbe(self.messages, self.tools)
+        self.probe = TemplateProbe(self.messages, self.tools)
         self.ends = [end for end in map(of.tokenizer.decode, of.ends) if end]
 
     def generation_prompt(self, at: int) -> str:
@@ -211,7 +211,7 @@ class _Chat:
 
     def placeholder_rendering(self, until: int, **options: Any) -> str:
         """As the template writes the messages ``until`` one, with placeholders for their parts."""
-        messages, tools = self.placeholders.messages[:until], self.placeholders.tools
+        messages, tools = self.probe.messages[:until], self.probe.tools
         return _render(self.tokenizer, messages, tools, self.where, self.day, **options)
 
     def check(self, rendering: str, text: str, needed: Callable[[MessagePart], bool]) -> int:
@@ -221,9 +221,9 @@ class _Chat:
             ConfigurationError: a part is not in it as it was given; the message names it.
         """
         end, changed = 0, ""
-        lost = self.placeholders.left_out(rendering, needed)
+        lost = self.probe.missing_parts(rendering, needed)
         if not lost:
-            end, changed = self.placeholders.end(rendering, text)
+            end, changed = self.probe.end(rendering, text)
         if lost or changed:
             raise _refusal(
                 "{}: the chat template does not write the whole conversation: it {} {}. Use a tokenizer "
@@ -241,11 +241,11 @@ class _Chat:
             before: what inference sends before it.
             prompt: its ids.
         """
-        placeholders = self.placeholders
+        probe = self.probe
         rendering = self.placeholder_rendering(at, add_generation_prompt=True)
         self.check(rendering, before, lambda part: part.at < at and not part.thought)
         answered = self.rendered(self.messages[: at + 1])
-        with_placeholders = self.rendered([*self.messages[:at], placeholders.messages[at]])
+        with_placeholders = self.rendered([*self.messages[:at], probe.messages[at]])
         begin, ahead = _begin(before, answered), _begin(before, with_placeholders)
         if begin is None or ahead is None:
             raise self._begun_otherwise(at, rendering)
@@ -255,8 +255,8 @@ class _Chat:
         for piece, learned in self._learned_pieces(at, answered, begin, end):
             more = encode_continuation(self.tokenizer, before, prompt + ids, piece)
             before, ids = before + piece, ids + more
-            labels += more if learned else [IGNORED] * len(more)
-        if all(label == IGNORED for label in labels):
+            labels += more if learned else [IGNORE_INDEX] * len(more)
+        if all(label == IGNORE_INDEX for label in labels):
             raise _refusal(
                 "{}: the chat template marks parts with {{% generation %}}, and nothing of an answer. Use a "
                 "tokenizer whose template marks it ({tokenizer}), or write `weight`: 0 if it is not to be "
@@ -267,8 +267,8 @@ class _Chat:
 
     def _begun_otherwise(self, at: int, rendering: str) -> ConfigurationError:
         """``rendering``: the prompt with placeholders, so that the message shows no text of the data."""
-        placeholders = self.placeholders
-        prompt, text = placeholders.hidden(rendering), placeholders.hidden(self.placeholder_rendering(at + 1))
+        probe = self.probe
+        prompt, text = probe.redacted(rendering), probe.redacted(self.placeholder_rendering(at + 1))
         pairs = enumerate(zip(prompt, text, strict=False))
         same = next((n for n, (one, other) in pairs if one != other), min(len(prompt), len(text)))
         same = max(prompt.rfind(">", 0, same) + 1, same - _SHOWN)  # not in the middle of a marker
@@ -292,12 +292,12 @@ class _Chat:
         template = chat_template(self.tokenizer, self.where, tools=self.tools)
         if _MARK.search(template):
             until = end + stop if stop else len(answered)
-            return self._marked(at, _with_signs(template), answered[begin:until], begin)
+            return self._marked(at, _with_markers(template), answered[begin:until], begin)
         if stop:
             return [(answered[begin : end + stop], True)]
-        turns = [*self.messages[:at], self.placeholders.messages[at], self.placeholders.next_turn(at)]
+        turns = [*self.messages[:at], self.probe.messages[at], self.probe.next_turn(at)]
         try:
-            behind = self.placeholders.behind(self.rendered(turns), at)
+            behind = self.probe.text_after(self.rendered(turns), at)
         except ConfigurationError:  # some want another order of roles
             behind = ""
         if stop := _stop(behind, self.ends):
@@ -308,7 +308,7 @@ class _Chat:
         """Pieces of an answer that begins at ``begin``; the template marks those that are learned."""
         text = self.rendered(self.messages[: at + 1], chat_template=template)
         found, place, learned = [], 0, False
-        for piece in _SIGNS.split(text):
+        for piece in _MARKERS.split(text):
             if piece in (_BEGIN, _END):
                 learned = piece == _BEGIN
                 continue
@@ -329,12 +329,12 @@ class _Chat:
         at = next((at for at, message in enumerate(messages) if message.get("tool_calls")), None)
         if at is not None:
             for form in (messages, [_with_texts(message) for message in messages]):
-                placeholders = TemplateProbe(form, None)
+                probe = TemplateProbe(form, None)
                 try:
-                    rendering = self.rendered([*form[:at], placeholders.messages[at]])
+                    rendering = self.rendered([*form[:at], probe.messages[at]])
                 except ConfigurationError:
                     continue
-                if not placeholders.left_out(rendering, lambda part: part.at == at):
+                if not probe.missing_parts(rendering, lambda part: part.at == at):
                     return form
         return messages
 
@@ -373,7 +373,7 @@ def _stop(text: str, ends: Sequence[str]) -> int:
     return first[0] - first[1]
 
 
-def _with_signs(template: str) -> str:
+def _with_markers(template: str) -> str:
     """A template that writes signs where it marks what assistants say.
 
     An empty condition trims the white space that the mark trimmed.

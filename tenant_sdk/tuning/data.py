@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from shared.errors import ConfigurationError, Message, peer_text
 from tenant_sdk.tuning.characters import not_kept, note
 from tenant_sdk.tuning.conversations import (
-    IGNORED,
+    IGNORE_INDEX,
     Conversations,
     Example,
     Messages,
@@ -55,7 +55,7 @@ def pack(tokens: Sequence[int], length: int, *, keep_tail: bool) -> Blocks:
 
 def trained_tokens(example: Example) -> int:
     """How many tokens of an example the model is asked to predict; nothing predicts the first."""
-    return sum(label != IGNORED for label in example["labels"][1:])
+    return sum(label != IGNORE_INDEX for label in example["labels"][1:])
 
 
 def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
@@ -67,7 +67,7 @@ def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
         pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=padding)
         for rows, padding in (
             ([each["input_ids"] for each in examples], 0),
-            ([each["labels"] for each in examples], IGNORED),
+            ([each["labels"] for each in examples], IGNORE_INDEX),
             ([[1] * len(each["input_ids"]) for each in examples], 0),
         )
     )
@@ -80,7 +80,7 @@ def collate_packed(examples: Sequence[Example]) -> dict[str, Tensor]:
     Positions begin anew with each example, by which transformers tells them apart and lets none attend to
     another; it looks for that where there is neither an attention mask nor a cache.
     """
-    labels = [[IGNORED, *each["labels"][1:]] for each in examples]  # nothing predicts an example's first
+    labels = [[IGNORE_INDEX, *each["labels"][1:]] for each in examples]  # nothing predicts an example's first
     return {
         "input_ids": torch.tensor([[token for each in examples for token in each["input_ids"]]]),
         "labels": torch.tensor([[label for each in labels for label in each]]),
@@ -310,7 +310,7 @@ class Reader:
         return ReadFile(path, tuple(entries), tuple(sorted(unread)), tuple(sorted(passed)), lost=lost)
 
     def _fitted(self, example: Example, line: int) -> list[Entry]:
-        learned = [label for label in example["labels"] if label != IGNORED]
+        learned = [label for label in example["labels"] if label != IGNORE_INDEX]
         ended = not learned or learned[-1] in self._ends
         if len(example["input_ids"]) <= self.length:
             return [Entry(line, example, ended=ended)]
@@ -325,7 +325,7 @@ class Reader:
             chats = Conversations(self.tokenizer, self._ends, self.length, self.day)
             tools = record.tools if isinstance(record.tools, list) else None
             if self.train_on_prompt:
-                return [chats.everything(record.messages, tools, place)]
+                return [chats.whole_conversation(record.messages, tools, place)]
             return chats.examples(record.messages, tools, place)
         if record.text is not None:
             return [fully_learned(self._ended(self.tokenizer(record.text, verbose=False)["input_ids"]))]
@@ -339,7 +339,7 @@ class Reader:
         answer = self._ended(encode_continuation(self.tokenizer, prompt, start, completion, special=True))
         if self.train_on_prompt:
             return [fully_learned(start + answer)]
-        return [{"input_ids": start + answer, "labels": [IGNORED] * len(start) + answer}]
+        return [{"input_ids": start + answer, "labels": [IGNORE_INDEX] * len(start) + answer}]
 
     @property
     def _ends(self) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from shared.errors import (
 )
 from shared.wire.traffic import TokenBytes
 from tenant_sdk.model.naming import base_of
-from tenant_sdk.sequences.stack import NotInParts
+from tenant_sdk.sequences.stack import CannotSplit
 from tenant_sdk.session.session import Session
 from tenant_sdk.storage import (
     ADAPTER_CONFIG,
@@ -195,7 +195,7 @@ def finetune(
     model: Any,
     tokenizer: Any,
     session: Session,
-    told: TrainingCallbacks,
+    callbacks: TrainingCallbacks,
     *,
     keep_tokenizer: bool = False,
     today: Callable[[], date] = date.today,
@@ -213,7 +213,7 @@ def finetune(
         StorageError: the disk is full or not writable; no half-written adapter is left.
     """
     check_reports(training.report_to)
-    say, output = told.say, check_new_folder(training.output)
+    say, output = callbacks.say, check_new_folder(training.output)
     day = TemplateDate(_started(output, training.resume) or today())
     given = training.adapter
     if given is not None:
@@ -223,7 +223,7 @@ def finetune(
     method = find_method(training.method)
     length = _sequence_length(training, model, training.virtual_tokens if method.prompt_like else 0)
     examples, held_out = _read(training, model, tokenizer, length, day, say)
-    told.preview(examples[0])
+    callbacks.preview(examples[0])
     size = min(training.batch_size, len(examples)) * training.gradient_accumulation
     steps = training.steps or max(1, math.ceil(training.epochs * math.ceil(len(examples) / size)))
     learning_rate = training.learning_rate or default_rate(method, model)
@@ -246,8 +246,8 @@ def finetune(
 
     with checkpoints.resumable():
         check_steps = (training.eval_steps or math.ceil(steps / _CHECKS)) if held_out else 0
-        progress = Progress(told.show, say, shown_losses(steps), check_steps, lambda: session.stats)
-        held = _HeldOut(training, model, held_out, progress, told, session)
+        progress = Progress(callbacks.show, say, shown_losses(steps), check_steps, lambda: session.stats)
+        held = _HeldOut(training, model, held_out, progress, callbacks, session)
         before = _perplexity_before(held, checkpoints, of_base=given is None)
         if done < steps:
             _learn_groups(model, examples[:_TRIED], say)
@@ -262,7 +262,7 @@ def finetune(
         _save(output, model, session, figures, tokenizer if keep_tokenizer else None)
     checkpoints.remove()
     if held_out and training.samples:  # when nothing can be lost any more
-        report = _answered(report, model, tokenizer, held_out, training, told)
+        report = _answered(report, model, tokenizer, held_out, training, callbacks)
     if not base_of(model).name:
         say(_NO_BASE)
     return report
@@ -287,7 +287,7 @@ class _HeldOut:
     model: Any
     examples: Sequence[Example]
     progress: Progress
-    told: TrainingCallbacks
+    callbacks: TrainingCallbacks
     session: Session
     _last: tuple[int, float] = (0, 0.0)  # the step that was measured last, and its loss
 
@@ -295,7 +295,7 @@ class _HeldOut:
         """In nats per learned token; after a step, it is told along with the step's."""
         begun, before = time.perf_counter(), self.session.stats
         size = self.training.batch_size
-        loss = math.log(perplexity(self.model, self.examples, size, self.told.checking))
+        loss = math.log(perplexity(self.model, self.examples, size, self.callbacks.checking))
         self.progress.checked(loss, begun, before, step, steps)
         self._last = step, loss
         return loss
@@ -306,7 +306,7 @@ class _HeldOut:
             return None
         step, loss = self._last
         after = math.exp(loss if step == (ended.best or ended.step) else self.measure())
-        self.told.say(f"held-out perplexity after: {after:.2f}")
+        self.callbacks.say(f"held-out perplexity after: {after:.2f}")
         return after
 
 
@@ -320,7 +320,7 @@ def _perplexity_before(held: _HeldOut, checkpoints: TrainingCheckpoints, *, of_b
         with held.model.disable_adapter() if of_base else nullcontext():
             kept = math.exp(held.measure())
         checkpoints.keep(name, kept)
-    held.told.say(f"held-out perplexity before: {kept:.2f}")
+    held.callbacks.say(f"held-out perplexity before: {kept:.2f}")
     return kept
 
 
@@ -367,20 +367,20 @@ def _answered(
     tokenizer: Any,
     examples: Sequence[Example],
     training: TrainingOptions,
-    told: TrainingCallbacks,
+    callbacks: TrainingCallbacks,
 ) -> TrainingReport:
     """With how many held-out prompts base and adapter answer to the letter."""
     try:
         samples = compare(model, tokenizer, examples, training.samples)
     except Exception as error:  # the adapter is saved, and good
-        told.say(f"held-out prompts could not be answered: {peer_text(repr(error))}")
+        callbacks.say(f"held-out prompts could not be answered: {peer_text(repr(error))}")
         return report
     except BaseException as error:
         saved = str(training.output)
         error.add_note(Message("the training is complete, and the adapter is saved in {}", saved))
         raise
     if samples:
-        told.samples(samples)
+        callbacks.samples(samples)
     return replace(
         report,
         answered=len(samples),
@@ -556,7 +556,7 @@ def _fit(training: TrainingOptions, model: Any, longest: int, say: Say) -> None:
         tuning = long_tuning(
             model, length, batch_size=batch, memory_gib=training.memory_gib, packed=training.packing
         )
-    except NotInParts:
+    except CannotSplit:
         if training.memory_gib is not None:
             raise
         return  # nobody asked for it, and perhaps it is not needed

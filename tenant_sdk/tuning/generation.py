@@ -66,7 +66,7 @@ def in_a_loop(tokens: list[int]) -> bool:
 
 
 @dataclass(frozen=True)
-class Written:
+class GenerationOutput:
     """The text, how many new tokens, in how many seconds, and why there are no more.
 
     ``raw``: with special tokens. ``ended``: the model ended it.
@@ -93,7 +93,7 @@ def stream(
     *,
     options: Mapping[str, Any] = MappingProxyType({}),
     interrupted: Callable[[], bool] = lambda: False,
-) -> Written:
+) -> GenerationOutput:
     """Write the continuation of a prompt to standard output, each word as soon as it is whole.
 
     Args:
@@ -146,4 +146,4 @@ def stream(
     else:
         end = Message("{stop}")
     text, raw = (tokenizer.decode(new, skip_special_tokens=skip) for skip in (True, False))
-    return Written(text, raw, len(new), seconds, end, ended)
+    return GenerationOutput(text, raw, len(new), seconds, end, ended)

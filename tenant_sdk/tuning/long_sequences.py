@@ -21,7 +21,7 @@ from tenant_sdk.sequences.chunked_loss import ChunkedLoss, Loss, items_of, shift
 from tenant_sdk.sequences.encrypted_file import EncryptedFile
 from tenant_sdk.sequences.measuring import FRACTION, free_disk, memory_left, shapes_of
 from tenant_sdk.sequences.planning import GIB, MemoryPlan, Place, plan_step
-from tenant_sdk.sequences.stack import NotInParts, Stack, instead
+from tenant_sdk.sequences.stack import CannotSplit, Stack, instead
 from tenant_sdk.sequences.windows import Batch, ReferenceStore, Run, Stores, WindowedLoss
 from tenant_sdk.trust.attestation import base_model
 
@@ -147,7 +147,7 @@ class LongTuning:
     def _whole(self, given: dict[str, Any], aims: torch.Tensor, items: Any) -> torch.Tensor:
         apart = ("labels", "shift_labels", "num_items_in_batch", *_IGNORED)
         inputs = {name: each for name, each in given.items() if each is not None and name not in apart}
-        hidden = self._stack.through(**inputs, use_cache=False)
+        hidden = self._stack.last_layer_output(**inputs, use_cache=False)
         if torch.is_grad_enabled():
             loss: torch.Tensor = ChunkedLoss.apply(  # type: ignore[no-untyped-call]
                 self._stack, aims, items, hidden, *self._stack.outer()
@@ -257,7 +257,7 @@ def long_tuning(
     folder = None if folder is None else Path(folder)
     if (before := vars(inner).get(_TUNING)) is not None:
         if before._model is not inner:
-            raise NotInParts(
+            raise CannotSplit(
                 "this is a copy of a model that learns from long sequences: close() that before it is copied"
             )
         before.close()
@@ -304,14 +304,14 @@ def _in_parts(model: nn.Module) -> Iterator[None]:
     except SymbiosisError:
         raise
     except Exception as error:
-        raise NotInParts(f"{type(model).__name__} cannot be cut into windows: {error}") from error
+        raise CannotSplit(f"{type(model).__name__} cannot be cut into windows: {error}") from error
 
 
 def _compare(tuning: LongTuning, plan: MemoryPlan, model: nn.Module, ids: torch.Tensor) -> None:
     """Refuse a model, perhaps in PEFT's wrapper, whose loss, or gradients, the plan would change.
 
     Raises:
-        NotInParts: it would.
+        CannotSplit: it would.
     """
     if not plan.chunked_loss:
         return
@@ -319,9 +319,11 @@ def _compare(tuning: LongTuning, plan: MemoryPlan, model: nn.Module, ids: torch.
     if plan.window is not None and any(
         kind in str(getattr(each, "rope_type", None)) for each in model.modules() for kind in _BY_LENGTH
     ):
-        raise NotInParts(f"{name} has positions that depend on the length of the whole: windows would differ")
+        raise CannotSplit(
+            f"{name} has positions that depend on the length of the whole: windows would differ"
+        )
     if any(hasattr(each, "keep_window_size") for each in model.modules()):  # more than there are tokens here
-        raise NotInParts(f"{name} attends to a choice of all tokens that it has seen: windows would differ")
+        raise CannotSplit(f"{name} attends to a choice of all tokens that it has seen: windows would differ")
     parameters = [each for each in model.parameters() if each.requires_grad]
     training = {module: module.training for module in model.modules()}
     model.eval()  # dropout would differ
@@ -346,7 +348,7 @@ def _compare(tuning: LongTuning, plan: MemoryPlan, model: nn.Module, ids: torch.
     for mine, other in ((got[:1], expected[:1]), (got[1:], expected[1:])):
         apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(mine, other, strict=True))
         if not apart <= APART**2 * sum(float(each.double().square().sum()) for each in other):
-            raise NotInParts(
+            raise CannotSplit(
                 f"{name} gives another loss, or other gradients, in parts than as a whole (bidirectional "
                 "attention, a recurrent state, or a loss of its own), so its sequences cannot be cut"
             )

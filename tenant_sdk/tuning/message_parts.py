@@ -69,7 +69,7 @@ class TemplateProbe:
             return self.messages[at + 1]
         return {"role": "user", "content": _TEXT.format(len(self._parts))}
 
-    def left_out(self, rendering: str, needed: Callable[[MessagePart], bool]) -> str:
+    def missing_parts(self, rendering: str, needed: Callable[[MessagePart], bool]) -> str:
         """Names of the parts of the first message of which the template leaves some out; or empty."""
         there = {found[0] for found in _PLACEHOLDERS.finditer(rendering)}
         lost = [part for mark, part in self._parts.items() if needed(part) and mark not in there]
@@ -100,14 +100,14 @@ class TemplateProbe:
         # White space behind the part is the part's own, but for what the rendering has too.
         return max(end, len(text) - len(behind)) if text.endswith(behind) else end, ""
 
-    def behind(self, rendering: str, at: int) -> str:
+    def text_after(self, rendering: str, at: int) -> str:
         """What stands between the last part of the message ``at`` and the next placeholder."""
         found = [*_PLACEHOLDERS.finditer(rendering)]
         own = [n for n, each in enumerate(found) if each[0] in self._parts and self._parts[each[0]].at == at]
         after = found[own[-1] + 1 :] if own else []
         return rendering[found[own[-1]].end() : after[0].start()] if after else ""
 
-    def hidden(self, text: str) -> str:
+    def redacted(self, text: str) -> str:
         """A text with dots in the places of its placeholders."""
         return _PLACEHOLDERS.sub("...", text)
 

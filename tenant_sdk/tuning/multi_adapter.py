@@ -29,7 +29,7 @@ from tenant_sdk.sequences.chunked_loss import shifted
 from tenant_sdk.session.session import Session
 from tenant_sdk.tuning.adapter_config import ALLOWED_INIT_LORA_WEIGHTS, not_plain
 from tenant_sdk.tuning.adapters import no_untrue_warnings
-from tenant_sdk.tuning.conversations import IGNORED
+from tenant_sdk.tuning.conversations import IGNORE_INDEX
 from tenant_sdk.tuning.folders import save_adapter
 from tenant_sdk.tuning.segmented import segmented_lora
 
@@ -188,7 +188,8 @@ class MultiAdapter:
             if len(batches) > 1:
                 _refuse(tuple(name for name in batches if not self._can_run(name, batches[name])), "a row")
             raise NonFiniteError(
-                Message("{} (adapter {})", error.told, ", ".join(batches)), adapters=tuple(batches)
+                Message("{} (adapter {})", error.structured_message, ", ".join(batches)),
+                adapters=tuple(batches),
             ) from error
 
     def _can_run(self, name: str, batch: Batch) -> bool:
@@ -305,7 +306,7 @@ def _joined(batches: Mapping[str, Batch]) -> tuple[Tensor, Tensor, Tensor]:
         ids.append(pad(own, padding))
         attended.append(pad(mask, padding))
         if labels is not None:
-            mask = mask.bool() | (shifted(labels) != IGNORED)
+            mask = mask.bool() | (shifted(labels) != IGNORE_INDEX)
         needed.append(pad(mask.bool(), padding))
     # Nothing that is behind the last of a sequence reaches it; padding in front does, where it has no mask.
     return torch.cat(ids), torch.cat(attended), torch.cat(needed).flip(1).cumsum(1).flip(1) > 0

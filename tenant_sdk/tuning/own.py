@@ -120,7 +120,7 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
             Message(
                 "{}. Give the very checkpoint that the executor serves, or none: then all that is needed "
                 "of it is downloaded",
-                error.told,
+                error.structured_message,
             )
         ) from error
     generates = folder / "generation_config.json"

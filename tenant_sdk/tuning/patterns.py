@@ -18,7 +18,7 @@ from shared.errors import ConfigurationError
 
 SECONDS = 2.0  # for all patterns of a folder
 PATTERN_BYTES = 4 << 10
-MOST = 4096  # names or patterns of a field
+MAX_ENTRIES = 4096  # names or patterns of a field
 VALUES = 256  # of a table: each becomes a pattern, and Python keeps 512 of them compiled
 _LISTS = 16  # of layers in a model; PEFT makes an expression of each name for each module
 _FEW = 64  # names, with which PEFT's time is no matter

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tenant_sdk.terminal import visible
-from tenant_sdk.tuning.conversations import IGNORED, Example
+from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example
 
 _LEARNED, _OTHER = "bold green", "dim"
 _SHOWN = 400  # characters of what is learned in one piece, or is not
@@ -26,7 +26,7 @@ def show_first(console: Console, tokenizer: Any, example: Example) -> None:
 
 def shown(tokenizer: Any, example: Example, *, colour: bool = True) -> Text:
     """The text of an example; what is learned is green, or else between ⟦ and ⟧."""
-    learned = [label != IGNORED for label in example["labels"]]
+    learned = [label != IGNORE_INDEX for label in example["labels"]]
     ends = [at for at in range(1, len(learned) + 1) if at == len(learned) or learned[at] != learned[at - 1]]
     text, before = Text(), ""
     for end in ends:

@@ -108,7 +108,7 @@ def receive(
             take(WEIGHTS, meta.most_bytes)
             overwritten = _check_weights(folder / WEIGHTS, meta, own)
     except SymbiosisError as error:
-        error.told = error.told.replaced(str(folder), str(source))
+        error.structured_message = error.structured_message.replaced(str(folder), str(source))
         raise
     return Received(config, overwritten, digest.hexdigest())
 

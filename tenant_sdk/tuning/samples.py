@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from tenant_sdk.terminal import visible
-from tenant_sdk.tuning.conversations import IGNORED, Example
+from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example
 from tenant_sdk.tuning.generation import context_of
 from tenant_sdk.tuning.sampling import Sampling
 
-MOST = 64  # tokens of an answer that is compared
+MAX_ANSWER_TOKENS = 64  # tokens of an answer that is compared
 _LONGEST, _AT_ONCE = 1024, 4  # tokens of a prompt, and prompts in memory
 
 
@@ -27,16 +27,16 @@ class Sample:
     adapted: str
 
 
-def asked(
+def sample_prompts(
     examples: Sequence[Example], most: int, context: int = _LONGEST
 ) -> list[tuple[list[int], list[int]]]:
     """Ids of prompts and of their answers, of the first examples that have a short one and fit a context."""
     found = []
     for example in examples:
         labels = example["labels"]
-        begin = next((at for at, label in enumerate(labels) if label != IGNORED), 0)
-        end = next((at for at in range(begin, len(labels)) if labels[at] == IGNORED), len(labels))
-        if 0 < begin <= min(_LONGEST, context - MOST - 1) and end - begin <= MOST:
+        begin = next((at for at, label in enumerate(labels) if label != IGNORE_INDEX), 0)
+        end = next((at for at in range(begin, len(labels)) if labels[at] == IGNORE_INDEX), len(labels))
+        if 0 < begin <= min(_LONGEST, context - MAX_ANSWER_TOKENS - 1) and end - begin <= MAX_ANSWER_TOKENS:
             found.append((example["input_ids"][:begin], example["input_ids"][begin:end]))
         if len(found) == most:
             break
@@ -44,13 +44,13 @@ def asked(
 
 
 @torch.no_grad()
-def answers(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], most: int) -> list[str]:
+def generate_answers(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], most: int) -> list[str]:
     """Greedy continuations of prompts, of at most so many tokens, without special tokens."""
     parts = [prompts[at : at + _AT_ONCE] for at in range(0, len(prompts), _AT_ONCE)]
-    return [text for part in parts for text in _answers(model, tokenizer, part, most)]
+    return [text for part in parts for text in _generate(model, tokenizer, part, most)]
 
 
-def _answers(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], most: int) -> list[str]:
+def _generate(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], most: int) -> list[str]:
     config = Sampling(max_new_tokens=most).config(model, tokenizer)
     longest, padding = max(map(len, prompts)), config.pad_token_id or 0
     ids = torch.tensor([[padding] * (longest - len(each)) + [*each] for each in prompts], device=model.device)
@@ -68,17 +68,17 @@ def _answers(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], most:
 def compare(model: Any, tokenizer: Any, examples: Sequence[Example], most: int) -> list[Sample]:
     """Have the base and the adapter of a PEFT model answer the first held-out prompts with short answers."""
     virtual = getattr(model.active_peft_config, "num_virtual_tokens", None) or 0
-    pairs = asked(examples, most, context_of(model) - virtual)
+    pairs = sample_prompts(examples, most, context_of(model) - virtual)
     if not pairs:
         return []
     prompts, expected = zip(*pairs, strict=True)
     length = max(map(len, expected)) + 1
-    adapted = answers(model, tokenizer, prompts, length)
+    adapted = generate_answers(model, tokenizer, prompts, length)
     base: list[str] | list[None] = [None] * len(prompts)
     # An adapter that is disabled leaves its biases in place.
     if getattr(model.active_peft_config, "bias", "none") == "none":
         with model.disable_adapter():
-            base = [visible(text) for text in answers(model, tokenizer, prompts, length)]
+            base = [visible(text) for text in generate_answers(model, tokenizer, prompts, length)]
     texts = (
         [text.strip() for text in tokenizer.batch_decode([*ids], skip_special_tokens=True)]
         for ids in (prompts, expected)

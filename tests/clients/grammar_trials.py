@@ -20,12 +20,12 @@ from tokenizers import Tokenizer
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
 from tenant_sdk.gateway import structured
-from tenant_sdk.gateway.client_fairness import Allowance
+from tenant_sdk.gateway.client_fairness import TimeBudget
 from tenant_sdk.gateway.constraint_checks import ConstraintChecker
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.grammars import ENGINE_STACK, _apart, compiled
 from tenant_sdk.gateway.scheduler import TEXT_BYTES, TEXTS_BYTES, Base, Scheduler
-from tenant_sdk.gateway.status import Ended
+from tenant_sdk.gateway.status import SequenceErrors
 from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance, by_client
 
 file = Path(sys.argv[1]) / "tokenizer.json"
@@ -163,7 +163,7 @@ def lengths() -> list[int]:
 
 def ended(sizes: dict[str, int]) -> list[str]:
     """Sequences of a client with texts of these sizes that a step ends; nothing of them is in the step."""
-    told, reasons = list[str](), Ended()
+    told, reasons = list[str](), SequenceErrors()
 
     def finish(names: Any, _: Any) -> list[Any]:
         told.extend(names)
@@ -178,7 +178,7 @@ def ended(sizes: dict[str, int]) -> list[str]:
         for name, each in grammars.items()
     } | {"plain": SimpleNamespace(structured_output_request=None)}
     scheduler.kv_cache_manager = SimpleNamespace(evict_blocks=lambda _: None)
-    scheduler._allowance, scheduler._written, scheduler.finish_requests = Allowance(1, 1), {}, finish
+    scheduler._time_budget, scheduler._written, scheduler.finish_requests = TimeBudget(1, 1), {}, finish
     scheduler._ended, scheduler._folder, scheduler.num_spec_tokens = reasons, Path(mkdtemp()), 0
     Base.update_from_output = lambda *_: {}
     step = SimpleNamespace(total_num_scheduled_tokens=0, num_scheduled_tokens={})

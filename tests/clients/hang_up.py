@@ -8,7 +8,7 @@ from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any
 
-from tenant_sdk.gateway.client_fairness import Allowance
+from tenant_sdk.gateway.client_fairness import TimeBudget
 from tenant_sdk.gateway.scheduler import Base, Scheduler
 from tenant_sdk.gateway.status import Ended, request_name
 from tenant_sdk.gateway.structured import LimitedGrammar
@@ -25,14 +25,14 @@ def owing(*, hangs_up: bool) -> list[str]:
     scheduler.requests = {NAME: request}
     scheduler._grammars = scheduler._grammars_of([NAME])
     scheduler.kv_cache_manager = SimpleNamespace(evict_blocks=lambda _: None)
-    scheduler._allowance, scheduler._written = Allowance(0.2, 0.01), {}
+    scheduler._time_budget, scheduler._written = TimeBudget(0.2, 0.01), {}
     scheduler._ended, scheduler._folder = Ended(), Path(mkdtemp())
     scheduler.finish_requests = lambda *_: []
     if hangs_up:  # as the engine's core does directly before the step's end
         scheduler.requests.clear()
     step = SimpleNamespace(total_num_scheduled_tokens=0, num_scheduled_tokens={NAME: 1})
     scheduler.update_from_output(step, None)
-    return sorted(scheduler._allowance.owing())
+    return sorted(scheduler._time_budget.overdrawn())
 
 
 Base.update_from_output = lambda *_: {}

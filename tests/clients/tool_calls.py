@@ -17,9 +17,9 @@ from vllm.parser import ParserManager
 from vllm.v1.structured_output import backend_xgrammar
 
 from tenant_sdk.gateway import folder
-from tenant_sdk.gateway.calls import GROWTH, JSON_CALLS
 from tenant_sdk.gateway.constraints import call_of, one_call_of
 from tenant_sdk.gateway.endpoints import _bound_parsers, leave_constraints_alone
+from tenant_sdk.gateway.tool_calls import GROWTH, JSON_CALLS
 
 PART = 4  # characters of a token
 SCHEMA = {

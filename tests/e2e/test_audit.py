@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -62,15 +61,6 @@ def test_a_transcript_of_seeds_is_no_providers(honest: tuple[Path, set[str]]) ->
     done = CliRunner().invoke(app, arguments)
     assert isinstance(done.exception, TranscriptError)
     assert "--view mask-source" in str(done.exception)
-
-
-def test_a_transcript_of_another_model_is_refused(
-    honest: tuple[Path, set[str]], checkpoint: Callable[[str], Path]
-) -> None:
-    arguments = ["attack", str(honest[0] / "ring" / "transcripts"), "--model", str(checkpoint("llama"))]
-    done = CliRunner().invoke(app, arguments)
-    assert isinstance(done.exception, TranscriptError)
-    assert "of another model" in str(done.exception)
 
 
 def test_every_claim_has_a_figure_in_the_document() -> None:

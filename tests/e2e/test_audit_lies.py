@@ -106,7 +106,7 @@ def canaries(request: pytest.FixtureRequest) -> Any:
     executor = BaseExecutor(MODEL, numerics=request.param)
     public = PublicModel(MODEL, executor.manifest)
     weight = public.weight(1) if request.param == "float32" else public.planes(1).planes[0].int()
-    return lambda: CanaryRows(1, 320, weight).attack(executor, RNG)
+    return lambda: CanaryRows(320, weight).attack(executor, RNG)
 
 
 def test_canaries_come_home(canaries: Any) -> None:

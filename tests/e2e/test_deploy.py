@@ -13,7 +13,6 @@ import tomllib
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -40,8 +39,8 @@ def shown(page: str) -> set[str]:
     }
 
 
-def queries(dashboard: dict[str, Any]) -> list[str]:
-    return [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+def queries() -> list[str]:
+    return [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
 
 
 def named(text: str) -> set[str]:
@@ -56,7 +55,7 @@ def test_dashboard_and_alerts_name_metrics_that_there_are(
     variables = "".join(
         each["definition"] for each in DASHBOARD["templating"]["list"] if "definition" in each
     )
-    shows = named(" ".join(queries(DASHBOARD)) + variables)
+    shows = named(" ".join(queries()) + variables)
     warns = named(" ".join(rule["expr"] for group in ALERTS["groups"] for rule in group["rules"]))
     assert shows
     assert warns
@@ -104,7 +103,7 @@ def test_prometheus_understands_alerts_and_queries(tmp_path: Path) -> None:
     assert PROMTOOL is not None
     rules = [
         {"record": "some:name", "expr": re.sub(r"\$__\w+", "5m", query), "labels": {"number": str(number)}}
-        for number, query in enumerate(queries(DASHBOARD))
+        for number, query in enumerate(queries())
     ]
     (tmp_path / "queries.yml").write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": rules}]}))
     for file in (DEPLOY / "alerts.yml", tmp_path / "queries.yml"):

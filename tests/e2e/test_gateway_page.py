@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +11,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import browsers
 import pytest
+from browsers import browser
 
 from tenant_sdk.gateway.status_page import HEADERS, PAGE
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian package chromium)")
 KEY = "key-of-0123456789"
 
 
@@ -101,13 +99,7 @@ def served(told: dict[str, Any], page: str = PAGE, key: str = "") -> Iterator[tu
 
 def dumped(url: str, folder: Path) -> str:
     """What a browser makes of the page, without its script."""
-    assert CHROMIUM is not None
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-    command += ["--disable-quic", "--no-first-run", "--disable-background-networking"]
-    command += ["--disable-component-update", "--disable-sync"]
-    command += [f"--user-data-dir={folder}", "--virtual-time-budget=3000", "--dump-dom", url]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=800, check=True).stdout
-    return re.sub("<script>.*</script>", "", dom, flags=re.DOTALL)
+    return re.sub("<script>.*</script>", "", browsers.dumped(url, folder), flags=re.DOTALL)
 
 
 def shown(told: dict[str, Any], folder: Path) -> str:

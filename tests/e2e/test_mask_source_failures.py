@@ -12,10 +12,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import RING, Executor
-from middleman import Middleman
+from intercepting_proxy import InterceptingProxy
 from parity import add_lora, fixed_result, gradients, loss_of, token_ids
 from raw_peers import SECONDS, eventually
-from ring_sessions import Trio, assert_no_block_repeats, one_time, products, seeds, taken_down
+from ring_sessions import (
+    ExecutorFactory,
+    assert_no_block_repeats,
+    captured_requests,
+    one_time,
+    products,
+    seeds,
+)
 from torch import nn
 
 from shared.errors import ConnectError, ConnectionLost, RequestTimeout
@@ -26,7 +33,7 @@ from tenant_sdk.connection.replicas.reconnecting import single_replica
 
 pytest_plugins = ("ring_fixtures",)
 
-Proxy = Callable[[Executor], Middleman]
+Proxy = Callable[[Executor], InterceptingProxy]
 GONE = (ConnectionLost, ConnectError)  # in the middle of a request, or when the next one connects again
 
 
@@ -51,16 +58,18 @@ def assert_a_stopped_process_is_a_timeout(provider: Executor, source: Executor) 
 
 
 def test_a_session_goes_on_after_its_executors_were_killed(
-    serve_process: Callable[..., Executor], trio: Callable[[str], Trio], checkpoint: Callable[[str], Path]
+    serve_process: Callable[..., Executor],
+    executors: ExecutorFactory,
+    checkpoint: Callable[[str], Path],
 ) -> None:
     """One process is the mask source of one session and the provider of another. It is killed when both
     are in the middle of a step, and started again on its port; both do the step again, under new masks."""
-    folder, lasting = checkpoint("llama"), trio("llama")[0]
+    folder, lasting = checkpoint("llama"), executors("llama")[0]
     victim = serve_process(folder, "--numerics", RING)
     assert_a_stopped_process_is_a_timeout(lasting, victim)
     options = {"mask_budget_mib": 0, "timeout": 20.0}
     with (
-        taken_down() as sent,
+        captured_requests() as sent,
         one_time(lasting, victim, **options) as one,
         one_time(victim, lasting, **options) as other,
     ):
@@ -94,13 +103,13 @@ def test_a_session_goes_on_after_its_executors_were_killed(
 @pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD])
 @pytest.mark.parametrize("who", ["provider", "source"])
 def test_a_connection_that_is_cut_in_the_middle_of_a_step(
-    who: str, direction: Direction, budget: float, trio: Callable[[str], Trio], proxy: Proxy
+    who: str, direction: Direction, budget: float, executors: ExecutorFactory, proxy: Proxy
 ) -> None:
     """The step fails, or does not need what was lost, because effects were there; the next one goes on."""
-    parties = list(trio("llama")[:2])
+    parties = list(executors("llama")[:2])
     middle = proxy(parties[who == "source"])
     parties[who == "source"] = middle.executor
-    with taken_down() as sent, one_time(*parties, mask_budget_mib=budget) as session:
+    with captured_requests() as sent, one_time(*parties, mask_budget_mib=budget) as session:
         model = add_lora(session.load_model(progress=False))
         expected = gradients(model, token_ids())
         for _ in range(2):
@@ -132,18 +141,18 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_step(
 
 
 def test_a_slow_source_is_waited_for(
-    trio: Callable[[str], Trio], proxy: Proxy, threads: ThreadPoolExecutor
+    executors: ExecutorFactory, proxy: Proxy, threads: ThreadPoolExecutor
 ) -> None:
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     behind, before = proxy(source), proxy(provider)
     with one_time(before.executor, behind.executor, mask_budget_mib=0, timeout=SECONDS) as session:
         model = session.load_model(progress=False)
         expected = fixed_result(model, token_ids())
         behind.gate.clear()
-        before.asked.clear()
+        before.product_requested.clear()
         result = threads.submit(fixed_result, model, token_ids())
-        assert before.asked.wait(SECONDS)  # the provider is asked meanwhile
-        assert behind.asked.wait(SECONDS)
+        assert before.product_requested.wait(SECONDS)  # the provider is asked meanwhile
+        assert behind.product_requested.wait(SECONDS)
         assert not result.done()
         behind.gate.set()
         assert torch.equal(result.result(SECONDS), expected)
@@ -152,7 +161,7 @@ def test_a_slow_source_is_waited_for(
 
 @pytest.mark.parametrize("budget", [0.0, 64.0])
 def test_a_source_that_stalls_is_a_timeout_that_names_it(
-    budget: float, trio: Callable[[str], Trio], proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    budget: float, executors: ExecutorFactory, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if orders for later are in front of what is needed now."""
     timeouts = list[str]()
@@ -163,7 +172,7 @@ def test_a_source_that_stalls_is_a_timeout_that_names_it(
         return no_progress(channel)
 
     monkeypatch.setattr(Channel, "_no_progress", counted)
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     middle = proxy(source)
     with one_time(provider, middle.executor, mask_budget_mib=budget, timeout=2.0) as session:
         model = session.load_model(progress=False)
@@ -186,10 +195,10 @@ def test_a_source_that_stalls_is_a_timeout_that_names_it(
 
 
 def test_closing_while_effects_are_under_way(
-    trio: Callable[[str], Trio], proxy: Proxy, threads: ThreadPoolExecutor
+    executors: ExecutorFactory, proxy: Proxy, threads: ThreadPoolExecutor
 ) -> None:
     """Whoever waits gets an error, close() returns, and soon no thread of the session is left."""
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     middle = proxy(source)
     with one_time(provider, middle.executor, timeout=SECONDS) as session:
         model = session.load_model(progress=False)
@@ -208,10 +217,10 @@ def test_closing_while_effects_are_under_way(
 
 
 def test_closing_while_a_connection_is_opened_again(
-    trio: Callable[[str], Trio], monkeypatch: pytest.MonkeyPatch
+    executors: ExecutorFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody would ever close the new one."""
-    with trio("llama")[0].connect() as session:
+    with executors("llama")[0].connect() as session:
         remote: RemoteExecutor = session.executor
         opened: list[Channel] = []
         ((name, open_channel),) = remote.connection._find().items()

@@ -15,7 +15,7 @@ import torch
 from commands import finish, start
 from conftest import RING, Executor
 from raw_peers import eventually
-from ring_sessions import Trio, one_time
+from ring_sessions import ExecutorFactory, one_time
 
 import tenant_sdk
 from shared.wire.header import Direction
@@ -35,7 +35,7 @@ def answers(session: tenant_sdk.Session) -> list[list[torch.Tensor]]:
 
 def test_one_is_killed_and_the_next_one_drained_and_no_tenant_notices(
     serve_process: Callable[..., Executor],
-    trio: Callable[[str], Trio],
+    executors: ExecutorFactory,
     checkpoint: Callable[[str], Path],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -43,9 +43,9 @@ def test_one_is_killed_and_the_next_one_drained_and_no_tenant_notices(
     folder = checkpoint("llama")
     own = [serve_process(folder, "--numerics", RING) for _ in range(3)]
     by_url = {each.url: each for each in own}
-    with one_time(*trio("llama")[:2]) as session:
+    with one_time(*executors("llama")[:2]) as session:
         expected = answers(session)
-    urls, source = list(by_url), trio("llama")[1]
+    urls, source = list(by_url), executors("llama")[1]
     done, stop = Counter[int](), threading.Event()
 
     def most_used(sessions: list[tenant_sdk.Session]) -> str:

@@ -15,7 +15,7 @@ import torch
 from commands import BASE_MODEL, TRAIN, ok_here, tenant
 from conftest import RING, Executor
 from peft import get_peft_model_state_dict
-from ring_sessions import Trio, one_time
+from ring_sessions import ExecutorFactory, one_time
 from test_trainer import adapt, trainer
 from transformers import TrainerCallback
 
@@ -26,7 +26,7 @@ pytest_plugins = ("ring_fixtures",)
 SECONDS = 120.0
 
 
-class Phoenix:
+class RestartableExecutor:
     """An executor in a process that is killed, and started again at the same port meanwhile."""
 
     def __init__(self, serve_process: Callable[..., Executor], folder: Path) -> None:
@@ -58,7 +58,7 @@ class Phoenix:
 class Killing(TrainerCallback):
     """Kills an executor in the middle of each of some steps: ``{step: (victim, backward)}``."""
 
-    def __init__(self, plan: dict[int, tuple[Phoenix, bool]]) -> None:
+    def __init__(self, plan: dict[int, tuple[RestartableExecutor, bool]]) -> None:
         self.plan, self.step, self.killed = plan, 0, list[int]()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -80,18 +80,18 @@ class Killing(TrainerCallback):
 
 def test_a_training_whose_executors_are_killed_ends_with_the_same_adapter(
     serve_process: Callable[..., Executor],
-    trio: Callable[[str], Trio],
+    executors: ExecutorFactory,
     checkpoint: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:
     """Provider and mask source, in the middle of a forward and of a backward pass."""
     options = {"max_steps": 5, "eval_strategy": "no", "gradient_accumulation_steps": 1}
     adapters, folder = [], checkpoint("llama")
-    with one_time(*trio("llama")[:2]) as session:
+    with one_time(*executors("llama")[:2]) as session:
         run = trainer(adapt(session.load_model(progress=False)), tmp_path / "whole", **options)
         run.train()
         adapters.append(get_peft_model_state_dict(run.model))
-    provider, source = (Phoenix(serve_process, folder) for _ in range(2))
+    provider, source = (RestartableExecutor(serve_process, folder) for _ in range(2))
     killing = Killing({1: (provider, False), 2: (source, False), 3: (provider, True), 4: (source, True)})
     executors = (provider.executor, source.executor)
     with one_time(*executors, patience=SECONDS, mask_budget_mib=0.0) as session:
@@ -165,31 +165,31 @@ def undisturbed(base: Executor, tmp_path_factory: pytest.TempPathFactory) -> byt
 def test_finetune_and_generate_go_on_after_a_restart(
     serve_process: Callable[..., Executor], base: Executor, undisturbed: bytes, tmp_path: Path
 ) -> None:
-    phoenix = Phoenix(serve_process, BASE_MODEL)
-    run = finetune(phoenix.executor, tmp_path / "adapter")
+    restartable = RestartableExecutor(serve_process, BASE_MODEL)
+    run = finetune(restartable.executor, tmp_path / "adapter")
     until(run.stderr, f"step 2 of {STEPS}")
-    phoenix.kill()
+    restartable.kill()
     said = until(run.stderr, "is away")
     assert "waiting up to 10 minutes" in said
-    phoenix.restart()
+    restartable.restart()
     status, _, err = rest(run)
     assert status == 0, err
     assert err.count("is back after") == 1
     assert weights(tmp_path / "adapter") == undisturbed
-    phoenix.settle()
+    restartable.settle()
 
     prompt = ("--prompt", "Mon 6 January.", "--max-new-tokens", 80, "--adapter", tmp_path / "adapter")
     expected, _ = ok_here("generate", base, *MASKS, *prompt)
-    run = tenant("generate", phoenix.executor, *MASKS, *prompt)
+    run = tenant("generate", restartable.executor, *MASKS, *prompt)
     assert run.stdout is not None
     begun = run.stdout.read(1)
-    phoenix.kill()
-    phoenix.restart()
+    restartable.kill()
+    restartable.restart()
     status, out, err = rest(run)
     assert status == 0, err
     assert "is back after" in err
     assert begun + out == expected
-    phoenix.settle()
+    restartable.settle()
 
 
 @pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM])
@@ -222,11 +222,11 @@ def test_an_executor_that_comes_back_and_refuses_the_token(
 ) -> None:
     """Waiting would be in vain, and nothing is lost."""
     TokenFile(tmp_path / "others").add("other")
-    phoenix, output = Phoenix(serve_process, BASE_MODEL), tmp_path / "adapter"
-    run = finetune(phoenix.executor, output)
+    restartable, output = RestartableExecutor(serve_process, BASE_MODEL), tmp_path / "adapter"
+    run = finetune(restartable.executor, output)
     until(run.stderr, f"step 2 of {STEPS}")
-    phoenix.kill()
-    port = phoenix.executor.url.rpartition(":")[2]
+    restartable.kill()
+    port = restartable.executor.url.rpartition(":")[2]
     serve_process(BASE_MODEL, "--numerics", RING, "--port", port, "--token-file", str(tmp_path / "others"))
     status, _, err = rest(run)
     assert status == 1, err
@@ -242,25 +242,25 @@ def test_an_executor_that_comes_back_and_refuses_the_token(
 def test_ctrl_c_while_it_waits_and_patience_that_runs_out(
     serve_process: Callable[..., Executor], base: Executor, undisturbed: bytes, tmp_path: Path
 ) -> None:
-    phoenix = Phoenix(serve_process, BASE_MODEL)
+    restartable = RestartableExecutor(serve_process, BASE_MODEL)
     output = tmp_path / "adapter"
-    run = finetune(phoenix.executor, output)
+    run = finetune(restartable.executor, output)
     until(run.stderr, f"step 2 of {STEPS}")
-    phoenix.kill()
+    restartable.kill()
     until(run.stderr, "is away")
     run.send_signal(signal.SIGINT)
     status, _, err = rest(run)
     assert status != 0
     assert "again and again" not in err  # it did not wait until the end
     assert "run the same training with --resume" in err
-    phoenix.restart()
-    phoenix.settle()
-    run = finetune(phoenix.executor, output, "--resume", "--patience", 2)
+    restartable.restart()
+    restartable.settle()
+    run = finetune(restartable.executor, output, "--resume", "--patience", 2)
     until(run.stderr, f"step 3 of {STEPS}")
-    phoenix.kill()
+    restartable.kill()
     status, _, err = rest(run)
     assert status == 1, err
-    assert f"error: {phoenix.executor.url} was tried again and again for 2." in err
+    assert f"error: {restartable.executor.url} was tried again and again for 2." in err
     assert f"is kept in {output}.checkpoints; to go on from it, run the same training again" in err
     ok_here(*learning(base, output, "--resume"))
     assert weights(output) == undisturbed

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import http.client
 import re
-import shutil
-import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from browsers import browser, dumped
 
 from provider.engine.engine import Completion
 from provider.observe.admin import AdminServer
@@ -22,8 +21,6 @@ from provider.observe.status import PAGE, Status
 from provider.workers.state import WorkerState
 from shared.errors import ConfigurationError
 from shared.wire.header import Direction, Header, Operation, RequestClass
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def counted() -> Metrics:
@@ -65,15 +62,6 @@ def crew() -> list[WorkerState]:
     why = "worker 1 cannot load its share: there is no <i>model</i>"
     gone = up._replace(name="1", up=False, since=time.time() - 70, why=why, restarts=4)
     return [up, gone._replace(batches=0, resident_bytes=0, stripe="2 of 2")]
-
-
-def dumped(admin: AdminServer, folder: Path) -> str:
-    """What a browser makes of the page."""
-    assert CHROMIUM is not None
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-    command += [f"--user-data-dir={folder}", "--virtual-time-budget=3000", "--dump-dom"]
-    command.append(f"http://127.0.0.1:{admin.port}/")
-    return subprocess.run(command, capture_output=True, text=True, timeout=800, check=True).stdout
 
 
 @contextmanager
@@ -193,7 +181,7 @@ def test_an_address_that_is_not_here() -> None:
         AdminServer(Metrics(), 0, SimpleNamespace(), host="192.0.2.1")
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian package chromium)")
+@browser
 def test_a_browser_shows_the_figures(tmp_path: Path) -> None:
     metrics = counted()
     status = Status(metrics, {"model": "<b>a model</b>", "summary": "LlamaForCausalLM, ring, 48 groups"})
@@ -202,7 +190,7 @@ def test_a_browser_shows_the_figures(tmp_path: Path) -> None:
         work(metrics)
         status.sample(1000.0 + second, 1.0)
     with shown(status, metrics) as admin:
-        page = dumped(admin, tmp_path)
+        page = dumped(f"http://127.0.0.1:{admin.port}/", tmp_path)
     assert "&lt;b&gt;a model&lt;/b&gt;" in page
     assert re.search(r'id="rows_per_second">40<', page)
     assert re.search(r'id="rows_per_product">40\.0<', page)
@@ -250,12 +238,12 @@ def test_metrics_by_worker() -> None:
     assert metrics.registry.get_sample_value("symbiosis_worker_info", labels) == 1
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian package chromium)")
+@browser
 def test_a_browser_shows_workers_where_there_are_some(tmp_path: Path) -> None:
     metrics = counted()
     metrics.workers = crew
     with shown(Status(metrics, {"model": "m", "summary": "ring"}), metrics) as admin:
-        page = dumped(admin, tmp_path)
+        page = dumped(f"http://127.0.0.1:{admin.port}/", tmp_path)
     assert re.search(
         r"<td>0 on cpu</td><td>1</td><td[^>]*>up for 2 h</td><td>24</td><td>1,200</td><td>48,000</td>"
         r"<td>12\.3 s</td><td>2</td><td>5</td><td>90\.0 MiB</td><td>400\.0 MiB</td><td>0</td>",

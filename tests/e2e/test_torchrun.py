@@ -99,12 +99,12 @@ def test_torchrun_with_two_nodes(
         )
         with executor.connect(**MASKED) as session:
             assert torch.equal(logits(session, 0), expected[0])
-            worker, look_after, _torchrun = tree(node.pid)[-3:]
+            worker, supervise, _torchrun = tree(node.pid)[-3:]
             os.kill(worker, signal.SIGKILL)
             assert torch.equal(logits(session, 1), expected[1])
             assert session.stats.verified_rows
         eventually(lambda: not ready(executor))
-        assert look_after in tree(node.pid)
+        assert supervise in tree(node.pid)
         assert worker not in tree(node.pid)
         assert executor.process is not None
         serving = tree(executor.process.pid)[-2]

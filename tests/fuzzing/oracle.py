@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.errors import SymbiosisError
-from shared.interruption import Interrupted, interrupted
+from shared.time_limit import TimeLimitExceeded, time_limit
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = Path(__file__).parent / "corpus"
@@ -64,11 +64,11 @@ def check(target: Target, data: bytes, *, timed: bool = False) -> None:
         Finding: see there.
     """
     try:
-        with interrupted(SECONDS) if timed else nullcontext():
+        with time_limit(SECONDS) if timed else nullcontext():
             target.run(data)
     except target.refusals:
         pass
-    except Interrupted:
+    except TimeLimitExceeded:
         raise Finding(f"takes more than {SECONDS:g} s of a processor") from None
     except (KeyboardInterrupt, SystemExit):
         raise

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import RING, Executor, make_model
 from hostile_files import RULES, TOKENIZER, changed, replace
-from ring_sessions import Trio, one_time
+from ring_sessions import ExecutorFactory, one_time
 from safetensors.torch import load_file, save_file
 
 from shared.checkpoint import Checkpoint
@@ -168,8 +168,8 @@ def test_a_checkpoint_attests_what_an_honest_executor_lists(
                 trusted.check(msgspec.structs.replace(manifest, **change), "it")
 
 
-def test_sources_agree_on_everything_that_is_downloaded(trio: Callable[[str], Trio]) -> None:
-    with trio("llama")[0].connect() as session:
+def test_sources_agree_on_everything_that_is_downloaded(executors: ExecutorFactory) -> None:
+    with executors("llama")[0].connect() as session:
         manifest = session.manifest
     check_agreement("wss://a", manifest, manifest)
     file, parameter = manifest.files[0], manifest.parameters[0]

@@ -68,4 +68,7 @@ def test_a_wrong_authority_and_none(
     assert error.startswith("mask source wss://localhost" if source else "the certificate of 127.0.0.1")
     said = f"than that in {option}={str(other)!r}; ask" if given else f"{option}=FILE was not given, and no"
     assert said in error
-    assert f"--{option.replace('_', '-')} {other if given else 'FILE'}" in caught.value.told.shown(NAMES)
+    assert (
+        f"--{option.replace('_', '-')} {other if given else 'FILE'}"
+        in caught.value.structured_message.shown(NAMES)
+    )

@@ -16,7 +16,7 @@ import torch
 from conftest import RING, Executor
 from parity import add_lora, fixed_result, gradients, token_ids
 from raw_peers import SECONDS
-from ring_sessions import WAYS, Trio, one_time, session_in
+from ring_sessions import MASKINGS, ExecutorFactory, Executors, one_time, session_in
 from torch import nn
 
 import tenant_sdk
@@ -56,32 +56,32 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def expected(trio: Callable[[str], Trio]) -> list[torch.Tensor]:
+def expected(executors: ExecutorFactory) -> list[torch.Tensor]:
     """From the provider in the clear, whole requests."""
-    with trio("llama")[0].connect() as session:
+    with executors("llama")[0].connect() as session:
         return answers(session)
 
 
 @pytest.fixture(scope="module")
-def narrow(serve: Callable[..., Executor], checkpoint: Folder) -> Trio:
+def narrow(serve: Callable[..., Executor], checkpoint: Folder) -> Executors:
     """The same weights behind limits of their own: 16 KiB rows of 1.5 KiB, or few rows."""
     limits = (Limits(1 << 16, 1000), Limits(1 << 20, 5), Limits(1 << 20, 1))
     return tuple(serve(checkpoint("llama"), numerics=RING, limits=each) for each in limits)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("masking", MASKINGS)
 def test_split_over_several_requests(
-    way: str, narrow: Trio, checkpoint: Folder, expected: list[torch.Tensor]
+    masking: str, narrow: Executors, checkpoint: Folder, expected: list[torch.Tensor]
 ) -> None:
-    with session_in(way, narrow, checkpoint("llama")) as session:
+    with session_in(masking, narrow, checkpoint("llama")) as session:
         assert equal(answers(session), expected)
-    with session_in(way, narrow[::-1], checkpoint("llama")) as session:
+    with session_in(masking, narrow[::-1], checkpoint("llama")) as session:
         assert equal(answers(session), expected)
         assert session.stats.requests >= 16 * ROWS
 
 
-def test_row_by_row(trio: Callable[[str], Trio], expected: list[torch.Tensor]) -> None:
-    with one_time(*trio("llama")) as session:
+def test_row_by_row(executors: ExecutorFactory, expected: list[torch.Tensor]) -> None:
+    with one_time(*executors("llama")) as session:
         for (number, direction, members, blocks), whole in zip(requests(session), expected, strict=True):
             group = session.groups[number]
             for row in (0, 1, ROWS - 1):
@@ -89,16 +89,16 @@ def test_row_by_row(trio: Callable[[str], Trio], expected: list[torch.Tensor]) -
                 assert torch.equal(torch.cat(group.product(direction, members, part), 1)[0], whole[row])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("masking", MASKINGS)
 def test_beside_the_load_of_another_tenant(
-    way: str,
-    trio: Callable[[str], Trio],
+    masking: str,
+    executors: ExecutorFactory,
     checkpoint: Folder,
     expected: list[torch.Tensor],
     threads: ThreadPoolExecutor,
 ) -> None:
     """Who asks all executors for masked and clear products of other rows all the time."""
-    parties, stop = trio("llama"), threading.Event()
+    parties, stop = executors("llama"), threading.Event()
 
     def load(model: nn.Module, seed: int) -> int:
         steps = 0
@@ -111,7 +111,7 @@ def test_beside_the_load_of_another_tenant(
         models = [session.load_model(progress=False) for session in (masked, clear)]
         others = [threads.submit(load, model, 100 * at) for at, model in enumerate(models)]
         try:
-            with session_in(way, parties, checkpoint("llama")) as session:
+            with session_in(masking, parties, checkpoint("llama")) as session:
                 for _ in range(3):
                     assert equal(answers(session), expected)
         finally:
@@ -120,18 +120,18 @@ def test_beside_the_load_of_another_tenant(
 
 
 def test_threads_of_one_session(
-    trio: Callable[[str], Trio], expected: list[torch.Tensor], threads: ThreadPoolExecutor
+    executors: ExecutorFactory, expected: list[torch.Tensor], threads: ThreadPoolExecutor
 ) -> None:
-    with one_time(*trio("llama")) as session:
+    with one_time(*executors("llama")) as session:
         results = [threads.submit(answers, session) for _ in range(4)]
         assert all(equal(result.result(SECONDS), expected) for result in results)
 
 
-def test_every_step_and_every_session_is_the_same(trio: Callable[[str], Trio]) -> None:
+def test_every_step_and_every_session_is_the_same(executors: ExecutorFactory) -> None:
     """Logits and gradients, with effects that were fetched ahead and effects that were not."""
     made = []
     for budget in (0.0, 64.0):
-        with one_time(*trio("llama"), mask_budget_mib=budget) as session:
+        with one_time(*executors("llama"), mask_budget_mib=budget) as session:
             model = session.load_model(progress=False)
             logits = [fixed_result(model, token_ids()) for _ in range(3)]
             adapted = add_lora(model)

@@ -25,7 +25,7 @@ from tenant_sdk.sequences.contexts import LongContext
 from tenant_sdk.session.session import Session
 from tenant_sdk.tuning.chat import Chat, Thought, answer_of, thought_of
 from tenant_sdk.tuning.data import chat_prompt
-from tenant_sdk.tuning.generation import Written, stream
+from tenant_sdk.tuning.generation import GenerationOutput, stream
 from tenant_sdk.tuning.sampling import Sampling
 
 TEMPLATE = (
@@ -249,7 +249,7 @@ def test_commands(
     ],
 )
 def test_reasoning_is_no_part_of_the_answer(prompt: str, raw: str, said: str | None) -> None:
-    written = Written(raw.removesuffix("</s>"), raw, 3, 1.0, Message("x"), True)
+    written = GenerationOutput(raw.removesuffix("</s>"), raw, 3, 1.0, Message("x"), True)
     assert answer_of(prompt, written, ["</s>"], None) == said
 
 
@@ -264,7 +264,7 @@ def test_reasoning_is_no_part_of_the_answer(prompt: str, raw: str, said: str | N
     ],
 )
 def test_reasoning_within_an_answer_is_not_kept(raw: str, known: Thought | None) -> None:
-    written = Written(raw.removesuffix("</s>"), raw, 3, 1.0, Message("x"), True)
+    written = GenerationOutput(raw.removesuffix("</s>"), raw, 3, 1.0, Message("x"), True)
     with pytest.raises(ConfigurationError, match=r"has reasoning within, .* is not kept"):
         answer_of("assistant: ", written, ["</s>", "<|on>", "<off|>"], known)
 
@@ -294,7 +294,7 @@ def test_the_template_says_how_reasoning_ends(template: str, raw: str, said: Any
     text = raw
     for token in ("<|on>", "<off|>", "</s>"):
         text = text.replace(token, "")
-    written = Written(text, raw, 3, 1.0, Message("x"), raw.endswith("</s>"))
+    written = GenerationOutput(text, raw, 3, 1.0, Message("x"), raw.endswith("</s>"))
     known = thought_of(tokenizer)
     assert (known is None) == (not template)
     if said is ConfigurationError or said == "may be reasoning":
@@ -313,7 +313,7 @@ def test_a_prompt_that_opens_a_thought(raw: str, said: str | None, talkative: Pa
     )
     known = thought_of(tokenizer)
     assert known == Thought("", "</think>")
-    written = Written(raw.removesuffix("</s>"), raw, 3, 1.0, Message("x"), True)
+    written = GenerationOutput(raw.removesuffix("</s>"), raw, 3, 1.0, Message("x"), True)
     assert answer_of("assistant: <think>\n", written, ["</s>"], known) == said
 
 
@@ -321,7 +321,7 @@ def test_an_answer_that_says_nothing_is_no_part_of_a_conversation(
     model: Any, tokenizer: Any, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = talk(model, tokenizer, session, "host")
-    nothing = Written("", "", 0, 1.0, Message("interrupted"), False)
+    nothing = GenerationOutput("", "", 0, 1.0, Message("interrupted"), False)
     monkeypatch.setattr("tenant_sdk.tuning.chat.stream", lambda *_, **__: nothing)
     assert chat.ask("Whence?") == nothing
     assert chat.messages == []

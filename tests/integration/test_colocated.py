@@ -24,7 +24,7 @@ from raw_peers import (
 from raw_peers import (
     product as product_header,
 )
-from transports import Everywhere, Start
+from transports import Start, TransportServers
 
 from shared.errors import (
     ConnectError,
@@ -57,7 +57,7 @@ HUGE = 2**64 - 1
         (0, 4),
     ],
 )
-def test_places_outside_of_the_memory(one: Everywhere, all_well: None, at: int, answer_at: int) -> None:
+def test_places_outside_of_the_memory(one: TransportServers, all_well: None, at: int, answer_at: int) -> None:
     with RawTenant(one.directory, one.token) as raw:
         raw.hello()
         raw.ask(product_header(1, 64), at, answer_at)
@@ -81,7 +81,7 @@ def test_places_outside_of_the_memory(one: Everywhere, all_well: None, at: int, 
         (header(FETCH, request_id=7, rows=1, columns=2**32 - 1), "payload_length"),
     ],
 )
-def test_headers_that_lie(one: Everywhere, all_well: None, head: bytes, code: str) -> None:
+def test_headers_that_lie(one: TransportServers, all_well: None, head: bytes, code: str) -> None:
     with RawTenant(one.directory, one.token) as raw:
         raw.hello()
         raw.ask(head, 0, 0)
@@ -101,7 +101,7 @@ def test_headers_that_lie(one: Everywhere, all_well: None, head: bytes, code: st
         (product_header(1, 64) + bytes(16), "unexpected"),
     ],
 )
-def test_messages_that_are_none(one: Everywhere, all_well: None, data: bytes, code: str) -> None:
+def test_messages_that_are_none(one: TransportServers, all_well: None, data: bytes, code: str) -> None:
     with RawTenant(one.directory, one.token) as raw:
         if code != "unexpected":  # a product before HELLO
             raw.hello()
@@ -111,28 +111,28 @@ def test_messages_that_are_none(one: Everywhere, all_well: None, data: bytes, co
         raw.socket.close()
 
 
-def test_half_a_message_in_the_pipe(one: Everywhere, all_well: None) -> None:
+def test_half_a_message_in_the_pipe(one: TransportServers, all_well: None) -> None:
     with RawTenant(one.directory, one.token) as raw:
         raw.hello()
         os.write(raw.requests, product_header(1, 64))
         assert raw.hear_error() == (0, "header")
 
 
-def test_messages_over_the_limit_end_the_session(one: Everywhere, all_well: None) -> None:
+def test_messages_over_the_limit_end_the_session(one: TransportServers, all_well: None) -> None:
     """ZeroMQ drops such a connection by itself; the pipe says when the tenant has gone."""
     with RawTenant(one.directory, one.token) as raw:
         raw.hello()
         raw.say(header(FETCH, request_id=7, rows=1, columns=1 << 20), bytes(1 << 20))
 
 
-def test_many_parts_are_many_messages(one: Everywhere, all_well: None) -> None:
+def test_many_parts_are_many_messages(one: TransportServers, all_well: None) -> None:
     with RawTenant(one.directory, one.token) as raw:
         raw.hello()
         raw.socket.send_multipart([header(99, request_id=7) + bytes(16)] * 3)
         assert [raw.hear_error() for _ in range(3)] == [(7, "operation")] * 3
 
 
-def test_a_tenant_that_reads_no_answers(one: Everywhere, all_well: None) -> None:
+def test_a_tenant_that_reads_no_answers(one: TransportServers, all_well: None) -> None:
     with RawTenant(one.directory, one.token) as raw:
         raw.hello()
         with contextlib.suppress(BrokenPipeError):
@@ -141,7 +141,7 @@ def test_a_tenant_that_reads_no_answers(one: Everywhere, all_well: None) -> None
         eventually(lambda: one.metric("symbiosis_connections") == 1)
 
 
-def test_nobody_can_cut_the_memory_off(one: Everywhere, all_well: None) -> None:
+def test_nobody_can_cut_the_memory_off(one: TransportServers, all_well: None) -> None:
     with RawTenant(one.directory, one.token) as raw:
         raw.hello()
         for size in (0, 4096, raw.opened["size"] - 1):
@@ -154,7 +154,7 @@ def test_nobody_can_cut_the_memory_off(one: Everywhere, all_well: None) -> None:
             os.ftruncate(raw.memory, raw.opened["size"])
 
 
-def test_memory_is_bounded_by_the_limits(one: Everywhere, all_well: None) -> None:
+def test_memory_is_bounded_by_the_limits(one: TransportServers, all_well: None) -> None:
     most = 4 * one.service.executor.manifest.limits.max_message_bytes
     with RawTenant(one.directory, one.token) as raw:
         raw.hello()
@@ -187,7 +187,7 @@ def test_memory_of_all_is_bounded(everywhere: Start, checkpoint: Callable[[str],
             product(second, 4000)
 
 
-def test_a_tenant_that_is_killed_with_memory_mapped(one: Everywhere, all_well: None) -> None:
+def test_a_tenant_that_is_killed_with_memory_mapped(one: TransportServers, all_well: None) -> None:
     script = (
         "import sys, torch, tenant_sdk\n"
         "from shared.wire.header import Direction, Operation\n"
@@ -209,13 +209,13 @@ def test_a_tenant_that_is_killed_with_memory_mapped(one: Everywhere, all_well: N
     eventually(lambda: memories() == 1)
 
 
-def test_a_tenant_that_never_comes_in(one: Everywhere, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tenant_that_never_comes_in(one: TransportServers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("provider.serve.colocated.FIRST_MESSAGE_MILLISECONDS", 20)
     assert request_session(one.directory, b"symbiosis.v4", one.token.encode())[0] == b"opened"
     eventually(lambda: os.listdir(one.directory) == ["door"])
 
 
-def test_a_tenant_that_leaves_out_the_pipe(one: Everywhere, all_well: None) -> None:
+def test_a_tenant_that_leaves_out_the_pipe(one: TransportServers, all_well: None) -> None:
     """Whose death nobody would notice."""
     opened = request_session(one.directory, b"symbiosis.v4", one.token.encode())[1]
     with zmq.Context.instance().socket(zmq.PAIR) as socket:

@@ -31,7 +31,7 @@ from raw_peers import (
 from raw_peers import (
     product as product_header,
 )
-from transports import Everywhere, Start
+from transports import Start, TransportServers
 
 import tenant_sdk
 from provider.serve.colocated import ColocatedServer
@@ -72,7 +72,9 @@ ROW = 64 * 4  # bytes
         ((b"symbiosis.v4", b"wrong", b"more"), "unauthorized"),
     ],
 )
-def test_who_is_not_let_in(one: Everywhere, all_well: None, frames: tuple[bytes, ...], code: str) -> None:
+def test_who_is_not_let_in(
+    one: TransportServers, all_well: None, frames: tuple[bytes, ...], code: str
+) -> None:
     failed = one.metric("symbiosis_handshakes_failed_total", reason=code)
     kind, info = request_session(one.directory, *(frames or (b"",)))
     assert (kind, info["code"]) == (b"refused", code)
@@ -92,7 +94,7 @@ def test_as_many_sessions_as_allowed_over_all_transports(
         product(session)
 
 
-def test_directories_that_are_not_private(one: Everywhere, directory: Path) -> None:
+def test_directories_that_are_not_private(one: TransportServers, directory: Path) -> None:
     tmp_path = directory.parent
 
     def refused(directory: Path, match: str) -> None:
@@ -300,7 +302,7 @@ def test_areas() -> None:
     areas.give(0, 0)
 
 
-def test_many_requests_in_flight_and_waited_for_in_any_order(one: Everywhere, all_well: None) -> None:
+def test_many_requests_in_flight_and_waited_for_in_any_order(one: TransportServers, all_well: None) -> None:
     """More than the executor allows at once, and more than there is memory for."""
     with one.connect("colocated") as session:
         remote = session.executor
@@ -321,7 +323,7 @@ def test_the_largest_request_fits(everywhere: Start, checkpoint: Callable[[str],
         assert product(session, 2560).shape == (2560, 64)
 
 
-def test_the_doctor(one: Everywhere, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+def test_the_doctor(one: TransportServers, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     monkeypatch.setenv("TOKEN", one.token)
     found = list(examine(Target(one.local.url, token=Secret("the token", "TOKEN"))))
     assert [f.step for f in found][:6] == ["url", "directory", "token", "protocol", "manifest", "digest"]
@@ -336,7 +338,7 @@ def test_the_doctor(one: Everywhere, monkeypatch: pytest.MonkeyPatch, directory:
     assert list(examine(Target("ipc://relative")))[-1].step == "url"
 
 
-def test_operations_over_zeromq_and_through_the_pipe(one: Everywhere, all_well: None) -> None:
+def test_operations_over_zeromq_and_through_the_pipe(one: TransportServers, all_well: None) -> None:
     """A product may come either way; its answer comes through the pipe."""
     with RawTenant(one.directory, one.token) as raw:
         raw.hello()

@@ -17,7 +17,7 @@ import torch
 import transformers
 from conftest import LLAMA_LIKE, RING, Executor, relative_error
 from parity import fixed_result, gradients, load_local, token_ids, total_error
-from ring_sessions import one_time, taken_down
+from ring_sessions import captured_requests, one_time
 from torch import nn
 
 import tenant_sdk
@@ -237,7 +237,7 @@ def rows_of_experts(session: tenant_sdk.Session, ids: torch.Tensor) -> list[list
         if group.members[0].expert is not None
     }
     seen: dict[str, list[int]] = {}
-    with taken_down() as sent:
+    with captured_requests() as sent:
         fixed_result(model, ids)
     for message in sent:
         if message.operation == Operation.PRODUCT and message.group in experts:

@@ -30,7 +30,7 @@ from tenant_sdk.tuning.conversations import fully_learned
 from tenant_sdk.tuning.data import Reader, pack, read_tokens
 from tenant_sdk.tuning.finetuning import TrainingCallbacks, check_reports, finetune, perplexity
 from tenant_sdk.tuning.progress import TrainingStep
-from tenant_sdk.tuning.samples import Sample, answers, asked
+from tenant_sdk.tuning.samples import Sample, generate_answers, sample_prompts
 
 
 def test_packing() -> None:
@@ -201,7 +201,7 @@ def test_held_out_prompts_are_answered(session: tenant_sdk.Session, text: Path) 
     model = session.load_model(progress=False)
     loaded = tenant_sdk.load_adapter(model, training.output, session)
     ids = Letters()("Rex, terrier")["input_ids"]
-    assert answers(loaded, Letters(), [ids, ids[1:]], 5)[0] == "d"
+    assert generate_answers(loaded, Letters(), [ids, ids[1:]], 5)[0] == "d"
 
 
 def test_texts_have_no_prompts_to_answer(session: tenant_sdk.Session, text: Path) -> None:
@@ -246,8 +246,8 @@ def test_prompts_that_are_answered_fit_the_context() -> None:
     examples = [
         {"input_ids": [5] * (count + 2), "labels": [-100] * count + [5, 2]} for count in (10, 60, 70, 2000)
     ]
-    assert [len(prompt) for prompt, _ in asked(examples, 9, 128)] == [10, 60]
-    assert [len(prompt) for prompt, _ in asked(examples, 9, 9999)] == [10, 60, 70]
+    assert [len(prompt) for prompt, _ in sample_prompts(examples, 9, 128)] == [10, 60]
+    assert [len(prompt) for prompt, _ in sample_prompts(examples, 9, 9999)] == [10, 60, 70]
 
 
 def test_options_reach_the_adapter_and_the_optimizer(

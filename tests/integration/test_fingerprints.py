@@ -13,9 +13,9 @@ import pytest
 import torch
 from conftest import RING, Executor
 from cryptography.fernet import Fernet
-from middleman import Middleman
+from intercepting_proxy import InterceptingProxy
 from parity import add_lora, fixed_result, gradients, load_local, token_ids
-from ring_sessions import Trio, one_time, other_layers
+from ring_sessions import ExecutorFactory, one_time, other_layers
 from safetensors.torch import load_file, save, save_file
 
 import tenant_sdk
@@ -26,7 +26,7 @@ from tenant_sdk.products.fingerprints import StoredFingerprints, checkpoint_laye
 
 pytest_plugins = ("ring_fixtures",)
 
-Proxy = Callable[[Executor], Middleman]
+Proxy = Callable[[Executor], InterceptingProxy]
 BASE_MODEL = Path(__file__).parents[2] / "examples" / "base_model"
 
 
@@ -72,10 +72,13 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("privacy", ["plain", "noise-bank", "one-time"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt", "bert", "gemma2"])
 def test_honest_executors_pass_in_every_mode(
-    architecture: str, privacy: str, trio: Callable[[str], Trio], trusted: Callable[[str], Trusted]
+    architecture: str,
+    privacy: str,
+    executors: ExecutorFactory,
+    trusted: Callable[[str], Trusted],
 ) -> None:
     """Forward and backward, whole groups; gpt2 stores its weights the other way round."""
-    provider, source, _ = trio(architecture)
+    provider, source, _ = executors(architecture)
     options = trusted(architecture).options
     with (
         one_time(provider, source, **options)
@@ -90,9 +93,12 @@ def test_honest_executors_pass_in_every_mode(
 @pytest.mark.parametrize("members", range(1, 8))
 @pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD])
 def test_any_members_of_a_group(
-    members: int, direction: Direction, trio: Callable[[str], Trio], trusted: Callable[[str], Trusted]
+    members: int,
+    direction: Direction,
+    executors: ExecutorFactory,
+    trusted: Callable[[str], Trusted],
 ) -> None:
-    with trio("llama")[0].connect(**trusted("llama").options) as session:
+    with executors("llama")[0].connect(**trusted("llama").options) as session:
         group = session.groups[0]
         widths = [m.outputs for i, m in enumerate(group.info.members) if members >> i & 1]
         widths = [group.info.inputs] if direction == Direction.FORWARD else widths
@@ -131,7 +137,7 @@ def test_names_and_layers(checkpoint: Callable[[str], Path]) -> None:
 
 
 def test_executors_that_agree_on_other_weights_are_noticed(
-    trio: Callable[[str], Trio],
+    executors: ExecutorFactory,
     trusted: Callable[[str], Trusted],
     serve: Callable[..., Executor],
     stranger: Path,
@@ -139,7 +145,7 @@ def test_executors_that_agree_on_other_weights_are_noticed(
 ) -> None:
     """Both multiply with the same wrong weights from the beginning, under the right name, bounds and
     scales. That, nothing but knowledge of the right weights can show; without it nothing is noticed."""
-    honest = trio("llama")[0]
+    honest = executors("llama")[0]
     liars = []
     for _ in range(2):
         middle = proxy(serve(stranger, numerics=RING))
@@ -172,7 +178,7 @@ def test_layers_that_changed_places_are_noticed(
     says: str,
     knows: str,
     trusted: Callable[[str], Trusted],
-    trio: Callable[[str], Trio],
+    executors: ExecutorFactory,
     serve: Callable[..., Executor],
     checkpoint: Callable[[str], Path],
     tmp_path: Path,
@@ -182,7 +188,7 @@ def test_layers_that_changed_places_are_noticed(
     that this is where the tensor belongs: then all that it multiplies with is in the right checkpoint, and
     even the digest is."""
     one, other = (f"model.layers.{i}.mlp.down_proj.weight" for i in range(2))
-    honest = trio("llama")[0]
+    honest = executors("llama")[0]
     middle = proxy(serve(exchanged(checkpoint("llama"), tmp_path / "exchanged", one, other), numerics=RING))
     with honest.connect() as session:
         weights = session.manifest.weights
@@ -206,10 +212,10 @@ def test_layers_that_changed_places_are_noticed(
 
 
 def test_wrong_scales_and_bounds_are_noticed(
-    trio: Callable[[str], Trio], trusted: Callable[[str], Trusted], proxy: Proxy
+    executors: ExecutorFactory, trusted: Callable[[str], Trusted], proxy: Proxy
 ) -> None:
     options = trusted("llama").options
-    middle = proxy(trio("llama")[0])
+    middle = proxy(executors("llama")[0])
     middle.scales = lambda _, body: bytes(len(body))
     with (
         middle.executor.connect(**options) as session,
@@ -234,9 +240,12 @@ def test_wrong_scales_and_bounds_are_noticed(
 
 
 def test_the_file_of_another_model(
-    trio: Callable[[str], Trio], trusted: Callable[[str], Trusted], stranger: Path, tmp_path: Path
+    executors: ExecutorFactory,
+    trusted: Callable[[str], Trusted],
+    stranger: Path,
+    tmp_path: Path,
 ) -> None:
-    provider = trio("llama")[0]
+    provider = executors("llama")[0]
     with pytest.raises(ModelMismatch, match=r"do not have layers\.0\.self_attn\.q_proj"):
         provider.connect(**trusted("gpt2").options)
     with pytest.raises(ModelMismatch, match="of other weights than the executor claims"):
@@ -368,10 +377,10 @@ def test_a_float_executor_has_no_use_for_it(llama: Executor, trusted: Callable[[
 
 
 def test_it_is_used_unless_told_otherwise(
-    trio: Callable[[str], Trio], trusted: Callable[[str], Trusted]
+    executors: ExecutorFactory, trusted: Callable[[str], Trusted]
 ) -> None:
     for verify, rows in ((None, 2), ("always", 2), ("off", 0)):
-        with trio("llama")[0].connect(verify=verify, **trusted("llama").options) as session:
+        with executors("llama")[0].connect(verify=verify, **trusted("llama").options) as session:
             session.groups[0].plain_product(Direction.FORWARD, 1, (torch.ones((2, 64)),))
             assert session.stats.verified_rows == rows
 

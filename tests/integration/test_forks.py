@@ -22,14 +22,14 @@ from memory_sources import KEYS, SHAPES, Entropy, MemorySource, product
 from parity import load_local
 from raw_peers import SECONDS, Peer, eventually
 from ring_sessions import (
-    WAYS,
-    Trio,
+    MASKINGS,
+    ExecutorFactory,
     assert_no_block_repeats,
+    captured_requests,
     one_time,
     products,
     seeds,
     session_in,
-    taken_down,
 )
 from test_noise_bank import FORWARD, MemoryExecutor, blocks_for, make_bank
 
@@ -80,14 +80,17 @@ def locked(*locks: Any) -> Iterator[None]:
         thread.join(SECONDS)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("masking", MASKINGS)
 def test_a_child_with_its_parents_process_id_sends_nothing(
-    way: str, trio: Callable[[str], Trio], checkpoint: Callable[[str], Path]
+    masking: str, executors: ExecutorFactory, checkpoint: Callable[[str], Path]
 ) -> None:
     """And the parent goes on, with right answers under masks that nobody has seen."""
     expected = load_local(checkpoint("llama"))(IDS).logits
     options = {"mask_budget_mib": 0.0}  # or the store is filled meanwhile, which sends seeds
-    with taken_down() as sent, session_in(way, trio("llama"), checkpoint("llama"), **options) as session:
+    with (
+        captured_requests() as sent,
+        session_in(masking, executors("llama"), checkpoint("llama"), **options) as session,
+    ):
         model: Any = session.load_model(progress=False)
         torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-3, atol=1e-3)
         linear = model.model.layers[0].self_attn.q_proj
@@ -125,7 +128,7 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
         assert under_way.result()[0].any()
         torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-3, atol=1e-3)
         assert session.stats.requests > requests
-    if way in ("one source", "two sources", "local"):
+    if masking in ("one source", "two sources", "local"):
         assert_no_block_repeats(products(sent))
         assert len(set(seeds(sent))) == len(seeds(sent))
 
@@ -230,11 +233,11 @@ def test_a_child_keeps_no_connection_of_its_parent_alive(tls_dir: Path, threads:
             os.waitpid(child, 0)
 
 
-def test_a_forked_data_loader(trio: Callable[[str], Trio], tmp_path: Path) -> None:
+def test_a_forked_data_loader(executors: ExecutorFactory, tmp_path: Path) -> None:
     """Workers are children; training in the parent goes on."""
     from test_trainer import adapt, losses, trainer
 
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     with one_time(provider, source) as session:
         model = session.load_model(progress=False)
         run = trainer(adapt(model), tmp_path, max_steps=4, eval_strategy="no", dataloader_num_workers=2)

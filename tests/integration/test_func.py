@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import RING, Executor, relative_error
 from parity import add_lora, load_local, loss_of, token_ids
-from ring_sessions import WAYS, Trio, session_in
+from ring_sessions import MASKINGS, ExecutorFactory, session_in
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
@@ -100,8 +100,8 @@ def test_on_floats(privacy: str, llama: Executor, local: dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def plain(trio: Callable[[str], Trio], checkpoint: Callable[[str], Path]) -> dict[str, torch.Tensor]:
-    with session_in("plain", trio("llama"), checkpoint("llama")) as session:
+def plain(executors: ExecutorFactory, checkpoint: Callable[[str], Path]) -> dict[str, torch.Tensor]:
+    with session_in("plain", executors("llama"), checkpoint("llama")) as session:
         return results(session.load_model(progress=False))
 
 
@@ -109,13 +109,16 @@ def test_on_the_ring(plain: dict[str, torch.Tensor], local: dict[str, torch.Tens
     assert_near(plain, local, ON_RING)
 
 
-@pytest.mark.parametrize("way", WAYS[1:])
+@pytest.mark.parametrize("masking", MASKINGS[1:])
 def test_every_mode_of_masks(
-    way: str, trio: Callable[[str], Trio], checkpoint: Callable[[str], Path], plain: dict[str, torch.Tensor]
+    masking: str,
+    executors: ExecutorFactory,
+    checkpoint: Callable[[str], Path],
+    plain: dict[str, torch.Tensor],
 ) -> None:
-    with session_in(way, trio("llama"), checkpoint("llama")) as session:
+    with session_in(masking, executors("llama"), checkpoint("llama")) as session:
         got = results(session.load_model(progress=False))
-        assert (session.stats.verified_rows > 0) == (way not in ("plain", "noise-bank"))
+        assert (session.stats.verified_rows > 0) == (masking not in ("plain", "noise-bank"))
     for name, each in plain.items():
         assert torch.equal(got[name], each), name
 

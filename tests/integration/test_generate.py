@@ -19,7 +19,7 @@ PADDED = {
     "input_ids": torch.tensor([[0, 0, 0, 5, 9, 17, 33, 65], [11, 12, 13, 14, 15, 16, 17, 18]]),
     "attention_mask": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8]),
 }
-WAYS: dict[str, dict[str, Any]] = {
+GENERATE_OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "no cache": {"use_cache": False},
     "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9},
@@ -48,17 +48,17 @@ def tokens(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> torch
     return model.generate(**inputs, **options)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", GENERATE_OPTIONS)
 def test_tokens_equal_local(way: str, pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
     inputs = {"input_ids": PROMPTS, "attention_mask": torch.ones_like(PROMPTS)}
-    remote, local = (tokens(model, inputs, **WAYS[way]) for model in pair)
+    remote, local = (tokens(model, inputs, **GENERATE_OPTIONS[way]) for model in pair)
     assert remote.shape[1] == PROMPTS.shape[1] + 16
     assert torch.equal(remote, local)
 
 
 @pytest.mark.parametrize("way", ["greedy", "beams", "sampling"])
 def test_a_batch_with_left_padding(way: str, pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
-    remote, local = (tokens(model, PADDED, **WAYS[way]) for model in pair)
+    remote, local = (tokens(model, PADDED, **GENERATE_OPTIONS[way]) for model in pair)
     assert torch.equal(remote, local)
 
 

@@ -250,7 +250,7 @@ def test_files_and_parameters_count_as_well(checkpoint: Callable[[str], Path]) -
         return message(Operation.FETCH, body, request_id)
 
     def answers(session: TenantSession, asked: Incoming) -> Header:
-        service.engine.loop.call(lambda: session.answer(asked))
+        service.engine.loop.call_soon_threadsafe(lambda: session.answer(asked))
         return sent.get(timeout=800)
 
     for each in (session, other):
@@ -292,12 +292,12 @@ def test_who_leaves_gives_back_what_it_had(checkpoint: Callable[[str], Path]) ->
     one = quotas.in_flight()[1] // 3
 
     for each in (first, under_way):
-        service.engine.loop.call(lambda each=each: gone.answer(each))  # type: ignore[misc]
+        service.engine.loop.call_soon_threadsafe(lambda each=each: gone.answer(each))  # type: ignore[misc]
     assert lane.busy.wait(800)
-    service.engine.loop.call(lambda: gone.answer(queued))
-    service.engine.loop.call(gone.close)
+    service.engine.loop.call_soon_threadsafe(lambda: gone.answer(queued))
+    service.engine.loop.call_soon_threadsafe(gone.close)
     for late in (arriving, Incoming(fetch, torch.frombuffer(bytearray(body), dtype=torch.uint8))):
-        service.engine.loop.call(lambda late=late: gone.answer(late))  # type: ignore[misc]
+        service.engine.loop.call_soon_threadsafe(lambda late=late: gone.answer(late))  # type: ignore[misc]
     eventually(lambda: quotas.in_flight() == (3, one))
     lane.go.set()
     eventually(lambda: quotas.in_flight() == (0, 0))

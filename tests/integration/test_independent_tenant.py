@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import Executor
 from independent_tenant import BACKWARD, EXACT, FORWARD, HALF, Connection, Request, Tenant, Wrong
-from ring_sessions import Trio, one_time, products, seeds, taken_down
+from ring_sessions import Executors, captured_requests, one_time, products, seeds
 from safetensors.numpy import load_file
 from vectors import check_vectors as wire
 
@@ -29,19 +29,19 @@ Ask = Callable[[int], Tenant]
 
 
 @pytest.fixture(scope="module", params=wire.RINGS)
-def trio(
+def executors(
     request: pytest.FixtureRequest, serve: Callable[..., Executor], checkpoint: Callable[[str], Path]
-) -> Trio:
+) -> Executors:
     """A provider and two mask sources; q, k and v are one group of the model, and they have biases."""
     first, second, third = (serve(checkpoint("qwen2"), numerics=request.param) for _ in range(3))
     return first, second, third
 
 
 @pytest.fixture(scope="module")
-def ask(trio: Trio) -> Iterator[Ask]:
+def ask(executors: Executors) -> Iterator[Ask]:
     """An independent tenant with so many sources: ``ask(2)``."""
     with ExitStack() as stack:
-        opened = [Connection(each.url, each.token, each.ca) for each in trio]
+        opened = [Connection(each.url, each.token, each.ca) for each in executors]
         for connection in opened:
             stack.callback(connection.close)
         yield lambda count: Tenant(opened[0], opened[1 : 1 + count])
@@ -88,12 +88,14 @@ def planes_of(weights: dict[str, np.ndarray], manifest: dict, request: Request) 
 
 @pytest.mark.parametrize("sources", [1, 2])
 @pytest.mark.parametrize("answers", ["exact", "half"])
-def test_both_send_and_reveal_the_same_bits(trio: Trio, ask: Ask, answers: str, sources: int) -> None:
+def test_both_send_and_reveal_the_same_bits(
+    executors: Executors, ask: Ask, answers: str, sources: int
+) -> None:
     """Under the masks of the seeds that the product drew."""
     tenant, rng = ask(sources), np.random.default_rng(sources)
     bits = EXACT if answers == "exact" else HALF[tenant.manifest["numerics"]]
     options: dict[str, Any] = {"answers": answers, "mask_budget_mib": 0, "repeat_rate": 0.0}
-    with one_time(*trio[: 1 + sources], **options) as session, taken_down() as sent:
+    with one_time(*executors[: 1 + sources], **options) as session, captured_requests() as sent:
         for _ in range(REQUESTS):
             request = some_request(rng, tenant.manifest)
             x = rows_of(rng, request.rows, request.columns)
@@ -146,7 +148,9 @@ def test_what_comes_is_the_product_on_the_ring(
                 assert abs(error).max() <= 1 + max(0, sources - 1) / 2
 
 
-def test_grouped_layers_and_their_biases(trio: Trio, ask: Ask, weights: dict[str, np.ndarray]) -> None:
+def test_grouped_layers_and_their_biases(
+    executors: Executors, ask: Ask, weights: dict[str, np.ndarray]
+) -> None:
     """Against the layers of a model, whose exact results no mask changes, and near the product of floats."""
     tenant, rng = ask(2), np.random.default_rng(3)
     names = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
@@ -154,7 +158,7 @@ def test_grouped_layers_and_their_biases(trio: Trio, ask: Ask, weights: dict[str
     x = rng.standard_normal((request.rows, request.columns)).astype(np.float32)
     bias = np.concatenate([tenant.provider.bias(f"{name}.bias") for name in names])
     mine = tenant.multiply(request, x, EXACT, bias)
-    with trio[0].connect() as session, torch.no_grad():
+    with executors[0].connect() as session, torch.no_grad():
         model = session.load_model(progress=False)
         theirs = [model.get_submodule(name)(torch.tensor(x)) for name in names]
     assert mine.tobytes() == torch.cat(theirs, 1).numpy().tobytes()
@@ -180,8 +184,8 @@ class Lying(Connection):
 
 
 @pytest.fixture
-def liar(trio: Trio) -> Iterator[Lying]:
-    made = Lying(trio[0].url, trio[0].token, trio[0].ca)
+def liar(executors: Executors) -> Iterator[Lying]:
+    made = Lying(executors[0].url, executors[0].token, executors[0].ca)
     yield made
     made.close()
 

@@ -17,8 +17,8 @@ from conftest import Executor
 from hypothesis import given
 from hypothesis import strategies as st
 from raw_peers import SECONDS
-from ring_sessions import Trio, one_time
-from transports import Everywhere, Start
+from ring_sessions import ExecutorFactory, one_time
+from transports import Start, TransportServers
 
 import tenant_sdk
 from shared.errors import ConfigurationError, TlsError
@@ -175,8 +175,8 @@ def test_what_doctor_says_of_it() -> None:
         assert "3.5" in found.remedy
 
 
-def test_a_session_says_it_of_every_executor(trio: Callable[[str], Trio]) -> None:
-    provider, source, _ = trio("llama")
+def test_a_session_says_it_of_every_executor(executors: ExecutorFactory) -> None:
+    provider, source, _ = executors("llama")
     with one_time(provider, source) as session:
         stats = session.stats
         assert list(stats.key_exchange) == [provider.url, source.url]
@@ -190,7 +190,7 @@ def test_a_session_says_it_of_every_executor(trio: Callable[[str], Trio]) -> Non
 def test_without_tls_there_is_none(
     transport: str, everywhere: Start, checkpoint: Callable[[str], Path]
 ) -> None:
-    one: Everywhere = everywhere(checkpoint("llama"))
+    one: TransportServers = everywhere(checkpoint("llama"))
     with one.connect(transport) as session:
         assert session.stats.key_exchange == {}
 

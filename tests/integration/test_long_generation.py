@@ -142,7 +142,7 @@ def test_a_sliding_window_stays_with_transformers(opened: Opened) -> None:
     assert torch.equal(tokens(model, **options), tokens(model))
 
 
-WAYS: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
+GENERATE_CASES: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
     "beams": (PROMPT, {"num_beams": 3}),
     "sampling beams": (PADDED, {"num_beams": 2, "do_sample": True, "attention_mask": MASK}),
     "left padding": (PADDED, {"attention_mask": MASK}),
@@ -152,10 +152,10 @@ WAYS: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("place", ["host", "disk", "budget"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", GENERATE_CASES)
 def test_ways_of_decoding(way: str, place: str, opened: Opened) -> None:
     session, model = opened("llama")
-    ids, how = WAYS[way]
+    ids, how = GENERATE_CASES[way]
     options = session.generate_options(model, **PLACES[place])
     assert torch.equal(tokens(model, ids, **how, **options), tokens(model, ids, **how))
 
@@ -266,7 +266,7 @@ def test_only_what_a_window_keeps_is_copied(opened: Opened, monkeypatch: pytest.
 @pytest.mark.parametrize("way", ["left padding", "beams", "several sequences"])
 def test_a_prompt_read_ahead_goes_on(way: str, place: str, opened: Opened) -> None:
     session, model = opened("llama")
-    ids, how = WAYS[way]
+    ids, how = GENERATE_CASES[way]
     copies = how.get("num_beams", how.get("num_return_sequences", 1))
     before = session.stats.rows
     prefilled = session.prefill(model, ids, how.get("attention_mask"), copies=copies, **PLACES[place])

@@ -16,7 +16,7 @@ import torch
 from conftest import RING, Executor
 from parity import fixed_result, load_local, token_ids, virtual_layers
 from quantised import needs_rules, quantise
-from ring_sessions import WAYS, Trio, session_in
+from ring_sessions import MASKINGS, Executors, session_in
 from safetensors.torch import save_file
 from stored_models import TABLE, build
 from test_fingerprints import Trusted
@@ -68,14 +68,14 @@ def made(request: pytest.FixtureRequest, folders: Callable[[str], Made]) -> Made
 
 
 @pytest.fixture(scope="module")
-def trio(made: Made, serve: Callable[..., Executor]) -> Trio:
+def executors(made: Made, serve: Callable[..., Executor]) -> Executors:
     provider, first, second = (serve(made.served, numerics=RING) for _ in range(3))
     return provider, first, second
 
 
 @pytest.fixture(scope="module")
-def plain(made: Made, trio: Trio) -> Results:
-    with session_in("plain", trio, made.served) as session:
+def plain(made: Made, executors: Executors) -> Results:
+    with session_in("plain", executors, made.served) as session:
         assert any(member.made for group in session.manifest.groups for member in group.members)
         return results(session.load_model(progress=False))
 
@@ -84,16 +84,16 @@ def test_it_is_the_local_model(made: Made, plain: Results) -> None:
     assert_near(plain, results(load_local(made.dense)))
 
 
-@pytest.mark.parametrize("way", WAYS[1:])
+@pytest.mark.parametrize("masking", MASKINGS[1:])
 def test_masks_and_their_effects_are_of_the_same_weights(
-    made: Made, trio: Trio, plain: Results, way: str
+    made: Made, executors: Executors, plain: Results, masking: str
 ) -> None:
-    with session_in(way, trio, made.served) as session:
+    with session_in(masking, executors, made.served) as session:
         assert_equal(results(session.load_model(progress=False)), plain)
 
 
-def test_answers_are_checked_with_fingerprints(made: Made, trio: Trio, tmp_path: Path) -> None:
-    with trio[0].connect(**Trusted(made.served, tmp_path / "file").options) as session:
+def test_answers_are_checked_with_fingerprints(made: Made, executors: Executors, tmp_path: Path) -> None:
+    with executors[0].connect(**Trusted(made.served, tmp_path / "file").options) as session:
         fixed_result(session.load_model(progress=False), token_ids())
         assert session.stats.verified_rows == session.stats.rows > 0
 
@@ -126,9 +126,9 @@ def test_workers_make_their_own(
         engine.close()
 
 
-def test_detaching_gives_the_weights_back(made: Made, trio: Trio) -> None:
+def test_detaching_gives_the_weights_back(made: Made, executors: Executors) -> None:
     local = load_local(made.dense)
-    with trio[0].connect() as session:
+    with executors[0].connect() as session:
         model = session.load_model(progress=False)
         assert virtual_layers(model)
         session.detach(model, made.served)
@@ -137,8 +137,10 @@ def test_detaching_gives_the_weights_back(made: Made, trio: Trio) -> None:
     assert torch.equal(fixed_result(model, token_ids()), fixed_result(local, token_ids()))
 
 
-def test_an_auditor_has_the_weights_too(made: Made, trio: Trio, request: pytest.FixtureRequest) -> None:
-    with trio[0].connect() as session:
+def test_an_auditor_has_the_weights_too(
+    made: Made, executors: Executors, request: pytest.FixtureRequest
+) -> None:
+    with executors[0].connect() as session:
         manifest = session.manifest
     check_served(SimpleNamespace(manifest=manifest), made.served)  # type: ignore[arg-type]
     if "fp8" not in request.node.name:  # which transformers alone can load, and is a decoder

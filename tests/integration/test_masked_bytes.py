@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import Executor
-from middleman import Middleman
+from intercepting_proxy import InterceptingProxy
 from parity import add_lora, gradients, token_ids
-from ring_sessions import Trio, one_time, products, seeds, taken_down
+from ring_sessions import ExecutorFactory, captured_requests, one_time, products, seeds
 
 from shared.errors import NonFiniteError
 from shared.wire.header import Direction, Operation
@@ -29,10 +29,10 @@ ROWS, WIDTH = 40_000, 64  # of int32: 10.24 million bytes
 SIGMAS = 6.0
 
 
-def chi_square_limit(freedom: int) -> float:
-    """What a chi-square variable exceeds as seldom as a normal one SIGMAS (Wilson and Hilferty 1931)."""
-    spread = 2 / (9 * freedom)
-    return freedom * (1 - spread + SIGMAS * spread**0.5) ** 3
+def chi_square_limit() -> float:
+    """What chi-square (255) exceeds as seldom as a normal variable SIGMAS (Wilson and Hilferty 1931)."""
+    spread = 2 / (9 * 255)
+    return 255 * (1 - spread + SIGMAS * spread**0.5) ** 3
 
 
 def chi_squares(data: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -56,25 +56,25 @@ def activations(kind: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD])
 @pytest.mark.parametrize("kind", ["zero", "equal", "like a model's"])
-def test_every_byte_is_uniform(kind: str, direction: Direction, trio: Callable[[str], Trio]) -> None:
+def test_every_byte_is_uniform(kind: str, direction: Direction, executors: ExecutorFactory) -> None:
     """The 4 bytes of integers over 2.56 million each, and the 256 bytes of rows over 40,000."""
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     rows = activations(kind)
-    with taken_down() as sent, one_time(provider, source, verify="off", mask_budget_mib=0) as session:
+    with captured_requests() as sent, one_time(provider, source, verify="off", mask_budget_mib=0) as session:
         layer = session.groups[1]  # attention's output: 64 to 64
         (got,) = layer.product(direction, 1, [rows])
     assert len(got) == ROWS
     body = b"".join(products(sent))
     assert len(body) == 4 * ROWS * WIDTH >= 10_000_000
     data = np.frombuffer(body, np.uint8)
-    assert chi_squares(data.reshape(-1, 4)).max() < chi_square_limit(255)
-    assert chi_squares(data.reshape(ROWS, -1)).max() < chi_square_limit(255)
+    assert chi_squares(data.reshape(-1, 4)).max() < chi_square_limit()
+    assert chi_squares(data.reshape(ROWS, -1)).max() < chi_square_limit()
     # The test is worth something: the same rows in the clear are far from it.
     if kind != "zero" and direction == Direction.FORWARD:
-        with taken_down() as sent, provider.connect() as session:
+        with captured_requests() as sent, provider.connect() as session:
             session.groups[1].product(direction, 1, [rows[:1000]])
         clear = np.frombuffer(products(sent)[0], np.uint8)
-        assert chi_squares(clear.reshape(-1, 4)).min() > 2 * chi_square_limit(255)
+        assert chi_squares(clear.reshape(-1, 4)).min() > 2 * chi_square_limit()
 
 
 def bits(one: bytes, other: bytes) -> float:
@@ -84,11 +84,11 @@ def bits(one: bytes, other: bytes) -> float:
     return abs(float(np.bitwise_count(different).sum()) - count / 2) / (count / 4) ** 0.5
 
 
-def test_the_same_rows_twice_have_nothing_in_common(trio: Callable[[str], Trio]) -> None:
+def test_the_same_rows_twice_have_nothing_in_common(executors: ExecutorFactory) -> None:
     """Nor do different rows differ otherwise than the same ones: there is no telling."""
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     rows, other = activations("like a model's"), activations("equal")
-    with taken_down() as sent, one_time(provider, source, verify="off") as session:
+    with captured_requests() as sent, one_time(provider, source, verify="off") as session:
         for each in (rows, rows, other):
             session.groups[1].product(Direction.FORWARD, 1, [each])
     pieces = products(sent)
@@ -102,24 +102,24 @@ def test_the_same_rows_twice_have_nothing_in_common(trio: Callable[[str], Trio])
         assert bits(difference, bytes(len(difference))) < SIGMAS
 
 
-def test_gradients_and_activations_of_a_step_are_uniform(trio: Callable[[str], Trio]) -> None:
+def test_gradients_and_activations_of_a_step_are_uniform(executors: ExecutorFactory) -> None:
     """All that a provider gets in training steps, fingerprints' challenges included."""
-    provider, source, other = trio("llama")
-    with taken_down() as sent, one_time(provider, source, other) as session:
+    provider, source, other = executors("llama")
+    with captured_requests() as sent, one_time(provider, source, other) as session:
         model = add_lora(session.load_model(progress=False))
         for seed in range(6):
             gradients(model, token_ids(8, 32, seed=seed))
     for direction in (Direction.FORWARD, Direction.BACKWARD):
         data = b"".join(m.body for m in sent if m.operation == Operation.PRODUCT and m.direction == direction)
         assert len(data) > 1_000_000
-        assert chi_squares(np.frombuffer(data, np.uint8).reshape(-1, 4)).max() < chi_square_limit(255)
+        assert chi_squares(np.frombuffer(data, np.uint8).reshape(-1, 4)).max() < chi_square_limit()
         assert bits(data, bytes(len(data))) < SIGMAS
 
 
-def test_who_gets_what(trio: Callable[[str], Trio]) -> None:
+def test_who_gets_what(executors: ExecutorFactory) -> None:
     """The provider gets no seed, a mask source nothing but seeds, and each its own."""
-    provider, *sources = trio("llama")
-    with taken_down() as sent, one_time(provider, *sources) as session:
+    provider, *sources = executors("llama")
+    with captured_requests() as sent, one_time(provider, *sources) as session:
         gradients(add_lora(session.load_model(progress=False)), token_ids())
     masks = (Operation.PRODUCT, Operation.EFFECT, Operation.SEED_EFFECT)
     got = {url: {m.operation for m in sent if m.url == url and m.operation in masks} for url, *_ in sent}
@@ -131,17 +131,17 @@ def test_who_gets_what(trio: Callable[[str], Trio]) -> None:
 
 
 def test_nothing_that_overflows_once_it_is_scaled_is_sent(
-    trio: Callable[[str], Trio], proxy: Callable[[Executor], Middleman]
+    executors: ExecutorFactory, proxy: Callable[[Executor], InterceptingProxy]
 ) -> None:
     """Gradients are multiplied by the scales first, which are as large as the weights are."""
     parties = []
-    for executor in trio("llama")[:2]:
+    for executor in executors("llama")[:2]:
         middle = proxy(executor)
         middle.scales = lambda _, body: (np.frombuffer(body, np.float32) * np.float32(1e12)).tobytes()
         parties.append(middle.executor)
     with one_time(*parties) as session:
         group = session.groups[1]
         group.product(Direction.BACKWARD, 1, [torch.ones((2, WIDTH))])
-        with taken_down() as sent, pytest.raises(NonFiniteError, match=r"too large.*nothing was sent"):
+        with captured_requests() as sent, pytest.raises(NonFiniteError, match=r"too large.*nothing was sent"):
             group.product(Direction.BACKWARD, 1, [torch.full((2, WIDTH), 3e38)])
         assert not products(sent)

@@ -36,9 +36,9 @@ def executors(serve: Callable[..., Executor]) -> dict[str, Executor]:
     return {numerics: serve(FOLDER, numerics=numerics) for numerics in ("float32", "bfloat16")}
 
 
-def embed(model: torch.nn.Module, sentences: list[str]) -> torch.Tensor:
+def embed(model: torch.nn.Module) -> torch.Tensor:
     """Mean-pooled, normalised embeddings [B, 384], as the model's card computes them."""
-    batch = AutoTokenizer.from_pretrained(FOLDER)(sentences, padding=True, return_tensors="pt")
+    batch = AutoTokenizer.from_pretrained(FOLDER)(SENTENCES, padding=True, return_tensors="pt")
     with torch.no_grad():
         hidden = model(**batch).last_hidden_state
     mask = batch["attention_mask"][..., None].float()
@@ -67,11 +67,11 @@ def neighbours(embeddings: torch.Tensor) -> torch.Tensor:
 def test_embeddings(
     privacy: str, numerics: str, tolerance: float, executors: dict[str, Executor], local: PreTrainedModel
 ) -> None:
-    expected = embed(local, SENTENCES)
+    expected = embed(local)
     with executors[numerics].connect(privacy=privacy) as session:
         model = session.load_model(progress=False)
         before = session.stats.requests
-        got = embed(model, SENTENCES)
+        got = embed(model)
         assert session.stats.requests - before == 4 * 6 + 1  # six blocks and the pooler
     assert relative_error(got, expected) < tolerance
     assert torch.equal(neighbours(got)[:, 0], neighbours(expected)[:, 0])

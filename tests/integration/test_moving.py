@@ -20,7 +20,7 @@ from clocks import only_closing_ends_waits
 from conftest import RING, Executor
 from parity import add_lora, gradients, token_ids
 from raw_peers import SECONDS, eventually
-from ring_sessions import Sent, Trio, assert_no_block_repeats, one_time, taken_down
+from ring_sessions import ExecutorFactory, Sent, assert_no_block_repeats, captured_requests, one_time
 
 import tenant_sdk
 from provider.config import ServeConfig
@@ -171,17 +171,17 @@ def test_both_leave_and_one_is_back(start: Start, reach: Callable[..., tenant_sd
 
 
 def test_of_masks_only_copies_travel(
-    start: Start, trio: Callable[[str], Trio], tls_dir: Path, token_file: tuple[Path, str]
+    start: Start, executors: ExecutorFactory, tls_dir: Path, token_file: tuple[Path, str]
 ) -> None:
     """Whoever breaks off, on both sides: what a replica is sent is what the other one was sent, or is new."""
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     with one_time(provider, source) as session:
         expected = gradients(add_lora(session.load_model(progress=False)), token_ids())
     own, masks = [start(), start()], [start(), start()]
     party = {each.url: name for name, group in (("own", own), ("masks", masks)) for each in group}
     options = {"token": token_file[1], "ca": tls_dir / "ca.pem", "mask_budget_mib": 0.0, "patience": 60.0}
     options |= {"allow_same": ["all"], "mask_sources": [[each.url for each in masks]]}
-    with taken_down() as sent, tenant_sdk.connect([each.url for each in own], **options) as session:
+    with captured_requests() as sent, tenant_sdk.connect([each.url for each in own], **options) as session:
         model = add_lora(session.load_model(progress=False))
         breaker = _Breaker(session, every=7)
         with breaker:

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 from parity import fixed_result, load_local, token_ids
-from ring_sessions import Trio
+from ring_sessions import ExecutorFactory
 
 import tenant_sdk
 from provider.config import ServeConfig
@@ -219,12 +219,15 @@ def connect(provider: Executor, *sources: str, **options: Any) -> tenant_sdk.Ses
 
 
 def test_another_operator_with_its_own_token_and_authority(
-    trio: Callable[[str], Trio], elsewhere: Elsewhere, checkpoint: Callable[[str], Path], caplog: Any
+    executors: ExecutorFactory,
+    elsewhere: Elsewhere,
+    checkpoint: Callable[[str], Path],
+    caplog: Any,
 ) -> None:
     with (
         caplog.at_level(logging.INFO),
         connect(
-            trio("llama")[0],
+            executors("llama")[0],
             elsewhere.provider.url,
             mask_source_token=elsewhere.token,
             mask_source_ca=elsewhere.ca,
@@ -240,11 +243,11 @@ def test_another_operator_with_its_own_token_and_authority(
 
 
 def test_lists_of_tokens_and_authorities(
-    trio: Callable[[str], Trio], elsewhere: Elsewhere, checkpoint: Callable[[str], Path]
+    executors: ExecutorFactory, elsewhere: Elsewhere, checkpoint: Callable[[str], Path]
 ) -> None:
     """One for each source, also for those that need none."""
     with connect(
-        trio("llama")[0],
+        executors("llama")[0],
         elsewhere.provider.url,
         f"local:{checkpoint('llama')}",
         mask_source_token=[elsewhere.token, ""],
@@ -256,14 +259,14 @@ def test_lists_of_tokens_and_authorities(
 
 @pytest.mark.parametrize("option", ["mask_source_token", "mask_source_ca"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_lists_of_the_wrong_length(option: str, count: int, trio: Callable[[str], Trio]) -> None:
-    provider, *others = trio("llama")
+def test_lists_of_the_wrong_length(option: str, count: int, executors: ExecutorFactory) -> None:
+    provider, *others = executors("llama")
     with pytest.raises(ConfigurationError, match=f"{option}: give one for all"):
         connect(provider, *[other.url for other in others], **{option: ["x"] * count})
 
 
-def test_the_same_machine_is_refused(trio: Callable[[str], Trio], elsewhere: Elsewhere) -> None:
-    provider, other, _ = trio("llama")
+def test_the_same_machine_is_refused(executors: ExecutorFactory, elsewhere: Elsewhere) -> None:
+    provider, other, _ = executors("llama")
     with pytest.raises(ConfigurationError, match=r"allow_same=\['all'\]"):
         connect(provider, other.url, allow_same={"authority", "token"})
     own: dict[str, Any] = {"mask_source_token": elsewhere.token, "mask_source_ca": elsewhere.ca}
@@ -273,11 +276,11 @@ def test_the_same_machine_is_refused(trio: Callable[[str], Trio], elsewhere: Els
 
 @pytest.mark.parametrize("privacy", ["one-time", "noise-bank"])
 def test_nothing_is_shared_by_default(
-    privacy: str, trio: Callable[[str], Trio], elsewhere: Elsewhere, tmp_path: Path
+    privacy: str, executors: ExecutorFactory, elsewhere: Elsewhere, tmp_path: Path
 ) -> None:
     """Neither token nor authority reach another operator unless somebody says so by name, and nobody is
     connected to before that is clear."""
-    provider = trio("llama")[0]
+    provider = executors("llama")[0]
     both = tmp_path / "both.pem"
     both.write_bytes(provider.ca.read_bytes() + elsewhere.ca.read_bytes())
     own: dict[str, Any] = {"mask_source_token": elsewhere.token, "mask_source_ca": elsewhere.ca}
@@ -339,19 +342,19 @@ def _signed_by_itself(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 @pytest.mark.parametrize("spelling", ["{}", "{}/", "wss://localhost:{port}"])
-def test_the_provider_itself_is_refused(spelling: str, trio: Callable[[str], Trio]) -> None:
-    provider = trio("llama")[0]
+def test_the_provider_itself_is_refused(spelling: str, executors: ExecutorFactory) -> None:
+    provider = executors("llama")[0]
     url = spelling.format(provider.url, port=provider.url.rpartition(":")[2])
     with pytest.raises(ConfigurationError, match="operators that do not collude"):
         connect(provider, url, allow_same={"authority", "token"})
 
 
-def test_two_sources_of_one_operator_are_refused(trio: Callable[[str], Trio], elsewhere: Elsewhere) -> None:
+def test_two_sources_of_one_operator_are_refused(executors: ExecutorFactory, elsewhere: Elsewhere) -> None:
     """They add nothing to each other, which whoever names two does not expect."""
     url = elsewhere.provider.url
     with pytest.raises(ConfigurationError, match="operators that do not collude"):
         connect(
-            trio("llama")[0],
+            executors("llama")[0],
             url,
             f"{url}/",
             mask_source_token=elsewhere.token,
@@ -365,14 +368,14 @@ def test_two_sources_of_one_operator_are_refused(trio: Callable[[str], Trio], el
 def test_allowing_it_says_what_it_is_worth(
     same: bool,
     here: bool,
-    trio: Callable[[str], Trio],
+    executors: ExecutorFactory,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It warns, unless all parties are on this machine: that is a trial."""
     if not here:
         monkeypatch.setattr(Operators, "all_here", False)
-    provider, other, _ = trio("llama")
+    provider, other, _ = executors("llama")
     with caplog.at_level(logging.INFO):
         connect(provider, (provider if same else other).url, allow_same=["all"]).close()
     said = "which was allowed: if that is one operator, these masks hide nothing"
@@ -381,9 +384,9 @@ def test_allowing_it_says_what_it_is_worth(
 
 
 def test_a_bank_from_the_provider_itself_says_so(
-    trio: Callable[[str], Trio], caplog: pytest.LogCaptureFixture
+    executors: ExecutorFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    provider = trio("llama")[0]
+    provider = executors("llama")[0]
     for sources in ((), (provider.url,)):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
@@ -392,9 +395,11 @@ def test_a_bank_from_the_provider_itself_says_so(
 
 
 def test_a_bank_from_elsewhere_does_not_accuse_the_provider(
-    trio: Callable[[str], Trio], checkpoint: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+    executors: ExecutorFactory,
+    checkpoint: Callable[[str], Path],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    provider = trio("llama")[0]
+    provider = executors("llama")[0]
     with caplog.at_level(logging.WARNING):
         connect(provider, f"local:{checkpoint('llama')}", privacy="noise-bank").close()
     assert "multiplies" not in caplog.text

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import Executor
-from middleman import Middleman
+from intercepting_proxy import InterceptingProxy
 from parity import add_lora, gradients, token_ids
 from raw_peers import eventually, metric
-from ring_sessions import WAYS, Trio, one_time, session_in, taken_down
+from ring_sessions import MASKINGS, ExecutorFactory, captured_requests, one_time, session_in
 from test_tampering import put
 
 from shared.errors import ConnectionLost, RequestRefused, VerificationError
@@ -36,17 +36,17 @@ WRONG: dict[str, tuple[Direction, int, list[tuple[int, ...]]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("masking", MASKINGS)
 def test_rows_of_other_shapes_are_refused_before_anything_is_sent(
-    way: str, trio: Callable[[str], Trio], checkpoint: Callable[[str], Path]
+    masking: str, executors: ExecutorFactory, checkpoint: Callable[[str], Path]
 ) -> None:
     """Or the executor would take the next request's bytes for theirs."""
     x = torch.ones((2, 64))
-    with session_in(way, trio("llama"), checkpoint("llama"), mask_budget_mib=0) as session:
+    with session_in(masking, executors("llama"), checkpoint("llama"), mask_budget_mib=0) as session:
         expected = session.products.submit(0, FORWARD, 0b111, [x]).result()
         session.products.submit(0, BACKWARD, 0b111, [x, x[:, :32], x[:, :32]]).result()
         session.products.submit(0, BACKWARD, 0b101, [x, x[:, :32]]).result()
-        with taken_down() as sent:
+        with captured_requests() as sent:
             for direction, members, shapes in WRONG.values():
                 with pytest.raises(ValueError, match="widths"):
                     session.products.submit(0, direction, members, [torch.ones(shape) for shape in shapes])
@@ -58,9 +58,9 @@ def test_rows_of_other_shapes_are_refused_before_anything_is_sent(
 
 
 def test_after_a_wrong_answer_nothing_that_was_under_way_is_used(
-    trio: Callable[[str], Trio], proxy: Callable[[Executor], Middleman]
+    executors: ExecutorFactory, proxy: Callable[[Executor], InterceptingProxy]
 ) -> None:
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     middle = proxy(provider)
     with one_time(middle.executor, source) as session:
         rows = torch.ones((3, 64))
@@ -77,9 +77,9 @@ def test_after_a_wrong_answer_nothing_that_was_under_way_is_used(
 
 
 def test_products_under_way_when_another_is_found_wrong(
-    trio: Callable[[str], Trio], proxy: Callable[[Executor], Middleman]
+    executors: ExecutorFactory, proxy: Callable[[Executor], InterceptingProxy]
 ) -> None:
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     middle = proxy(provider)
     with one_time(middle.executor, source) as session:
         rows = torch.ones((3, 64))
@@ -139,9 +139,9 @@ def test_an_error_keeps_no_rows_in_memory(llama: Executor, broken: bool) -> None
             gc.enable()
 
 
-def test_training_is_never_taken_for_a_prompt(trio: Callable[[str], Trio]) -> None:
+def test_training_is_never_taken_for_a_prompt(executors: ExecutorFactory) -> None:
     """Also below the first adapter, where nothing needs a gradient."""
-    provider = trio("llama")[0]
+    provider = executors("llama")[0]
     name = "symbiosis_reply_seconds_count"
 
     def served() -> dict[str, float]:

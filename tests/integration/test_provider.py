@@ -114,7 +114,7 @@ def test_until_all_is_loaded_it_is_alive_and_not_ready(
         with monkeypatch.context() as patch:
             patch.setattr("provider.serve.provider.ALIVE_SECONDS", 0.05)
             stuck = threading.Event()
-            provider.server.service.engine.loop.call(stuck.wait)  # type: ignore[arg-type]
+            provider.server.service.engine.loop.call_soon_threadsafe(stuck.wait)  # type: ignore[arg-type]
             assert ask(provider, "/healthz") == (503, "stuck\n")
             stuck.set()
         assert ask(provider, "/healthz") == (200, "ok\n")

@@ -15,35 +15,16 @@ import torch
 from conftest import relative_error
 from parity import fixed_result, load_local, token_ids
 from safetensors.torch import load_file, save_file
-from test_adapter_folders import adapted, read
+from test_adapter_folders import folder, no_hub, read, saved
 
 import tenant_sdk
 from shared.errors import ConfigurationError
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.tuning.adapters import AdapterOptions, add_adapter
 
+__all__ = ["folder", "no_hub", "saved"]  # fixtures
+
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-
-
-@pytest.fixture(scope="module")
-def folder(checkpoint: Callable[[str], Path]) -> Path:
-    return checkpoint("llama")
-
-
-@pytest.fixture
-def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks a hub about a file fails the test."""
-
-    def asked(*names: Any, **_: Any) -> None:
-        raise AssertionError(f"asked a hub: {names}")
-
-    monkeypatch.setattr("peft.utils.other.file_exists", asked)
-
-
-@pytest.fixture
-def saved(session: tenant_sdk.Session, tmp_path: Path) -> Path:
-    tenant_sdk.save_adapter(adapted(session.load_model(progress=False)), tmp_path / "adapter", session)
-    return tmp_path / "adapter"
 
 
 def change(folder: Path, **fields: Any) -> None:

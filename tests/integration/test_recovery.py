@@ -15,10 +15,18 @@ from channels import error_of
 from clocks import only_closing_ends_waits
 from conftest import Executor
 from forking import in_child, refused
-from middleman import Message, Middleman
+from intercepting_proxy import InterceptingProxy, Message
 from parity import add_lora, fixed_result, gradients, token_ids
 from raw_peers import SECONDS, eventually
-from ring_sessions import WAYS, Sent, Trio, assert_no_block_repeats, one_time, session_in, taken_down
+from ring_sessions import (
+    MASKINGS,
+    ExecutorFactory,
+    Sent,
+    assert_no_block_repeats,
+    captured_requests,
+    one_time,
+    session_in,
+)
 from transports import Start
 from websockets.exceptions import ConnectionClosedError
 
@@ -37,13 +45,13 @@ from tenant_sdk.model.remote_weight import RemoteWeight
 
 pytest_plugins = ("ring_fixtures", "transport_fixtures")
 
-Proxy = Callable[[Executor], Middleman]
+Proxy = Callable[[Executor], InterceptingProxy]
 QKV = (0, Direction.FORWARD, 0b111)
 MASKED = (Operation.PRODUCT, Operation.SEED_EFFECT)
 
 
 class Breaking:
-    """Of a middleman's changes one that ends the connection in place of every so many-th answer."""
+    """Of a proxy's changes one that ends the connection in place of every so many-th answer."""
 
     def __init__(self, every: int) -> None:
         self.every, self.answers, self.broken = every, 0, 0
@@ -59,7 +67,7 @@ class Breaking:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses take no time."""
-    monkeypatch.setattr(retrying, "pause", lambda *_: 0.0)
+    monkeypatch.setattr(retrying, "retry_delay", lambda *_: 0.0)
 
 
 def rows_of(count: int = 3) -> list[torch.Tensor]:
@@ -81,20 +89,20 @@ def assert_only_copies_repeat(sent: list[Sent]) -> int:
 
 
 @pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("masking", MASKINGS)
 def test_gradients_are_bitwise_those_of_an_undisturbed_session(
-    way: str, trio: Callable[[str], Trio], checkpoint: Callable[[str], Path], proxy: Proxy
+    masking: str, executors: ExecutorFactory, checkpoint: Callable[[str], Path], proxy: Proxy
 ) -> None:
     """In every privacy mode, whoever breaks connections."""
-    parties = trio("llama")
-    with session_in(way, parties, checkpoint("llama")) as session:
+    parties = executors("llama")
+    with session_in(masking, parties, checkpoint("llama")) as session:
         expected = gradients(add_lora(session.load_model(progress=False)), token_ids())
     middlemen = [proxy(party) for party in parties]
     for middle, every in zip(middlemen, (3, 4, 5), strict=True):
         middle.changes.append(Breaking(every))
     shaky: Any = tuple(middle.executor for middle in middlemen)
     options = {"patience": 60.0, "mask_budget_mib": 0.0}
-    with taken_down() as sent, session_in(way, shaky, checkpoint("llama"), **options) as session:
+    with captured_requests() as sent, session_in(masking, shaky, checkpoint("llama"), **options) as session:
         got = gradients(add_lora(session.load_model(progress=False)), token_ids())
         stats = session.stats
     assert got.keys() == expected.keys()
@@ -103,16 +111,16 @@ def test_gradients_are_bitwise_those_of_an_undisturbed_session(
     assert broken > 5
     assert stats.reconnections == broken
     assert stats.seconds_reconnecting > 0
-    if way in ("one source", "two sources", "local"):
+    if masking in ("one source", "two sources", "local"):
         assert assert_only_copies_repeat(sent) >= broken
 
 
 @pytest.mark.usefixtures("at_once")
 def test_who_breaks_connections_on_purpose_gets_copies_and_not_for_ever(
-    trio: Callable[[str], Trio], proxy: Proxy
+    executors: ExecutorFactory, proxy: Proxy
 ) -> None:
     """The same bytes each time, whatever they hide; then the session gives up, and a new product is new."""
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     middle = proxy(provider)
     with one_time(middle.executor, source, patience=600.0) as session:
         expected = product(session)
@@ -126,7 +134,7 @@ def test_who_breaks_connections_on_purpose_gets_copies_and_not_for_ever(
         assert len({request.body for request in middle.requests}) == 2
 
 
-def gone_through(session: tenant_sdk.Session, middle: Middleman) -> list[torch.Tensor]:
+def gone_through(session: tenant_sdk.Session, middle: InterceptingProxy) -> list[torch.Tensor]:
     middle.changes.clear()
     return product(session)
 
@@ -134,10 +142,10 @@ def gone_through(session: tenant_sdk.Session, middle: Middleman) -> list[torch.T
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("kind", ["whole", "pieces"])
 def test_a_wrong_answer_is_never_asked_for_again(
-    kind: str, trio: Callable[[str], Trio], proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    kind: str, executors: ExecutorFactory, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if an earlier attempt at the same piece was lost."""
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     middle = proxy(provider)
     monkeypatch.setattr(websocket_channel, "travels", lambda sock: True)
     with one_time(middle.executor, source, patience=600.0) as session:
@@ -163,14 +171,14 @@ def test_a_wrong_answer_is_never_asked_for_again(
 
 @pytest.mark.usefixtures("at_once")
 def test_pieces_of_which_some_are_lost(
-    trio: Callable[[str], Trio], proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    executors: ExecutorFactory, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     middle = proxy(provider)
     monkeypatch.setattr(websocket_channel, "travels", lambda sock: True)
     monkeypatch.setattr(WebsocketChannel, "piece_bytes", 0)
     options = {"patience": 60.0, "mask_budget_mib": 0.0}
-    with taken_down() as sent, one_time(middle.executor, source, **options) as session:
+    with captured_requests() as sent, one_time(middle.executor, source, **options) as session:
         expected = product(session, 200)
         monkeypatch.setattr(WebsocketChannel, "piece_bytes", 1)
         breaking = Breaking(3)
@@ -184,12 +192,12 @@ def test_pieces_of_which_some_are_lost(
 
 @pytest.mark.usefixtures("at_once")
 def test_threads_that_share_a_session(
-    trio: Callable[[str], Trio], proxy: Proxy, threads: ThreadPoolExecutor
+    executors: ExecutorFactory, proxy: Proxy, threads: ThreadPoolExecutor
 ) -> None:
     """All of them lose what is under way, one of them connects again, and all go on."""
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     middle, behind = proxy(provider), proxy(source)
-    with taken_down() as sent, one_time(middle.executor, behind.executor, patience=60.0) as session:
+    with captured_requests() as sent, one_time(middle.executor, behind.executor, patience=60.0) as session:
         expected = product(session)
         middle.changes.append(Breaking(17))
         behind.changes.append(Breaking(7))
@@ -232,17 +240,17 @@ def test_downloads_go_on(
 
 
 def test_what_is_back_with_another_model_ends_it(
-    trio: Callable[[str], Trio], proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    executors: ExecutorFactory, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited = only_closing_ends_waits(monkeypatch)
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     for which in range(2):
         parties = [provider, source]
         middle = proxy(parties[which])
         parties[which] = middle.executor
         with one_time(*parties, patience=600.0, mask_budget_mib=0) as session:
             product(session)
-            middle.behind = trio("qwen2")[0]
+            middle.upstream = executors("qwen2")[0]
             middle.cut()
             with pytest.raises(ModelMismatch, match="serves something else since it is back"):
                 product(session)
@@ -269,7 +277,7 @@ def test_a_token_that_is_no_longer_good_ends_it(
 
 
 def test_closing_from_another_thread_ends_the_wait(
-    trio: Callable[[str], Trio],
+    executors: ExecutorFactory,
     proxy: Proxy,
     threads: ThreadPoolExecutor,
     caplog: pytest.LogCaptureFixture,
@@ -277,7 +285,7 @@ def test_closing_from_another_thread_ends_the_wait(
 ) -> None:
     """Of a thread that wants a product, and of those that ask a mask source."""
     only_closing_ends_waits(monkeypatch)
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     middle, behind = proxy(provider), proxy(source)
     with (
         caplog.at_level(logging.WARNING, "tenant_sdk"),
@@ -295,9 +303,9 @@ def test_closing_from_another_thread_ends_the_wait(
     assert "waiting up to 10 minutes" in caplog.text
 
 
-def test_a_child_waits_for_nobody(trio: Callable[[str], Trio], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_waits_for_nobody(executors: ExecutorFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     waited = only_closing_ends_waits(monkeypatch)
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     with one_time(provider, source, patience=600.0) as session:
         expected = product(session)
         channel = session.executor.channel

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from channels import ask, channel_to
 from clocks import SimulatedClock
 from raw_peers import ERROR, Peer
-from ring_sessions import Trio, one_time, products, seeds, taken_down
+from ring_sessions import ExecutorFactory, captured_requests, one_time, products, seeds
 
 from shared.errors import RequestRefused
 from shared.wire.header import Direction, Operation
@@ -67,10 +66,10 @@ def test_pauses_are_counted_and_then_it_goes_on(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_sent_again_is_the_same_bytes_to_the_same_executor(
-    trio: Callable[[str], Trio], monkeypatch: pytest.MonkeyPatch
+    executors: ExecutorFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Masked rows and a source's seed; a mask that served them serves nothing else."""
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     refused: set[bytes] = set()
     wait = channel_module.Channel.wait
 
@@ -87,7 +86,7 @@ def test_what_is_sent_again_is_the_same_bytes_to_the_same_executor(
         rows = torch.randn((2, 64), generator=torch.Generator().manual_seed(0))
         expected = session.products.submit(0, Direction.FORWARD, 1, [rows]).result()[0]
         armed = True
-        with taken_down() as sent:
+        with captured_requests() as sent:
             got = session.products.submit(0, Direction.FORWARD, 1, [rows]).result()[0]
         assert session.stats.refusals == 2
     assert torch.equal(got, expected)

@@ -13,10 +13,10 @@ import pytest
 import torch
 from channels import error_of
 from conftest import RING, Executor
+from intercepting_proxy import InterceptingProxy, Message
 from lanes import HeldLane, service_on
-from middleman import Message, Middleman
 from raw_peers import SECONDS, eventually, metric
-from ring_sessions import WAYS, Trio, one_time, products, session_in, taken_down
+from ring_sessions import MASKINGS, ExecutorFactory, captured_requests, one_time, products, session_in
 from test_tampering import put
 from transports import TRANSPORTS, Start
 
@@ -64,8 +64,8 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Cut:
     return switch
 
 
-def test_on_one_machine_nothing_is_cut(trio: Callable[[str], Trio]) -> None:
-    with trio("llama")[0].connect() as session:
+def test_on_one_machine_nothing_is_cut(executors: ExecutorFactory) -> None:
+    with executors("llama")[0].connect() as session:
         assert session.executor.channel.piece_bytes == 0
 
 
@@ -88,12 +88,17 @@ def same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("way", "pad_rows"), [*((way, 0) for way in WAYS), *((way, 32) for way in WAYS[2:])]
+    ("masking", "pad_rows"),
+    [*((masking, 0) for masking in MASKINGS), *((masking, 32) for masking in MASKINGS[2:])],
 )  # one-time masks alone hide rows of zeros
 def test_pieces_give_what_a_whole_request_gives(
-    way: str, pad_rows: int, trio: Callable[[str], Trio], checkpoint: Callable[[str], Path], cut: Cut
+    masking: str,
+    pad_rows: int,
+    executors: ExecutorFactory,
+    checkpoint: Callable[[str], Path],
+    cut: Cut,
 ) -> None:
-    with session_in(way, trio("llama"), checkpoint("llama"), pad_rows=pad_rows) as session:
+    with session_in(masking, executors("llama"), checkpoint("llama"), pad_rows=pad_rows) as session:
         for key in KEYS:
             cut(False)
             whole = product(session, key)
@@ -155,11 +160,11 @@ def test_pieces_are_sent_before_anybody_waits(
 def test_a_wrong_answer_in_any_piece(
     number: int,
     direction: Direction,
-    trio: Callable[[str], Trio],
-    proxy: Callable[[Executor], Middleman],
+    executors: ExecutorFactory,
+    proxy: Callable[[Executor], InterceptingProxy],
     cut: Cut,
 ) -> None:
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     middle = proxy(provider)
     key = ProductKey(0, direction, 0b111)
     with one_time(middle.executor, source, mask_budget_mib=0) as session:
@@ -186,16 +191,16 @@ def test_a_wrong_answer_in_any_piece(
 @pytest.mark.parametrize("noticed", [False, True])
 def test_a_connection_that_dies_between_two_pieces(
     noticed: bool,
-    trio: Callable[[str], Trio],
-    proxy: Callable[[Executor], Middleman],
+    executors: ExecutorFactory,
+    proxy: Callable[[Executor], InterceptingProxy],
     cut: Cut,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """This product is lost, and nothing more of it is sent; the next goes over a new connection."""
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     middle = proxy(provider)
     push, pushes = Channel.push, count(1)
-    with taken_down() as sent, one_time(middle.executor, source, mask_budget_mib=0) as session:
+    with captured_requests() as sent, one_time(middle.executor, source, mask_budget_mib=0) as session:
         rows = [torch.ones((ROWS, 64))]  # all the same, so that they differ by their masks alone
         expected = session.products.submit(*QKV.product, rows).result()
         first = session.executor.channel
@@ -223,12 +228,12 @@ def test_a_connection_that_dies_between_two_pieces(
 def test_effects_in_other_parts_than_pieces(
     direction: Direction,
     limit: int,
-    trio: Callable[[str], Trio],
+    executors: ExecutorFactory,
     cut: Cut,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     key = ProductKey(0, direction, 0b111)
-    with one_time(*trio("llama"), mask_budget_mib=0) as session:
+    with one_time(*executors("llama"), mask_budget_mib=0) as session:
         expected = product(session, key)
         cut(True)
         monkeypatch.setattr(ExecutorSource, "max_rows", lambda *_: limit)
@@ -238,8 +243,8 @@ def test_effects_in_other_parts_than_pieces(
         assert session.stats.effect_requests - before == 2 * sum(-(-size // limit) for size in sizes)
 
 
-def test_effects_from_a_store_that_was_used_in_part(trio: Callable[[str], Trio], cut: Cut) -> None:
-    with one_time(*trio("llama"), mask_budget_mib=0) as session:
+def test_effects_from_a_store_that_was_used_in_part(executors: ExecutorFactory, cut: Cut) -> None:
+    with one_time(*executors("llama"), mask_budget_mib=0) as session:
         expected = product(session, QKV)
         masks = session.products._masks  # type: ignore[attr-defined]
         with masks._changed:
@@ -254,9 +259,9 @@ def test_effects_from_a_store_that_was_used_in_part(trio: Callable[[str], Trio],
 
 
 def test_threads_that_send_pieces_at_once(
-    trio: Callable[[str], Trio], cut: Cut, threads: ThreadPoolExecutor
+    executors: ExecutorFactory, cut: Cut, threads: ThreadPoolExecutor
 ) -> None:
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     with one_time(provider, source, mask_budget_mib=0) as session:
         expected = {key: product(session, key) for key in KEYS}
         cut(True)
@@ -287,7 +292,7 @@ def test_pieces_over_the_quota_are_sent_again_as_they_were(
     (lane,) = lanes
     with here.connect("tls", privacy="one-time", mask_sources=[f"local:{folder}"]) as session:
         cut(True)
-        with taken_down() as sent:
+        with captured_requests() as sent:
             pending = session.products.submit(*QKV.product, floats(session, QKV))
             eventually(lambda: here.metric("symbiosis_refused_total", code="overloaded") == PIECES - 1)
             lane.go.set()
@@ -301,20 +306,20 @@ def test_pieces_over_the_quota_are_sent_again_as_they_were(
         assert same(got, product(session, QKV))
 
 
-def test_nothing_is_sent_of_rows_that_the_ring_cannot_hold(trio: Callable[[str], Trio], cut: Cut) -> None:
-    with trio("llama")[0].connect() as session:
+def test_nothing_is_sent_of_rows_that_the_ring_cannot_hold(executors: ExecutorFactory, cut: Cut) -> None:
+    with executors("llama")[0].connect() as session:
         product(session, QKV)
         cut(True)
         rows = floats(session, QKV)
         rows[0][-1, 0] = torch.inf
-        with taken_down() as sent, pytest.raises(NonFiniteError):
+        with captured_requests() as sent, pytest.raises(NonFiniteError):
             session.products.submit(*QKV.product, rows)
         assert not sent
 
 
-def test_rows_of_unusual_size_are_cut_like_others(trio: Callable[[str], Trio], cut: Cut) -> None:
+def test_rows_of_unusual_size_are_cut_like_others(executors: ExecutorFactory, cut: Cut) -> None:
     """They are hidden before anything is sent, because they might have been too large."""
-    with one_time(*trio("llama")[:2], mask_budget_mib=0) as session:
+    with one_time(*executors("llama")[:2], mask_budget_mib=0) as session:
         rows = floats(session, QKV)
         rows[0][-1, 0] = 1e31
         expected = session.products.submit(*QKV.product, rows).result()

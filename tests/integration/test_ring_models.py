@@ -16,7 +16,7 @@ import torch
 from conftest import RING, Executor, relative_error
 from parity import load_local
 from peft import LoraConfig, get_peft_model
-from ring_sessions import Trio, one_time
+from ring_sessions import ExecutorFactory, one_time
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from shared.checkpoint import Checkpoint
@@ -126,13 +126,13 @@ def train(model: Any, folder: Path) -> list[float]:
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
-def test_training(trio: Callable[[str], Trio], checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_training(executors: ExecutorFactory, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """Losses as at home, and the same bytes from the same seeds, though all masks are others.
 
     The same arithmetic but for the rounding of weights and activations; after fifty AdamW steps,
     whose update divides by the gradient's own size, that has grown to less than 1e-3.
     """
-    provider, source, other = trio("llama")
+    provider, source, other = executors("llama")
     local = train(load_local(checkpoint("llama")), tmp_path / "local")
     remote = []
     for name, sources in (("first", (source,)), ("second", (source, other))):

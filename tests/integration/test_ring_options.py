@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Executor
-from ring_sessions import Trio, one_time
+from ring_sessions import ExecutorFactory, one_time
 
 import tenant_sdk
 from shared.errors import ConfigurationError
@@ -22,9 +22,9 @@ def connect(executor: Executor, **options: Any) -> tenant_sdk.Session:
     return tenant_sdk.connect(executor.url, token=executor.token, ca=executor.ca, **options)
 
 
-def test_one_time_is_the_default_and_names_the_choices(trio: Callable[[str], Trio]) -> None:
+def test_one_time_is_the_default_and_names_the_choices(executors: ExecutorFactory) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        connect(trio("llama")[0])
+        connect(executors("llama")[0])
     for choice in ("mask_sources=['wss://", "local:FOLDER", "noise-bank", "plain"):
         assert choice in str(caught.value)
 
@@ -55,12 +55,12 @@ def test_one_time_is_the_default_and_names_the_choices(trio: Callable[[str], Tri
         ({"fingerprint_key": "x"}, "fingerprints="),
     ],
 )
-def test_options_that_cannot_be(options: dict[str, Any], message: str, trio: Callable[[str], Trio]) -> None:
+def test_options_that_cannot_be(options: dict[str, Any], message: str, executors: ExecutorFactory) -> None:
     """Refused before anybody is connected to."""
     defaults: dict[str, Any] = {"mask_sources": ["wss://127.0.0.1:1"]}
     if options.get("privacy") in ("plain", "noise-bank"):
         defaults = {}
-    nobody = Executor("wss://127.0.0.1:1", "token", trio("llama")[0].ca)
+    nobody = Executor("wss://127.0.0.1:1", "token", executors("llama")[0].ca)
     with pytest.raises(ConfigurationError, match=message):
         connect(nobody, **(defaults | options))
 
@@ -81,28 +81,30 @@ def test_a_float_executor_cannot_do_it(
 @pytest.mark.parametrize("privacy", ["plain", "noise-bank"])
 @pytest.mark.parametrize("verify", ["always", "sampled"])
 def test_verification_without_masks_needs_fingerprints(
-    privacy: str, verify: str, trio: Callable[[str], Trio]
+    privacy: str, verify: str, executors: ExecutorFactory
 ) -> None:
     with pytest.raises(ConfigurationError, match=r"needs fingerprints.*fingerprint CHECKPOINT"):
-        connect(trio("llama")[0], privacy=privacy, verify=verify)
+        connect(executors("llama")[0], privacy=privacy, verify=verify)
 
 
 def test_a_bank_from_a_local_checkpoint_can_be_verified_with_it(
-    trio: Callable[[str], Trio], checkpoint: Callable[[str], Path]
+    executors: ExecutorFactory, checkpoint: Callable[[str], Path]
 ) -> None:
     local = f"local:{checkpoint('llama')}"
-    with connect(trio("llama")[0], privacy="noise-bank", mask_sources=[local], verify="always") as session:
+    with connect(
+        executors("llama")[0], privacy="noise-bank", mask_sources=[local], verify="always"
+    ) as session:
         session.groups[0].plain_product(Direction.FORWARD, 1, (torch.ones((2, 64)),))
         assert session.stats.verified_rows == 2
 
 
-def test_bfloat16_on_the_wire_is_of_floats_alone(trio: Callable[[str], Trio]) -> None:
+def test_bfloat16_on_the_wire_is_of_floats_alone(executors: ExecutorFactory) -> None:
     with pytest.raises(ConfigurationError, match="takes int32 on the wire"):
-        connect(trio("llama")[0], privacy="plain", wire_dtype="bfloat16")
+        connect(executors("llama")[0], privacy="plain", wire_dtype="bfloat16")
 
 
 def test_a_refused_session_leaves_nothing_open(
-    trio: Callable[[str], Trio], checkpoint: Callable[[str], Path], tmp_path: Path
+    executors: ExecutorFactory, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """No connection and no thread, whatever was opened before the reason was found."""
     import gc
@@ -110,7 +112,7 @@ def test_a_refused_session_leaves_nothing_open(
 
     from raw_peers import eventually, metric
 
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
 
     def nothing_open() -> bool:
         gc.collect()  # what was tested before may have left sessions that nobody closed
@@ -123,15 +125,15 @@ def test_a_refused_session_leaves_nothing_open(
         [source.url],  # the same operator
         [f"local:{tmp_path}"],
         [f"local:{checkpoint('gpt2')}"],
-        [trio("qwen2")[0].url],
+        [executors("qwen2")[0].url],
     ):
         with pytest.raises(ConfigurationError):
             connect(provider, mask_sources=sources)
     eventually(nothing_open)
 
 
-def test_padded_rows_change_nothing_but_their_number(trio: Callable[[str], Trio]) -> None:
-    provider, source, _ = trio("llama")
+def test_padded_rows_change_nothing_but_their_number(executors: ExecutorFactory) -> None:
+    provider, source, _ = executors("llama")
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     results, sent = [], []
     for pad_rows in (0, 1, 16):
@@ -144,6 +146,6 @@ def test_padded_rows_change_nothing_but_their_number(trio: Callable[[str], Trio]
 
 
 @pytest.mark.parametrize("privacy", ["plain", "noise-bank"])
-def test_padding_would_show_other_modes_masks(privacy: str, trio: Callable[[str], Trio]) -> None:
+def test_padding_would_show_other_modes_masks(privacy: str, executors: ExecutorFactory) -> None:
     with pytest.raises(ConfigurationError, match="pad_rows"):
-        connect(trio("llama")[0], privacy=privacy, pad_rows=8)
+        connect(executors("llama")[0], privacy=privacy, pad_rows=8)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, RING, relative_error
 from parity import add_lora, fixed_result, gradients, load_local, token_ids, total_error, worst_error
-from ring_sessions import WAYS, Trio, one_time, session_in
+from ring_sessions import MASKINGS, ExecutorFactory, one_time, session_in
 from torch import nn
 
 from shared.wire.header import Direction
@@ -32,7 +32,6 @@ ONE_LAYER = {"ring": 2e-4, "ring-fine": 1e-5}[RING]  # between two sizes of one 
 
 Adapt = Callable[[nn.Module], nn.Module]
 Results = tuple[torch.Tensor, dict[str, torch.Tensor]]
-Trios = Callable[[str], Trio]
 Folder = Callable[[str], Path]
 
 
@@ -47,14 +46,14 @@ def lora_for(architecture: str) -> Adapt:
     return lambda model: add_lora(model, **only)
 
 
-def remote_results(architecture: str, way: str, trios: Trios, folder: Path) -> Results:
+def remote_results(architecture: str, masking: str, trios: ExecutorFactory, folder: Path) -> Results:
     adapt = lora_for(architecture)
-    with session_in(way, trios(architecture), folder, experts="routed") as session:
+    with session_in(masking, trios(architecture), folder, experts="routed") as session:
         return results(session.load_model(progress=False), adapt)
 
 
 @pytest.fixture(scope="module")
-def known(trio: Trios, checkpoint: Folder) -> Callable[[str], tuple[Results, Results]]:
+def known(executors: ExecutorFactory, checkpoint: Folder) -> Callable[[str], tuple[Results, Results]]:
     """What the local model gives, and what ``plain`` gives: computed once for each architecture."""
     made: dict[str, tuple[Results, Results]] = {}
 
@@ -63,7 +62,7 @@ def known(trio: Trios, checkpoint: Folder) -> Callable[[str], tuple[Results, Res
             folder = checkpoint(architecture)
             made[architecture] = (
                 results(load_local(folder), lora_for(architecture)),
-                remote_results(architecture, "plain", trio, folder),
+                remote_results(architecture, "plain", executors, folder),
             )
         return made[architecture]
 
@@ -91,13 +90,13 @@ def test_plain_is_near_local(architecture: str, known: Any) -> None:
     assert_near(plain, local)
 
 
-@pytest.mark.parametrize("way", WAYS[1:])
+@pytest.mark.parametrize("masking", MASKINGS[1:])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_other_mode_is_plain_bit_by_bit(
-    architecture: str, way: str, trio: Trios, checkpoint: Folder, known: Any
+    architecture: str, masking: str, executors: ExecutorFactory, checkpoint: Folder, known: Any
 ) -> None:
     _, plain = known(architecture)
-    assert_equal(remote_results(architecture, way, trio, checkpoint(architecture)), plain)
+    assert_equal(remote_results(architecture, masking, executors, checkpoint(architecture)), plain)
 
 
 def ia3(model: nn.Module) -> nn.Module:
@@ -117,13 +116,15 @@ ADAPTERS: dict[str, Adapt] = {
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_adapters_that_ask_for_some_members(adapter: str, trio: Trios, checkpoint: Folder) -> None:
+def test_adapters_that_ask_for_some_members(
+    adapter: str, executors: ExecutorFactory, checkpoint: Folder
+) -> None:
     """Requests of some members of a group, in either direction; twice, because grouping is learned."""
     folder = checkpoint("llama")
     expected = results(load_local(folder), ADAPTERS[adapter])
     made = []
-    for way in ("plain", "two sources"):
-        with session_in(way, trio("llama"), folder) as session:
+    for masking in ("plain", "two sources"):
+        with session_in(masking, executors("llama"), folder) as session:
             model = session.load_model(progress=False)
             first = fixed_result(model, token_ids())
             model = ADAPTERS[adapter](model)
@@ -133,9 +134,9 @@ def test_adapters_that_ask_for_some_members(adapter: str, trio: Trios, checkpoin
     assert_equal(*made)
 
 
-def test_rows_that_are_zero_huge_or_tiny(trio: Trios, checkpoint: Folder) -> None:
+def test_rows_that_are_zero_huge_or_tiny(executors: ExecutorFactory, checkpoint: Folder) -> None:
     """Every row has an exponent of its own; a row of zeros gives zeros."""
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     rows = torch.randn((6, 64), generator=torch.Generator().manual_seed(0))
     sizes = torch.tensor([1.0, 0.0, 1e30, 1e-30, 1e4, 3e-38])
     with one_time(provider, source) as session:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import RING, Executor
-from middleman import Change, Message, Middleman
+from intercepting_proxy import Change, InterceptingProxy, Message
 from parity import add_lora, fixed_result, gradients, token_ids
-from ring_sessions import WAYS, Trio, one_time, products, session_in, taken_down
+from ring_sessions import MASKINGS, ExecutorFactory, captured_requests, one_time, products, session_in
 
 import tenant_sdk
 from shared.errors import ConfigurationError, VerificationError
@@ -22,20 +22,20 @@ from tenant_sdk.products.ring_products import RingProducts
 
 pytest_plugins = ("ring_fixtures",)
 
-Proxy = Callable[[Executor], Middleman]
+Proxy = Callable[[Executor], InterceptingProxy]
 TARGET = 5  # the second block's output projection, which has one member
 BITS = 16 if RINGS[RING] == 1 else 24
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("masking", MASKINGS)
 def test_results_are_near_those_of_exact_answers(
-    way: str, trio: Callable[[str], Trio], checkpoint: Callable[[str], Path]
+    masking: str, executors: ExecutorFactory, checkpoint: Callable[[str], Path]
 ) -> None:
     """A layer's rounding is below 2e-3 of its result for layers this narrow, and layers follow each other."""
     folder, results = checkpoint("llama"), {}
-    options: dict[str, Any] = {} if way in ("one source", "two sources", "local") else {"verify": "off"}
+    options: dict[str, Any] = {} if masking in ("one source", "two sources", "local") else {"verify": "off"}
     for answers in ("exact", "half"):
-        with session_in(way, trio("llama"), folder, answers=answers, **options) as session:
+        with session_in(masking, executors("llama"), folder, answers=answers, **options) as session:
             model = add_lora(session.load_model(progress=False))
             results[answers] = gradients(model, token_ids())
     for name, exact in results["exact"].items():
@@ -43,34 +43,37 @@ def test_results_are_near_those_of_exact_answers(
         assert 0 < distance < 2e-2, name
 
 
-def test_answers_and_effects_have_half_the_bytes(trio: Callable[[str], Trio]) -> None:
+def test_answers_and_effects_have_half_the_bytes(executors: ExecutorFactory) -> None:
     received, sent = {}, {}
     for answers in ("exact", "half"):
         options = {"answers": answers, "mask_budget_mib": 0, "verify": "off"}
-        with one_time(*trio("llama")[:2], **options) as session:
+        with one_time(*executors("llama")[:2], **options) as session:
             fixed_result(session.load_model(progress=False), token_ids())
             received[answers], sent[answers] = session.stats.bytes_received, session.stats.bytes_sent
     assert received["half"] * 32 == received["exact"] * BITS
     assert sent["half"] == sent["exact"]
 
 
-def test_auto_is_exact_on_this_machine(trio: Callable[[str], Trio]) -> None:
+def test_auto_is_exact_on_this_machine(executors: ExecutorFactory) -> None:
     """No network lies between."""
     results = {}
     for answers in ("exact", "auto"):
-        with one_time(*trio("llama")[:2], answers=answers) as session:
+        with one_time(*executors("llama")[:2], answers=answers) as session:
             results[answers] = fixed_result(session.load_model(progress=False), token_ids())
     assert torch.equal(results["exact"], results["auto"])
 
 
 @pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD])
-@pytest.mark.parametrize("way", ["plain", "one source", "two sources"])
+@pytest.mark.parametrize("masking", ["plain", "one source", "two sources"])
 def test_a_row_of_zeros_has_a_product_of_zeros(
-    way: str, direction: Direction, trio: Callable[[str], Trio], checkpoint: Callable[[str], Path]
+    masking: str,
+    direction: Direction,
+    executors: ExecutorFactory,
+    checkpoint: Callable[[str], Path],
 ) -> None:
     """Rounding adds a unit times the row's step, and such a row has none of its own: padding's gradients."""
-    options = {"answers": "half", "verify": "off"} if way == "plain" else {"answers": "half"}
-    with session_in(way, trio("llama"), checkpoint("llama"), **options) as session:
+    options = {"answers": "half", "verify": "off"} if masking == "plain" else {"answers": "half"}
+    with session_in(masking, executors("llama"), checkpoint("llama"), **options) as session:
         rows = torch.zeros((3, 64))
         rows[1] = torch.linspace(-1, 1, 64)
         (got,) = session.products.submit(TARGET, direction, 1, [rows]).result()
@@ -120,11 +123,11 @@ WRONG: dict[str, Change] = {
 
 
 @pytest.fixture
-def step(trio: Callable[[str], Trio], proxy: Proxy) -> Any:
+def step(executors: ExecutorFactory, proxy: Proxy) -> Any:
     """See ``test_tampering``; of half answers."""
 
-    def begin(who: str, **options: Any) -> tuple[tenant_sdk.Session, Any, Middleman]:
-        parties = list(trio("llama")[:2])
+    def begin(who: str, **options: Any) -> tuple[tenant_sdk.Session, Any, InterceptingProxy]:
+        parties = list(executors("llama")[:2])
         at = ["provider", "source"].index(who)
         middle = proxy(parties[at])
         parties[at] = middle.executor
@@ -137,7 +140,7 @@ def step(trio: Callable[[str], Trio], proxy: Proxy) -> Any:
     return begin
 
 
-def aim(change: Change, middle: Middleman, direction: Direction) -> None:
+def aim(change: Change, middle: InterceptingProxy, direction: Direction) -> None:
     """Change rounded answers to requests of TARGET in one direction from now on."""
 
     def changed(message: Message, body: bytes) -> bytes:
@@ -187,38 +190,44 @@ def test_an_answer_that_is_right_only_when_asked_again_is_noticed(who: str, step
             gradients(model, token_ids())
 
 
+def cutting(middle: InterceptingProxy) -> Change:
+    """Ends the connection in place of an answer that is asked for again with all bits."""
+
+    def cut(message: Message, body: bytes) -> bytes:
+        if message.fields.group == TARGET and message.fields.answer_bits == 32:
+            middle.cut()
+        return body
+
+    return cut
+
+
 @pytest.mark.parametrize("who", ["provider", "source"])
 def test_a_wrong_answer_is_not_forgotten_if_nobody_answers_when_it_is_asked_for_again(
     who: str, step: Any
 ) -> None:
     session, model, middle = step(who, patience=0)
 
-    def go_away(message: Message, body: bytes) -> bytes:
-        if message.fields.group == TARGET and message.fields.answer_bits == 32:
-            middle.cut()
-        return body
-
     with session:
         aim(WRONG["one number, by a hundred units"], middle, Direction.FORWARD)
-        middle.changes.append(go_away)
+        middle.changes.append(cutting(middle))
         with pytest.raises(VerificationError, match="o_proj"):
             fixed_result(model, token_ids())
 
 
 @pytest.mark.parametrize("sources", [1, 2])
 def test_honest_rows_beyond_the_limit_are_asked_for_again(
-    sources: int, trio: Callable[[str], Trio], monkeypatch: pytest.MonkeyPatch
+    sources: int, executors: ExecutorFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once: what is asked for again tells of rows. Here every row is; else those of weights of low rank."""
     monkeypatch.setattr(rounded, "limit_of", lambda *_: -1.0)
-    parties = trio("llama")[: 1 + sources]
+    parties = executors("llama")[: 1 + sources]
     with one_time(*parties, answers="half", repeat_rate=0.0) as session:
         model = session.load_model(progress=False)
-        with taken_down() as sent:
+        with captured_requests() as sent:
             fixed_result(model, token_ids())
         bodies = products(sent)
         assert len(bodies) > len(set(bodies))
-        with taken_down() as sent:
+        with captured_requests() as sent:
             found = fixed_result(model, token_ids())
         bodies = products(sent)
         assert len(bodies) == len(set(bodies))
@@ -231,15 +240,10 @@ def test_an_answer_that_is_owed_and_does_not_come_ends_the_session(who: str, ste
     """Else an executor could err within the bound, and withhold what shows it."""
     session, model, middle = step(who, patience=0, repeat_rate=1.0)
 
-    def go_away(message: Message, body: bytes) -> bytes:
-        if message.fields.group == TARGET and message.fields.answer_bits == 32:
-            middle.cut()
-        return body
-
     with session:
         fixed_result(model, token_ids())
         aim(plus(1, np.s_[0, 0]), middle, Direction.FORWARD)
-        middle.changes.append(go_away)
+        middle.changes.append(cutting(middle))
         with pytest.raises(VerificationError, match=r"could not be confirmed.*o_proj"):
             fixed_result(model, token_ids())
         middle.changes.clear()
@@ -265,25 +269,25 @@ def test_a_user_who_interrupts_what_is_owed_ends_the_session(
             fixed_result(model, token_ids())
 
 
-def test_the_same_bytes_are_sent_again(trio: Callable[[str], Trio]) -> None:
+def test_the_same_bytes_are_sent_again(executors: ExecutorFactory) -> None:
     """So the provider sees no second mask of a row."""
-    with one_time(*trio("llama")[:2], answers="half", repeat_rate=1.0) as session:
+    with one_time(*executors("llama")[:2], answers="half", repeat_rate=1.0) as session:
         model = session.load_model(progress=False)
         fixed_result(model, token_ids())
-        with taken_down() as sent:
+        with captured_requests() as sent:
             fixed_result(model, token_ids())
     bodies = products(sent)
     assert len(bodies) == 2 * len(set(bodies))
 
 
-def test_plain_rows_cannot_carry_challenges(trio: Callable[[str], Trio]) -> None:
+def test_plain_rows_cannot_carry_challenges(executors: ExecutorFactory) -> None:
     with pytest.raises(ConfigurationError, match="secret numbers"):
-        trio("llama")[0].connect(privacy="plain", answers="half", verify="always")
+        executors("llama")[0].connect(privacy="plain", answers="half", verify="always")
 
 
-def test_honest_rows_pass(trio: Callable[[str], Trio]) -> None:
+def test_honest_rows_pass(executors: ExecutorFactory) -> None:
     """Some ten thousand rows; one false alarm would end the session."""
-    with one_time(*trio("llama")[:2], answers="half", repeat_rate=0.0) as session:
+    with one_time(*executors("llama")[:2], answers="half", repeat_rate=0.0) as session:
         model = add_lora(session.load_model(progress=False))
         for seed in range(20):
             gradients(model, token_ids(seed=seed))

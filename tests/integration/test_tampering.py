@@ -1,6 +1,6 @@
 """Wrong answers, of the provider or of a mask source, are noticed before anything of them is used.
 
-A middleman changes real answers of real executors on their way: what a dishonest executor would do.
+A proxy changes real answers of real executors on their way: what a dishonest executor would do.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import RING, Executor
+from intercepting_proxy import Change, InterceptingProxy, Message
 from memory_sources import Entropy
-from middleman import Change, Message, Middleman
 from parity import add_lora, fixed_result, gradients, loss_of, token_ids
 from raw_peers import SECONDS
-from ring_sessions import Trio, one_time, other_layers
+from ring_sessions import ExecutorFactory, one_time, other_layers
 from torch import nn
 
 import tenant_sdk
@@ -32,7 +32,7 @@ from tenant_sdk.products.verifier import Verifier
 
 pytest_plugins = ("ring_fixtures",)
 
-Proxy = Callable[[Executor], Middleman]
+Proxy = Callable[[Executor], InterceptingProxy]
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 TARGET = 5  # the second block's output projection, which has one member
 
@@ -101,13 +101,13 @@ CHANGES: dict[str, Callable[[], Change]] = {
 
 @pytest.fixture
 def step(
-    trio: Callable[[str], Trio], proxy: Proxy
-) -> Callable[..., tuple[tenant_sdk.Session, nn.Module, Middleman, list[str]]]:
-    """A session with a middleman before one of its executors, a model that has been through one honest
+    executors: ExecutorFactory, proxy: Proxy
+) -> Callable[..., tuple[tenant_sdk.Session, nn.Module, InterceptingProxy, list[str]]]:
+    """A session with a proxy before one of its executors, a model that has been through one honest
     training step, and everybody's URL: ``step("provider", verify="always")``."""
-    provider, source, other = trio("llama")
+    provider, source, other = executors("llama")
 
-    def begin(who: str, **options: Any) -> tuple[tenant_sdk.Session, nn.Module, Middleman, list[str]]:
+    def begin(who: str, **options: Any) -> tuple[tenant_sdk.Session, nn.Module, InterceptingProxy, list[str]]:
         parties = [provider, source, other]
         at = ["provider", "source", "second source"].index(who)
         middle = proxy(parties[at])
@@ -121,7 +121,7 @@ def step(
     return begin
 
 
-def aim(change: Change, middle: Middleman, model: nn.Module, direction: Direction) -> None:
+def aim(change: Change, middle: InterceptingProxy, model: nn.Module, direction: Direction) -> None:
     """Change answers to requests of TARGET in one direction from now on."""
     if isinstance(change, Replay):  # what is replayed is of an earlier step, under other masks
         middle.changes.append(change.remember)
@@ -216,11 +216,9 @@ def test_no_gradient_is_made_of_a_wrong_answer(step: Any) -> None:
 
 
 @pytest.mark.parametrize("who", ["provider", "source"])
-def test_an_executor_that_lies_from_the_beginning(
-    who: str, trio: Callable[[str], Trio], proxy: Proxy
-) -> None:
+def test_an_executor_that_lies_from_the_beginning(who: str, executors: ExecutorFactory, proxy: Proxy) -> None:
     """Also while the fingerprints are made, and always in the same way."""
-    parties = list(trio("llama")[:2])
+    parties = list(executors("llama")[:2])
     middle = proxy(parties[who == "source"])
     parties[who == "source"] = middle.executor
     middle.changes.append(put((0, 0), lambda value: value + 1))
@@ -286,10 +284,10 @@ def test_sampled_verification_notices_in_the_end(step: Any) -> None:
             go_on()
 
 
-def test_sampling_does_not_show_in_what_is_asked_for(trio: Callable[[str], Trio], proxy: Proxy) -> None:
+def test_sampling_does_not_show_in_what_is_asked_for(executors: ExecutorFactory, proxy: Proxy) -> None:
     """If a fingerprint were made only when a request is to be checked, an executor could give wrong
     answers until it sees one made."""
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     seen = []
     for rate in (1e-9, 1.0):
         middle = proxy(provider)
@@ -304,10 +302,10 @@ def test_sampling_does_not_show_in_what_is_asked_for(trio: Callable[[str], Trio]
 @pytest.mark.parametrize("who", ["provider", "source"])
 @pytest.mark.parametrize("top", [False, True])
 def test_a_falsified_fingerprint_is_noticed_before_any_row_is_sent(
-    who: str, top: bool, trio: Callable[[str], Trio], proxy: Proxy
+    who: str, top: bool, executors: ExecutorFactory, proxy: Proxy
 ) -> None:
     """Else it would fit some of the tenant's rows and not others, and tell its author which."""
-    parties = list(trio("llama")[:2])
+    parties = list(executors("llama")[:2])
     middle = proxy(parties[who == "source"])
     parties[who == "source"] = middle.executor
     planes = RINGS[RING]
@@ -331,10 +329,10 @@ def test_a_falsified_fingerprint_is_noticed_before_any_row_is_sent(
 
 
 def test_a_wrong_part_is_not_forgotten_when_a_later_one_fails(
-    trio: Callable[[str], Trio], proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    executors: ExecutorFactory, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An executor that could undo its lies by failing would have as many guesses as it likes."""
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     middle = proxy(source)
     with one_time(provider, middle.executor, mask_budget_mib=0, timeout=SECONDS) as session:
         model = session.load_model(progress=False)
@@ -369,17 +367,17 @@ def stranger(
     return serve(path, numerics=RING), serve(path, numerics=RING)
 
 
-def test_a_source_of_other_weights_is_refused(trio: Callable[[str], Trio], stranger: Any) -> None:
+def test_a_source_of_other_weights_is_refused(executors: ExecutorFactory, stranger: Any) -> None:
     with pytest.raises(ModelMismatch, match="do not serve the same"):
-        one_time(trio("llama")[0], stranger[0])
+        one_time(executors("llama")[0], stranger[0])
 
 
 @pytest.mark.parametrize("who", ["provider", "source"])
 def test_other_weights_under_a_false_name(
-    who: str, trio: Callable[[str], Trio], proxy: Proxy, stranger: Any
+    who: str, executors: ExecutorFactory, proxy: Proxy, stranger: Any
 ) -> None:
     """It claims the digest, the bounds and the scales of the others, and multiplies with its own weights."""
-    honest = trio("llama")[0]
+    honest = executors("llama")[0]
     middle = proxy(stranger[0])
     middle.claim(honest)
     parties = (middle.executor, honest) if who == "provider" else (honest, middle.executor)
@@ -395,10 +393,10 @@ def halved(_: dict[str, Any], body: bytes) -> bytes:
 
 @pytest.mark.parametrize("sources", ["an executor", "local"])
 def test_wrong_scales_are_refused(
-    sources: str, trio: Callable[[str], Trio], proxy: Proxy, checkpoint: Callable[[str], Path]
+    sources: str, executors: ExecutorFactory, proxy: Proxy, checkpoint: Callable[[str], Path]
 ) -> None:
     """No product shows them, so they are compared."""
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     middle = proxy(provider)
     middle.scales = halved
     theirs = source if sources == "an executor" else checkpoint("llama")
@@ -411,9 +409,9 @@ def test_wrong_scales_are_refused(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
 def test_impossible_scales_are_refused_in_every_mode(
-    value: float, trio: Callable[[str], Trio], proxy: Proxy
+    value: float, executors: ExecutorFactory, proxy: Proxy
 ) -> None:
-    middle = proxy(trio("llama")[0])
+    middle = proxy(executors("llama")[0])
     middle.scales = lambda _, body: np.full(len(body) // 4, value, np.float32).tobytes()
     with middle.executor.connect() as session, pytest.raises(ModelMismatch, match="scales"):
         fixed_result(session.load_model(progress=False), token_ids())
@@ -433,13 +431,13 @@ def with_bounds(factor: float) -> Callable[[dict[str, Any]], dict[str, Any]]:
 def test_wrong_bounds_are_refused(
     sources: str,
     factor: float,
-    trio: Callable[[str], Trio],
+    executors: ExecutorFactory,
     proxy: Proxy,
     checkpoint: Callable[[str], Path],
 ) -> None:
     """Too small, products would overflow; too large, rows would lose digits, which no check of products
     could notice."""
-    provider, source, _ = trio("llama")
+    provider, source, _ = executors("llama")
     middle = proxy(provider)
     middle.manifest = with_bounds(factor)
     theirs = source if sources == "an executor" else checkpoint("llama")
@@ -448,10 +446,10 @@ def test_wrong_bounds_are_refused(
         fixed_result(session.load_model(progress=False), token_ids())
 
 
-def test_overflow_under_wrong_bounds_is_noticed(trio: Callable[[str], Trio], proxy: Proxy) -> None:
+def test_overflow_under_wrong_bounds_is_noticed(executors: ExecutorFactory, proxy: Proxy) -> None:
     """Where nobody knows better, as when all executors claim the same, the check of products does."""
     parties = []
-    for executor in trio("llama")[:2]:
+    for executor in executors("llama")[:2]:
         middle = proxy(executor)
         middle.manifest = with_bounds(1e-4)
         parties.append(middle.executor)

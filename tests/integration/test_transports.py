@@ -16,7 +16,7 @@ from forking import in_child, refused
 from lanes import HeldLane, service_on
 from parity import fixed_result, load_local, token_ids
 from raw_peers import SECONDS, eventually
-from transports import TRANSPORTS, Everywhere, Start
+from transports import TRANSPORTS, Start, TransportServers
 
 import provider.inprocess
 import tenant_sdk
@@ -41,12 +41,12 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def llama_everywhere(everywhere: Start, checkpoint: Callable[[str], Path]) -> Everywhere:
+def llama_everywhere(everywhere: Start, checkpoint: Callable[[str], Path]) -> TransportServers:
     return everywhere(checkpoint("llama"))
 
 
 @pytest.fixture(scope="module")
-def ring_everywhere(everywhere: Start, checkpoint: Callable[[str], Path]) -> Everywhere:
+def ring_everywhere(everywhere: Start, checkpoint: Callable[[str], Path]) -> TransportServers:
     return everywhere(checkpoint("llama"), numerics=RING)
 
 
@@ -59,7 +59,7 @@ def product(session: tenant_sdk.Session, *blocks: torch.Tensor, **options: Any) 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_same_bits(llama_everywhere: Everywhere, dtype: str) -> None:
+def test_the_same_bits(llama_everywhere: TransportServers, dtype: str) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((40, 64), generator=generator)
     gradients = [torch.randn((40, width), generator=generator) for width in (64, 32)]
@@ -84,7 +84,7 @@ def test_one_time_masks(
     answers: str,
     tolerance: float,
     transport: str,
-    ring_everywhere: Everywhere,
+    ring_everywhere: TransportServers,
     checkpoint: Callable[[str], Path],
 ) -> None:
     options: dict[str, Any] = {"mask_sources": [f"local:{checkpoint('llama')}"], "answers": answers}
@@ -98,7 +98,7 @@ def test_one_time_masks(
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("source", TRANSPORTS)
 def test_a_mask_source_on_the_same_machine_is_refused(
-    transport: str, source: str, ring_everywhere: Everywhere
+    transport: str, source: str, ring_everywhere: TransportServers
 ) -> None:
     options: dict[str, Any] = {"privacy": "one-time", "mask_sources": [ring_everywhere.where(source)]}
     if source == "tls":
@@ -115,7 +115,7 @@ def test_a_mask_source_on_the_same_machine_is_refused(
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_many_threads(
     transport: str,
-    llama_everywhere: Everywhere,
+    llama_everywhere: TransportServers,
     checkpoint: Callable[[str], Path],
     threads: ThreadPoolExecutor,
 ) -> None:
@@ -167,7 +167,7 @@ def test_requests_over_the_limits(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_errors_have_their_type_and_leave_the_session_open(
-    transport: str, llama_everywhere: Everywhere
+    transport: str, llama_everywhere: TransportServers
 ) -> None:
     with llama_everywhere.connect(transport) as session:
         for wrong, code in (
@@ -195,7 +195,7 @@ def test_errors_have_their_type_and_leave_the_session_open(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_wrong_token(transport: str, llama_everywhere: Everywhere) -> None:
+def test_a_wrong_token(transport: str, llama_everywhere: TransportServers) -> None:
     with pytest.raises(AuthenticationError, match="refused the token"):
         llama_everywhere.connect(transport, token="not-a-token")
     with llama_everywhere.connect(transport) as session:
@@ -205,7 +205,7 @@ def test_a_wrong_token(transport: str, llama_everywhere: Everywhere) -> None:
     eventually(lambda: llama_everywhere.metric("symbiosis_connections") == 0)
 
 
-def held(everywhere: Start, folder: Path) -> tuple[Everywhere, HeldLane]:
+def held(everywhere: Start, folder: Path) -> tuple[TransportServers, HeldLane]:
     """An executor whose products wait to be told, and its lane."""
     lanes: list[HeldLane] = []
 
@@ -261,7 +261,7 @@ def test_an_engine_that_was_closed_answers_nobody_of_this_process(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_forked_process_sends_nothing(transport: str, llama_everywhere: Everywhere) -> None:
+def test_a_forked_process_sends_nothing(transport: str, llama_everywhere: TransportServers) -> None:
     with llama_everywhere.connect(transport) as session:
         channel = session.executor.channel
 
@@ -290,7 +290,7 @@ def test_closing_while_others_wait(
     eventually(lambda: one.metric("symbiosis_connections") == 0)
 
 
-def test_options_of_tls_without_tls(llama_everywhere: Everywhere, tmp_path: Path) -> None:
+def test_options_of_tls_without_tls(llama_everywhere: TransportServers, tmp_path: Path) -> None:
     ca = llama_everywhere.ca
     for transport in ("colocated", "inprocess"):
         with pytest.raises(ConfigurationError, match="ca=FILE is for TLS"):

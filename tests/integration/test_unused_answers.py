@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import RING, Executor
-from middleman import Message, Middleman
+from intercepting_proxy import InterceptingProxy, Message
 from parity import add_lora, fixed_result, gradients, token_ids
 from raw_peers import SECONDS
-from ring_sessions import Trio, one_time
+from ring_sessions import ExecutorFactory, Executors, one_time
 from torch import nn
 
 import tenant_sdk
@@ -27,7 +27,7 @@ from shared.wire.header import RINGS
 
 pytest_plugins = ("ring_fixtures",)
 
-Proxy = Callable[[Executor], Middleman]
+Proxy = Callable[[Executor], InterceptingProxy]
 PLANES = RINGS[RING]
 FINGERPRINT_ROWS = 4 * PLANES  # a digit of each plane's challenge
 
@@ -60,18 +60,18 @@ class OneByte:
 
 
 def session_of(
-    middle: Middleman, who: str, trio: Trio, **options: Any
+    middle: InterceptingProxy, who: str, executors: Executors, **options: Any
 ) -> tuple[tenant_sdk.Session, nn.Module]:
-    parties = list(trio[:2])
+    parties = list(executors[:2])
     parties[who == "source"] = middle.executor
     session = one_time(*parties, **({"mask_budget_mib": 0} | options))
     return session, add_lora(session.load_model(progress=False))
 
 
 @pytest.mark.parametrize("who", ["provider", "source"])
-def test_every_byte_that_is_used_is_checked(who: str, trio: Callable[[str], Trio], proxy: Proxy) -> None:
+def test_every_byte_that_is_used_is_checked(who: str, executors: ExecutorFactory, proxy: Proxy) -> None:
     """In answers of a training step: of fingerprints, of their trials, and of the model's own."""
-    parties = trio("llama")
+    parties = executors("llama")
     middle = proxy(parties[who == "source"])
     answers: list[Message] = []
 
@@ -99,10 +99,10 @@ def test_every_byte_that_is_used_is_checked(who: str, trio: Callable[[str], Trio
 @pytest.mark.parametrize("who", ["provider", "source"])
 @pytest.mark.skipif(PLANES < 2, reason="there is no other plane")
 def test_the_other_plane_of_a_fingerprint_is_used_by_nobody(
-    who: str, trio: Callable[[str], Trio], proxy: Proxy
+    who: str, executors: ExecutorFactory, proxy: Proxy
 ) -> None:
     """All of it wrong: no error, and the same result and gradients, bit for bit."""
-    parties = trio("llama")
+    parties = executors("llama")
     middle = proxy(parties[who == "source"])
     noise = np.random.default_rng(0)
     changed = 0
@@ -126,11 +126,9 @@ def test_the_other_plane_of_a_fingerprint_is_used_by_nobody(
     assert all(torch.equal(got[name], tensor) for name, tensor in honest.items())
 
 
-def test_an_effect_fetched_ahead_is_checked_when_it_is_used(
-    trio: Callable[[str], Trio], proxy: Proxy
-) -> None:
+def test_an_effect_fetched_ahead_is_checked_when_it_is_used(executors: ExecutorFactory, proxy: Proxy) -> None:
     """And not before: what no request comes to need is thrown away unseen."""
-    parties = trio("llama")
+    parties = executors("llama")
     middle = proxy(parties[1])
     session, model = session_of(middle, "source", parties)
     with session:

@@ -42,6 +42,8 @@ from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.replicas.reconnecting import single_replica
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
 
+pytest_plugins = ("wire_fixtures",)
+
 SEED_EFFECT = 8
 
 # -- their client, our executor --------------------------------------------------------------------
@@ -74,12 +76,6 @@ def check_product(data: bytes, rows: torch.Tensor, weight: torch.Tensor) -> None
     """``data`` is the product of the rows."""
     got = torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(len(rows), -1)
     torch.testing.assert_close(got, rows @ weight.T)
-
-
-@pytest.fixture(scope="module")
-def weight(checkpoint: Callable[[str], Path]) -> torch.Tensor:
-    """Of the first member of group 0."""
-    return Checkpoint(checkpoint("llama")).read("model.layers.0.self_attn.q_proj.weight")
 
 
 def test_their_client_gets_products(llama: Executor, weight: torch.Tensor) -> None:

@@ -197,7 +197,7 @@ def multiplied(engine: Engine, pool: WorkerPool, batch: list[RowRange]) -> Batch
     def start() -> None:
         pool.lanes[0].start(batch).add_done_callback(lambda future: found.set_result(future.result()))
 
-    engine.loop.call(start)
+    engine.loop.call_soon_threadsafe(start)
     return found.result(SECONDS)
 
 

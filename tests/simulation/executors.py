@@ -72,28 +72,28 @@ class EventLoop(Loop):
         """From now on this loop may watch the socket."""
         self._sockets[socket.descriptor] = socket
 
-    def call(self, what: Callable[[], None]) -> None:
-        self._calls.append(what)
+    def call_soon_threadsafe(self, callback: Callable[[], None]) -> None:
+        self._calls.append(callback)
         self._start_round(self._kernel.now)
 
     def close(self, last: Callable[[], None]) -> None:
         self.dead = True
 
-    def watch(self, descriptor: int, handler: Callable[[int], None], what: int = READ) -> None:
+    def register(self, descriptor: int, handler: Callable[[int], None], events: int = READ) -> None:
         self._handlers[descriptor] = handler
         self._sockets[descriptor].changed = partial(self._changed, descriptor)
-        self.change(descriptor, what)
+        self.modify(descriptor, events)
 
-    def change(self, descriptor: int, what: int) -> None:
-        self._events[descriptor] = what
+    def modify(self, descriptor: int, events: int) -> None:
+        self._events[descriptor] = events
         self._changed(descriptor)
 
-    def forget(self, descriptor: int) -> None:
+    def unregister(self, descriptor: int) -> None:
         if self._handlers.pop(descriptor, None) is not None:
             del self._events[descriptor]
 
-    def later(self, seconds: float, what: Callable[[], None]) -> None:
-        super().later(seconds, what)
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
+        super().call_later(seconds, callback)
         self._start_round(self._kernel.now + seconds)
 
     def _changed(self, descriptor: int) -> None:
@@ -141,7 +141,7 @@ class SimulatedLane(ProcessLane):
     def __init__(self, kernel: Kernel, products: Any, health: Health) -> None:
         self._kernel, self._executor, self._health = kernel, products, health
         self._away, self._changed = False, lambda: None
-        self.here = health.inline
+        self.inline = health.inline
 
     @property
     def depth(self) -> int:  # type: ignore[override]
@@ -307,7 +307,7 @@ class Executor:
         if self.up and not self.connections.draining:
             self.kernel.note(f"{self.name} drains")
             self.connections.draining = True
-            self.loop.call(self.connections._drain_open)
+            self.loop.call_soon_threadsafe(self.connections._drain_open)
             self.kernel.after(DRAIN_SECONDS, partial(self.restart, seconds))
 
     def accept(self, socket: Socket, tenant: str) -> bool:
@@ -328,7 +328,7 @@ class Executor:
         except TooManyConnections:
             self.connections.release()
             return True
-        self.loop.call(partial(self.connections.start, connection))
+        self.loop.call_soon_threadsafe(partial(self.connections.start, connection))
         return True
 
     def _open(self, tenant: str, send: Send, peer: str) -> TenantSession:

@@ -24,7 +24,7 @@ ALL = 1 << 40
 
 
 @dataclass
-class Weather:
+class NetworkConditions:
     """How bad the network is.
 
     Attributes:
@@ -59,10 +59,10 @@ class Connection:
         self.received, self.damaged, self.lost = bytearray(), False, False
         self.ends = (Socket(network, self, "tenant"), Socket(network, self, "executor"))
         self.ends[0].peer, self.ends[1].peer = self.ends[1], self.ends[0]
-        weather, draw = network.weather, network.kernel.random
-        if draw.random() < weather.cut:
+        conditions, draw = network.conditions, network.kernel.random
+        if draw.random() < conditions.cut:
             end = self.ends[draw.random() < 0.5]
-            end.cut_after = int(draw.expovariate(1 / weather.cut_bytes))
+            end.cut_after = int(draw.expovariate(1 / conditions.cut_bytes))
             end.quietly = draw.random() < 0.25
 
 
@@ -202,12 +202,12 @@ class Socket:
         chunk = chunk[: self.cut_after]
         self.cut_after -= len(chunk)
         network, draw = self._network, self._network.kernel.random
-        if self.side == "executor" and chunk and draw.random() < network.weather.damage:
+        if self.side == "executor" and chunk and draw.random() < network.conditions.damage:
             chunk = self._damaged(chunk)
         at = 0
         while at < len(chunk):
             size = len(chunk)
-            if draw.random() < network.weather.pieces:
+            if draw.random() < network.conditions.pieces:
                 size = draw.randrange(1, 1 + len(chunk))
             piece = chunk[at : at + size]
             at += size
@@ -317,8 +317,8 @@ class Poll:
 class Network:
     """All connections of a run."""
 
-    def __init__(self, kernel: Kernel, weather: Weather) -> None:
-        self.kernel, self.weather = kernel, weather
+    def __init__(self, kernel: Kernel, conditions: NetworkConditions) -> None:
+        self.kernel, self.conditions = kernel, conditions
         self.descriptors = itertools.count(100)
         self.connections: list[Connection] = []
         self.damaged = set[str]()  # tenants that got a damaged byte
@@ -331,7 +331,7 @@ class Network:
 
     def delay(self) -> float:
         """Of one chunk: mostly short, sometimes ten times as long."""
-        least, most = self.weather.delay
+        least, most = self.conditions.delay
         seconds = self.kernel.random.uniform(least, most)
         return seconds * 10 if self.kernel.random.random() < 0.02 else seconds
 

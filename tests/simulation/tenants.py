@@ -188,11 +188,11 @@ class Tenant:
     def _open(self, executor: Executor) -> Channel:
         """In place of TCP, TLS and the websocket handshake."""
         kernel, network, options = self.kernel, self.network, self.options
-        weather = network.weather
+        conditions = network.conditions
         kernel.sleep(network.delay())
-        if not executor.up or executor.connections.draining or kernel.random.random() < weather.refuse:
+        if not executor.up or executor.connections.draining or kernel.random.random() < conditions.refuse:
             raise ConnectionRefused(f"cannot connect to {executor.name}: refused; is the executor running?")
-        if kernel.random.random() < weather.silent:
+        if kernel.random.random() < conditions.silent:
             kernel.sleep(options.opening)
             raise ConnectError(f"{executor.name} did not answer within {options.opening:.0f} s")
         connection = network.connect(self.name, executor.name)

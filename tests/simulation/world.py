@@ -21,7 +21,7 @@ from simulation.invariants import (
 )
 from simulation.kernel import Kernel
 from simulation.model import model
-from simulation.network import ALL, Network, Weather
+from simulation.network import ALL, Network, NetworkConditions
 from simulation.substitutes import substituted
 from simulation.tenants import KEYS, Options, Outcome, Tenant
 from tenant_sdk.products.ring_products import RingProducts
@@ -90,16 +90,16 @@ class World:
         drawn = frozenset(kind for kind in FAULTS if draw.random() < share)
         self.kinds = drawn if kinds is None else kinds
         self.faults: list[str] = []
-        self.health, self.network = Health(), Network(self.kernel, Weather())
+        self.health, self.network = Health(), Network(self.kernel, NetworkConditions())
         self.good_since, self.jumped = math.inf, 0.0
-        self.bad_weather()
+        self.inject_faults()
 
-    def bad_weather(self) -> None:
+    def inject_faults(self) -> None:
         """Faults that happen by chance."""
         draw, kinds = self.kernel.random, self.kinds
         has = lambda kind, most: draw.uniform(0, most) if kind in kinds else 0.0  # noqa: E731
         slow = draw.choice((0.001, 0.005, 0.05))
-        self.network.weather = Weather(
+        self.network.conditions = NetworkConditions(
             delay=(slow / 5, slow),
             cut=has("cuts", 0.8),
             cut_bytes=draw.choice((300.0, 2000.0, 8000.0)),
@@ -116,9 +116,9 @@ class World:
         if "flood" in kinds:
             self.health.inline, self.health.product_seconds = False, (0.05, 0.002)
 
-    def good_weather(self) -> None:
+    def stop_faults(self) -> None:
         """No more faults, and every executor is there."""
-        self.network.weather = Weather(delay=self.network.weather.delay)
+        self.network.conditions = NetworkConditions(delay=self.network.conditions.delay)
         self.health.lose_worker = self.health.allocation = self.health.lie = 0.0
         for executor in self.executors:
             if not executor.connections.draining:
@@ -230,7 +230,7 @@ class World:
         self.busy = dict.fromkeys(self.tenants)
         began = kernel.now
         self.plan()
-        kernel.at(began + FAULT_SECONDS, self.good_weather)
+        kernel.at(began + FAULT_SECONDS, self.stop_faults)
         for tenant in self.tenants:
             kernel.spawn(partial(self._live, tenant), tenant.name, tenant.owner)
         self._main_task = kernel.current

@@ -93,7 +93,7 @@ def test_span_check(mask: int) -> None:
             seen(gradients + mask * uniform(64, OUTPUTS), direction=BACKWARD),
         ],
     )
-    (ranked,) = SpanCheck(32).attack(view, RNG)
+    (ranked,) = SpanCheck().attack(view, RNG)
     hits = [
         len(set(guess[: len(part.unique())].tolist()) & set(part.tolist())) / len(part.unique())
         for guess, part in zip(ranked, TOKENS[:64].split(32), strict=True)

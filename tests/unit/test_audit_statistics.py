@@ -14,9 +14,10 @@ from security.attacks.masking import DistinguishingGame
 from security.recordings.workload import GroundTruth, SentRequest
 from security.report import environment
 from security.verdicts import statistics
+from security.verdicts.claims import CLAIMS
 from security.verdicts.findings import Finding, advantage, of_adapters, of_spans, of_tokens
 from security.verdicts.judges import STATISTICAL
-from security.verdicts.plan import FULL_PLAN
+from security.verdicts.plan import FULL_PLAN, AuditResult
 from security.verdicts.statistics import POWER, Estimate, blind_hits, detectable, power_at, rate, visible
 from shared.errors import ConfigurationError
 from shared.wire.header import Direction
@@ -42,6 +43,11 @@ def test_rates(successes: int, trials: int, low: float, high: float) -> None:
 def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
     inside = [f.low <= 0.3 <= f.high for f in (rate(int(k), 200) for k in RNG.binomial(200, 0.3, 2000))]
     assert np.mean(inside) >= statistics.CONFIDENCE - 3 * np.sqrt(0.01 * 0.99 / 2000)
+
+
+def test_what_was_not_measured_does_not_hold() -> None:
+    verdicts = [claim.verdict(AuditResult()) for claim in CLAIMS]
+    assert {(verdict.word, verdict.holds) for verdict in verdicts} == {("REFUTED", False)}
 
 
 def test_no_trials_are_no_rate() -> None:

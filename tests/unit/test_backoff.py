@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import peer_seconds
-from tenant_sdk.connection.replicas.backoff import GROWTH_ENDS, LEAST, pause
+from tenant_sdk.connection.replicas.backoff import MAX_BACKOFF, MIN_BACKOFF, retry_delay
 
 CHANCE = st.floats(0, 1, exclude_max=True)
 
@@ -18,16 +18,16 @@ CHANCE = st.floats(0, 1, exclude_max=True)
 def test_a_pause_is_never_shorter_than_asked_or_than_the_floor(
     attempt: int, requested: float, chance: float
 ) -> None:
-    least = max(requested, LEAST)
-    assert least <= pause(attempt, requested, chance) <= 1.5 * max(requested, GROWTH_ENDS)
-    assert pause(attempt, requested, chance) <= pause(attempt + 1, requested, chance)
-    assert pause(attempt, requested, 0.0) <= pause(attempt, requested, chance)
+    least = max(requested, MIN_BACKOFF)
+    assert least <= retry_delay(attempt, requested, chance) <= 1.5 * max(requested, MAX_BACKOFF)
+    assert retry_delay(attempt, requested, chance) <= retry_delay(attempt + 1, requested, chance)
+    assert retry_delay(attempt, requested, 0.0) <= retry_delay(attempt, requested, chance)
 
 
 def test_pauses_double_up_to_a_limit() -> None:
-    assert [pause(attempt, 1e-9, 0.0) for attempt in range(4)] == [0.05, 0.1, 0.2, 0.4]
-    assert pause(10_000, 0.0, 0.0) == GROWTH_ENDS
-    assert pause(0, 1.0, 0.5) == pytest.approx(1.25)
+    assert [retry_delay(attempt, 1e-9, 0.0) for attempt in range(4)] == [0.05, 0.1, 0.2, 0.4]
+    assert retry_delay(10_000, 0.0, 0.0) == MAX_BACKOFF
+    assert retry_delay(0, 1.0, 0.5) == pytest.approx(1.25)
 
 
 @pytest.mark.parametrize("nonsense", [-1.0, -1e-300, math.nan, math.inf, -math.inf, None])

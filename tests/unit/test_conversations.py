@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from real_tokenizers import NAMES, real_tokenizer
 
 from shared.errors import ConfigurationError
-from tenant_sdk.tuning.conversations import IGNORED, Conversations, Example
+from tenant_sdk.tuning.conversations import IGNORE_INDEX, Conversations, Example
 from tenant_sdk.tuning.data import Reader
 from tenant_sdk.tuning.message_parts import TemplateProbe
 
@@ -64,8 +64,8 @@ def tokenizer_of(name: str, family: str, *, all_parts: bool = False) -> tuple[An
 def regions(example: Example) -> list[tuple[int, int]]:
     """Where learned tokens begin and end."""
     assert len(example["labels"]) == len(example["input_ids"])
-    assert all(b in (IGNORED, a) for a, b in zip(example["input_ids"], example["labels"], strict=True))
-    learned = [False, *(label != IGNORED for label in example["labels"]), False]
+    assert all(b in (IGNORE_INDEX, a) for a, b in zip(example["input_ids"], example["labels"], strict=True))
+    learned = [False, *(label != IGNORE_INDEX for label in example["labels"]), False]
     edges = [at for at, (a, b) in enumerate(pairwise(learned)) if a != b]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
@@ -171,8 +171,8 @@ BARE_TAGS = (
 )
 
 
-def with_template(template: str, name: str = "smollm2") -> Any:
-    tokenizer = copy.deepcopy(real_tokenizer(name))
+def with_template(template: str) -> Any:
+    tokenizer = copy.deepcopy(real_tokenizer("smollm2"))
     tokenizer.chat_template = template
     return tokenizer
 
@@ -196,7 +196,7 @@ def test_a_short_answer_is_learned_as_after_a_prompt(name: str, answer: str, tmp
     path.write_text(json.dumps({"prompt": "user: Is it?\nassistant: ", "completion": answer}))
     (record,) = Reader(tokenizer, 64, ends=ends).read([path])
     for example in (chat, record):
-        assert [label for label in example["labels"] if label != IGNORED][-1] == ends[0]
+        assert [label for label in example["labels"] if label != IGNORE_INDEX][-1] == ends[0]
         ((begin, end),) = regions(example)
         assert plain(tokenizer, tokenizer.decode(example["input_ids"][begin : end - 1])) == answer
 
@@ -389,11 +389,11 @@ def test_an_answer_is_learned_up_to_the_end_behind_its_last_part(
 
 def test_with_the_prompt_everything_is_learned() -> None:
     tokenizer, ends = tokenizer_of("smollm2", "chatml")
-    example = Conversations(tokenizer, ends).everything(CHAT, None, "here")
+    example = Conversations(tokenizer, ends).whole_conversation(CHAT, None, "here")
     assert example["labels"] == example["input_ids"]
     text = tokenizer.apply_chat_template(CHAT, tokenize=False)
     assert tokenizer.decode(example["input_ids"]) == text.rstrip("\n")
-    asked = Conversations(tokenizer, ends).everything(CHAT[:3], None, "here")
+    asked = Conversations(tokenizer, ends).whole_conversation(CHAT[:3], None, "here")
     assert tokenizer.decode(asked["input_ids"]).endswith("secret question<|im_end|>\n")
 
 

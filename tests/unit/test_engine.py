@@ -133,7 +133,7 @@ def test_everybody_gets_their_own_answer(
 class CountedLane(ProcessLane):
     """Knows how many rows each product had; products may be held back, or be too large."""
 
-    here = False
+    inline = False
 
     def __init__(self, executor: BaseExecutor) -> None:
         super().__init__(executor)
@@ -328,7 +328,7 @@ def test_who_leaves_is_not_multiplied(counted: Counted) -> None:
     waits = engine.submit_threadsafe("a", 1, *rows_of_group_0(base, 5))
     others = engine.submit_threadsafe("b", 2, *rows_of_group_0(base, 3))
     waiting(engine, 3)
-    engine.loop.call(lambda: engine.session_ended("a", 1))
+    engine.loop.call_soon_threadsafe(lambda: engine.session_ended("a", 1))
     with pytest.raises(ConnectionResetError):
         waits.result(800)
     assert not with_lane.done()  # its rows are in use
@@ -375,7 +375,7 @@ def test_two_lanes_have_batches_under_way_together(ring: BaseExecutor) -> None:
 class DeepLane(ProcessLane):
     """Has two batches under way, and multiplies one after the other when it is told to."""
 
-    depth, here = 2, False
+    depth, inline = 2, False
 
     def __init__(self, executor: BaseExecutor) -> None:
         super().__init__(executor)
@@ -409,7 +409,7 @@ def test_a_batch_that_waits_for_another_took_only_its_own_time(base: BaseExecuto
 class AwayLane(ProcessLane):
     """Takes nothing until it is told to."""
 
-    here, away = False, True
+    inline, away = False, True
 
     @property
     def depth(self) -> int:  # type: ignore[override]
@@ -452,7 +452,7 @@ def test_a_session_that_ends_while_it_is_told_concerns_nobody_else(ring: BaseExe
         engine.session_ended("a", 0)
 
     for _ in range(2):
-        engine.loop.call(lambda: engine.submit("a", 0, header, payload, breaks))
+        engine.loop.call_soon_threadsafe(lambda: engine.submit("a", 0, header, payload, breaks))
     wait_for(engine)
     now[0] = 0.5
     other = engine.submit_threadsafe("b", 1, header, payload)
@@ -471,7 +471,7 @@ def wait_for(engine: Engine) -> None:
     """Until its loop has done what it had to do, and has decided anew."""
     for _ in range(2):
         there = threading.Event()
-        engine.loop.call(there.set)
+        engine.loop.call_soon_threadsafe(there.set)
         assert there.wait(800)
 
 
@@ -494,7 +494,7 @@ def test_every_product_is_counted_before_the_end(base: BaseExecutor, engines: En
         engine.close()
         ended.set()
 
-    engine.loop.call(lambda: engine.submit("tenant", 0, header, payload, answered))
+    engine.loop.call_soon_threadsafe(lambda: engine.submit("tenant", 0, header, payload, answered))
     assert ended.wait(800)
     engine.close()  # waits for the thread
     assert counted == [header.rows]

@@ -28,10 +28,10 @@ def weight(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> F
     return float_weight("float32")
 
 
-def float_weight(numerics: str, group: int = 2) -> FloatWeight:
+def float_weight(numerics: str) -> FloatWeight:
     """Of a group whose members are wider than its input: a transposed weight would not go through."""
     checkpoint = Checkpoint(MODEL)
-    info = discover(checkpoint, serve_head=False).groups[group]
+    info = discover(checkpoint, serve_head=False).groups[2]
     assert info.inputs != info.members[0].outputs
     weight = NUMERICS[numerics].load(checkpoint, info, torch.device("cpu")).weight
     assert isinstance(weight, FloatWeight)

@@ -26,9 +26,9 @@ from tenant_sdk.gateway.admission import (
     Queue,
     Refusal,
     UnauthenticatedConnections,
-    told,
+    failure_refusal,
 )
-from tenant_sdk.gateway.client_fairness import Allowance, Reservations
+from tenant_sdk.gateway.client_fairness import Reservations, TimeBudget
 from tenant_sdk.gateway.http_frontend import HttpFrontend, Served
 from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.gateway.parsing import RequestParser
@@ -139,17 +139,17 @@ def test_no_key_takes_all_places() -> None:
 
 
 def test_what_one_client_uses_is_not_taken_from_others() -> None:
-    allowance = Allowance(most=0.2, each_step=0.01)
-    assert allowance.spend("0", 0.15)
-    assert not allowance.spend("0", 0.15)
-    assert allowance.spend("1", 0.15)
+    time_budget = TimeBudget(most=0.2, each_step=0.01)
+    assert time_budget.spend("0", 0.15)
+    assert not time_budget.spend("0", 0.15)
+    assert time_budget.spend("1", 0.15)
     for _ in range(11):
-        allowance.step()
-    assert allowance.spend("0", 0.005)
-    assert not allowance.spend("0", 0.01)
+        time_budget.step()
+    assert time_budget.spend("0", 0.005)
+    assert not time_budget.spend("0", 0.01)
     for _ in range(1000):
-        allowance.step()
-    assert [allowance.spend("0", 0.15) for _ in range(2)] == [True, False]  # no more than that is saved up
+        time_budget.step()
+    assert [time_budget.spend("0", 0.15) for _ in range(2)] == [True, False]  # no more than that is saved up
 
 
 @pytest.mark.parametrize("client", ["0", "17", ""])
@@ -227,7 +227,7 @@ def test_what_could_be_read_otherwise_is_refused(body: bytes) -> None:
     ],
 )
 def test_failures(error: SymbiosisError, status: int) -> None:
-    refusal = told(Failure.of(error), str(error), 7)
+    refusal = failure_refusal(Failure.of(error), str(error), 7)
     assert refusal.status == status
     assert str(error) in refusal.message
     assert refusal.retry_after == (7 if status == 503 else 0)

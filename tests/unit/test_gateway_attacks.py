@@ -201,11 +201,6 @@ def test_without_a_gateway_nothing_passes() -> None:
     assert not any(claim.verdict(result).skipped for claim in CLAIMS if claim.identity not in words)
 
 
-def test_what_was_not_measured_by_a_gateway_does_not_hold() -> None:
-    words = {claim.verdict(AuditResult()).word for claim in CLAIMS if "gateway" in claim.identity}
-    assert words == {"REFUTED"}
-
-
 def test_how_a_gateway_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_process, "_ROOT", tmp_path)
     monkeypatch.setattr(gateway_process.importlib.util, "find_spec", lambda _: None)

@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 
 from shared.latency import LinearLatency
 from tenant_sdk.gateway.client_fairness import (
-    LATELY,
     MIN_ROWS,
+    RECENT_SECONDS,
     STEP_FACTOR_BUSY,
-    Allowance,
     AttentionTimeDebt,
     Memory,
     RecentClients,
     SequenceInfo,
     Steps,
+    TimeBudget,
+    eviction_victim,
     next_admissions,
     next_preemptions,
     paused_constraints,
     paused_sampling,
-    replaced,
     rows_per_client,
     second_prompts,
     too_long,
@@ -94,8 +94,8 @@ def test_rows_for_prompts_are_equal_by_client() -> None:
 def test_a_client_counts_for_a_while_after_its_last_sequence() -> None:
     seen = RecentClients()
     assert seen.count(["a", "b"], 0.0) == 2
-    assert seen.count(["a"], 0.9 * LATELY) == 2
-    assert seen.count(["a"], LATELY) == 1
+    assert seen.count(["a"], 0.9 * RECENT_SECONDS) == 2
+    assert seen.count(["a"], RECENT_SECONDS) == 1
 
 
 def test_prompts_take_a_time_that_decoding_sequences_set() -> None:
@@ -268,8 +268,8 @@ def test_steps_with_prompts_do_not_change_the_forecast_of_those_without() -> Non
 
 
 def test_a_kept_thing_of_the_client_that_has_the_most_makes_room() -> None:
-    assert replaced([("b", 0), ("a", 1), ("a", 2), ("b", 3), ("a", 4)]) == ("a", 1)
-    assert replaced([("b", 0), ("a", 1)]) == ("b", 0)
+    assert eviction_victim([("b", 0), ("a", 1), ("a", 2), ("b", 3), ("a", 4)]) == ("a", 1)
+    assert eviction_victim([("b", 0), ("a", 1)]) == ("b", 0)
 
 
 @given(st.integers(1, 200), st.integers(1, 20))
@@ -278,7 +278,7 @@ def test_a_client_that_asks_for_much_leaves_others_what_they_keep(asked: int, mo
     for thing in range(asked):
         kept[("busy", thing)] = None
         if len(kept) > 1 + most:
-            del kept[replaced(kept)]
+            del kept[eviction_victim(kept)]
     assert ("other", 0) in kept
 
 
@@ -293,14 +293,14 @@ def test_of_a_client_one_constraint_begins_in_a_step() -> None:
 
 
 def test_a_client_that_used_more_than_it_had_waits() -> None:
-    allowance = Allowance(0.2, 0.01)
-    assert allowance.spend("a", 0.15)
-    assert allowance.owing() == set()
-    assert not allowance.spend("a", 0.1)
-    assert allowance.owing() == {"a"}
+    time_budget = TimeBudget(0.2, 0.01)
+    assert time_budget.spend("a", 0.15)
+    assert time_budget.overdrawn() == set()
+    assert not time_budget.spend("a", 0.1)
+    assert time_budget.overdrawn() == {"a"}
     for _ in range(4):
-        allowance.step()
-        assert allowance.owing() == {"a"}
+        time_budget.step()
+        assert time_budget.overdrawn() == {"a"}
     for _ in range(2):
-        allowance.step()
-    assert allowance.owing() == set()
+        time_budget.step()
+    assert time_budget.overdrawn() == set()

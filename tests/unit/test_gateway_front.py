@@ -22,11 +22,11 @@ from tenant_sdk.gateway.constraint_checks import ConstraintChecker
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.helper_process import HelperProcess
 from tenant_sdk.gateway.http_frontend import FLUSHED, MAX_UNQUEUED, HttpFrontend, Served, _failed
-from tenant_sdk.gateway.log_redaction import leave_words_out
+from tenant_sdk.gateway.log_redaction import redact_library_logs
 from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.requests import parse_request
-from tenant_sdk.gateway.round_robin import CachedAnswer, Threads, Turns, current_client
-from tenant_sdk.gateway.status import REMEMBERED, Ended
+from tenant_sdk.gateway.round_robin import CachedAnswer, FairLock, FairThreadPool, current_client
+from tenant_sdk.gateway.status import REMEMBERED, SequenceErrors
 
 KEYS = ("a-key-of-enough-letters", "another-key-of-enough")
 TEXT = "/v1/completions"
@@ -287,7 +287,7 @@ async def test_what_ended_one_sequence_is_told_to_its_client_alone(tmp_path: Pat
     one, other = await Client(there).says(BODY), await Client(there).says(BODY)
     name = dict(application.scopes[0]["headers"])[b"x-request-id"].decode()
     assert name != "mine"  # or a client could guess another's
-    Ended().add(tmp_path, {f"cmpl-{name}-0-abc": "its adapter made NaN"})
+    SequenceErrors().add(tmp_path, {f"cmpl-{name}-0-abc": "its adapter made NaN"})
     application.go.set()
     await settled()
     assert (one.status, other.status) == (422, 500)
@@ -295,9 +295,9 @@ async def test_what_ended_one_sequence_is_told_to_its_client_alone(tmp_path: Pat
 
 
 def test_few_ends_are_remembered(tmp_path: Path) -> None:
-    Ended().add(tmp_path, {f"request-{at}-": "why" for at in range(REMEMBERED + 5)})
-    assert Ended.reason(tmp_path, "request-4-") == ""
-    assert Ended.reason(tmp_path, "request-5-") == "why"
+    SequenceErrors().add(tmp_path, {f"request-{at}-": "why" for at in range(REMEMBERED + 5)})
+    assert SequenceErrors.reason(tmp_path, "request-4-") == ""
+    assert SequenceErrors.reason(tmp_path, "request-5-") == "why"
     assert len(json.loads((tmp_path / "ended.json").read_bytes())["reasons"]) == REMEMBERED
 
 
@@ -388,7 +388,7 @@ async def test_few_constraints_are_not_tried_again(monkeypatch: pytest.MonkeyPat
 
 @awaited
 async def test_turns_alternate() -> None:
-    turns, order, held = Turns(), list[str](), asyncio.Event()
+    turns, order, held = FairLock(), list[str](), asyncio.Event()
 
     async def wait(client: str) -> None:
         async with turns.taken(client):
@@ -422,7 +422,7 @@ async def test_figures_are_made_once_for_all_who_ask() -> None:
 def quiet() -> Iterator[list[float]]:
     """What the clock says."""
     before, now = logging.getLogRecordFactory(), [0.0]
-    leave_words_out(lambda: now[0])
+    redact_library_logs(lambda: now[0])
     yield now
     logging.setLogRecordFactory(before)
 
@@ -489,7 +489,7 @@ async def test_a_response_that_fails_says_so(tmp_path: Path) -> None:
 
 def test_threads_are_shared_in_turns() -> None:
     """One client's long work leaves a thread to the others, however much of it waits."""
-    threads, done, go = Threads(2), list[str](), threading.Event()
+    threads, done, go = FairThreadPool(2), list[str](), threading.Event()
 
     def of(client: str, work: Callable[[], Any]) -> Future[Any]:
         token = current_client.set(client)

@@ -12,7 +12,7 @@ from conftest import Executor
 
 from shared.errors import ConfigurationError
 from tenant_sdk.tuning.data import chat_prompt, prompt_tokens
-from tenant_sdk.tuning.generation import Sampling, Written, in_a_loop, stream
+from tenant_sdk.tuning.generation import GenerationOutput, Sampling, in_a_loop, stream
 
 
 class Numbers:
@@ -41,7 +41,7 @@ def model(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> 
         yield loaded
 
 
-def goes_on(model: Any, tokenizer: Any, prompt: str, sampling: Sampling) -> Written:
+def goes_on(model: Any, tokenizer: Any, prompt: str, sampling: Sampling) -> GenerationOutput:
     return stream(model, tokenizer, prompt_tokens(tokenizer, prompt), sampling)
 
 

@@ -34,7 +34,7 @@ SUBPACKAGES = {
         "memory",
         "devices",
         "imports",
-        "interruption",
+        "time_limit",
         "spinning",
         "compat",
         "buffers",

@@ -185,7 +185,7 @@ from shared import imports
 if {there}:
     sys.modules["torch"] = sys
 try:
-    with imports.at_once():
+    with imports.without_gc():
         made, collects = [[] for _ in range(1000)], gc.isenabled()
         raise ImportError
 except ImportError:

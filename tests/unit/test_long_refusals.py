@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 import tenant_sdk
 from shared.errors import ConfigurationError, StorageError
 from tenant_sdk.sequences.planning import MemoryPlan, Place
-from tenant_sdk.sequences.stack import NotInParts
+from tenant_sdk.sequences.stack import CannotSplit
 
 
 def refused(model: nn.Module, why: str) -> None:
     own = dict(vars(model))
-    with pytest.raises(NotInParts, match=why):
+    with pytest.raises(CannotSplit, match=why):
         windows(model, 4)
     assert dict(vars(model)).keys() == own.keys()
     assert not any("forward" in vars(module) for module in model.modules())
@@ -52,7 +52,7 @@ def test_attention_to_both_sides_is_refused() -> None:
 def test_a_recurrent_state_is_refused(name: str) -> None:
     model = causal(name, full_attn_idxs=[1]) if name == "Lfm2" else causal(name)
     refused(model, name)
-    with suppress(NotInParts):  # nor is it another error where no window is wanted
+    with suppress(CannotSplit):  # nor is it another error where no window is wanted
         tenant_sdk.long_tuning(model, LENGTH).close()
 
 
@@ -122,7 +122,7 @@ def test_a_model_that_is_not_closed_goes_with_its_file() -> None:
     file, gone = tuning._spill.close, weakref.ref(model.base_model.model)
     del model, tuning
     assert worst_error(step(copied, **batch())[1], expected) < CLOSE
-    with pytest.raises(NotInParts, match="before it is copied"):
+    with pytest.raises(CannotSplit, match="before it is copied"):
         windows(copied, 16)
     del copied
     gc.collect()

@@ -32,7 +32,6 @@ from shared.wire.websocket import MessageReader, Opcode, frame_header
 
 __all__ = ["allocated"]  # a fixture
 
-RING_SHAPES = [GroupShape.of(group, RING) for group in RING_MANIFEST.groups]
 HUGE_MASKS = [
     seed(rows=2**32 - 1),
     seed(rows=101),

@@ -19,8 +19,8 @@ from test_conversations import CHAT, TEXTS, TOOL, answer, call, learned
 
 from shared.errors import ConfigurationError, Message
 from tenant_sdk.tuning.chat import answer_of, thought_of
-from tenant_sdk.tuning.conversations import IGNORED, Conversations, Example, TemplateDate
-from tenant_sdk.tuning.generation import Written
+from tenant_sdk.tuning.conversations import IGNORE_INDEX, Conversations, Example, TemplateDate
+from tenant_sdk.tuning.generation import GenerationOutput
 from tenant_sdk.tuning.message_parts import REASONING
 
 # Their prompts open a thought that the conversation does not have, or they want content as a list.
@@ -74,8 +74,8 @@ def check_exact(
     if not answered.startswith(prompt + rest):  # an end that begins the next turn
         assert answered == prompt + rest.removesuffix(end)
     assert ids[-1] in ends
-    assert {*labels[: len(sent)][-1:]} <= {IGNORED}
-    own = tokenizer.decode([label for label in labels[len(sent) :] if label != IGNORED])
+    assert {*labels[: len(sent)][-1:]} <= {IGNORE_INDEX}
+    own = tokenizer.decode([label for label in labels[len(sent) :] if label != IGNORE_INDEX])
     assert messages[-1]["content"].rpartition("</think>")[2].strip() in own
     if "generation %}" not in tokenizer.chat_template:  # else it may leave out the end
         assert labels[len(sent) :] == ids[len(sent) :]
@@ -113,7 +113,7 @@ def test_reasoning_is_no_part_of_what_stays_of_an_answer() -> None:
         if "Secret" in whole and whole.startswith(prompt):
             ids = tokenizer(whole.removeprefix(prompt), add_special_tokens=False)["input_ids"]
             plain, raw = (tokenizer.decode(ids, skip_special_tokens=skip) for skip in (True, False))
-            written = Written(plain, raw, len(ids), 1.0, Message("x"), True)
+            written = GenerationOutput(plain, raw, len(ids), 1.0, Message("x"), True)
             special = tokenizer.all_special_tokens
             kept[name] = answer_of(prompt, written, special, thought_of(tokenizer))
     assert len(kept) > 20

@@ -32,7 +32,7 @@ from tenant_sdk.connection.replicas.retrying import (
     REMIND_SECONDS,
     GiveUp,
     RequestPolicy,
-    went_away,
+    may_come_back,
 )
 from tenant_sdk.connection.stats import Stats
 
@@ -193,7 +193,7 @@ FINAL = [
 
 @pytest.mark.parametrize("error", FINAL, ids=lambda error: type(error).__name__)
 def test_what_is_never_tried_again(error: SymbiosisError, world: Callable[..., World]) -> None:
-    assert not went_away(error)
+    assert not may_come_back(error)
     here = world()
     with pytest.raises(type(error)):
         here.lose(error=error)
@@ -208,7 +208,7 @@ def test_what_is_never_tried_again(error: SymbiosisError, world: Callable[..., W
     "error", [REFUSED, BROKE, RequestTimeout("silent"), TlsError("no session", retry_after=5.0)]
 )
 def test_what_may_pass(error: SymbiosisError, world: Callable[..., World]) -> None:
-    assert went_away(error)
+    assert may_come_back(error)
     here = world()
     here.away_until, here.error = here.now + 5.0, error  # type: ignore[assignment]
     assert not here.lose().broken

@@ -139,7 +139,7 @@ def test_parts_that_a_template_leaves_out_are_refused(
     tokenizer.chat_template = chatml(said)
     chats = Conversations(tokenizer, ends)
     with pytest.raises(ConfigurationError, match=f"it leaves out .*{named}"):
-        (chats.everything if everything else chats.examples)([CHAT[0], answered], None, "here")
+        (chats.whole_conversation if everything else chats.examples)([CHAT[0], answered], None, "here")
 
 
 SYSTEM = {"role": "system", "content": "Be short."}
@@ -167,7 +167,7 @@ def test_messages_that_a_template_leaves_out_or_changes_are_refused(
     tokenizer.chat_template = USERS.replace("SAID", said)
     chats = Conversations(tokenizer, ends)
     with pytest.raises(ConfigurationError, match=named):
-        (chats.everything if everything else chats.examples)(messages, None, "here")
+        (chats.whole_conversation if everything else chats.examples)(messages, None, "here")
 
 
 def test_tools_that_a_template_leaves_out_are_refused() -> None:

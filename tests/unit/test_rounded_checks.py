@@ -24,11 +24,9 @@ from tenant_sdk.products.rounded import (
 INPUTS, OUTPUTS = 96, 160
 
 
-def rounded(
-    sources: int = 1, *, rows: int = 200, seed: int = 0
-) -> tuple[RoundedFingerprint, torch.Tensor, torch.Tensor]:
+def rounded(sources: int = 1, *, rows: int = 200) -> tuple[RoundedFingerprint, torch.Tensor, torch.Tensor]:
     """A fingerprint, revealed products in units, and the sums that the check expects of them."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def integers(most: int, *shape: int) -> torch.Tensor:
         return torch.randint(-most, most + 1, shape, generator=generator)
@@ -45,7 +43,7 @@ def rounded(
         width=OUTPUTS,
         bound=int((weight**2).sum(0).max()),
         sources=sources,
-        entropy=Entropy(seed),
+        entropy=Entropy(0),
     )
     answer, effects = x @ weight.T, []
     for _ in range(sources):
@@ -100,9 +98,9 @@ def test_what_is_no_number_is_wrong() -> None:
     assert wrong_rows(fingerprint, products, expected) == 3
 
 
-def chi_squared_below(value: float, freedom: int) -> float:
-    """P(chi squared <= value), by its series."""
-    half, x = freedom / 2, value / 2
+def chi_squared_below(value: float) -> float:
+    """P(chi squared <= value) with ``CHALLENGES`` degrees of freedom, by its series."""
+    half, x = CHALLENGES / 2, value / 2
     term = total = 1 / half
     for n in range(1, 500):
         term *= x / (half + n)
@@ -114,8 +112,8 @@ def test_the_factor_of_the_documents() -> None:
     """The J sums are normal with the error's length, so that the sum of their squares is chi squared."""
     width = 1 << 14
     limit = limit_of(draw_normal(Entropy(3), width, CHALLENGES, 256), 1) / 256**2
-    assert chi_squared_below(limit / (FACTOR**2 * width / 4), CHALLENGES) < 2**-32
-    assert chi_squared_below(limit / ((FACTOR - 1) ** 2 * width / 4), CHALLENGES) > 2**-32  # nor is it idle
+    assert chi_squared_below(limit / (FACTOR**2 * width / 4)) < 2**-32
+    assert chi_squared_below(limit / ((FACTOR - 1) ** 2 * width / 4)) > 2**-32  # nor is it idle
 
 
 @pytest.mark.parametrize("error", [(1,), (1, 1), (1, -1), (3, 2, 1), (1,) * 6])

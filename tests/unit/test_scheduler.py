@@ -332,7 +332,7 @@ def test_lockstep_goes_at_the_pace_of_the_slowest() -> None:
 
 
 def test_lockstep_does_not_wait_for_whoever_left() -> None:
-    policy = Lockstep(patience=1.0)
+    policy = Lockstep()
     policy.add(work("gone"), 0.0)
     assert isinstance(policy.next(0.0), list)
     policy.add(work("here", now=0.5), 0.5)

@@ -17,7 +17,7 @@ from provider.cli import _introduce, app
 from provider.engine.latency import Shape
 from provider.engine.profiling import shapes_of
 from provider.planning import tables
-from provider.planning.layout import described, lay_out, read_groups
+from provider.planning.layout import described, plan_layout, read_groups
 from provider.workers import survey as surveys
 from provider.workers.pool import Sharding, WorkerPool, place_groups
 from provider.workers.survey import GUESSED_ACCELERATOR, devices_of, latency_of, survey, survey_in_subprocess
@@ -86,9 +86,9 @@ def test_shapes_of_a_configuration_alone_are_those_of_the_checkpoint(tmp_path: P
 def test_what_moves_for_a_row() -> None:
     groups = read_groups(BASE_MODEL)[:1]  # 256 to three times 256
     assumed = {"far": (1e12, 1e12, 1e13)}
-    one = lay_out(groups, ["far"], numerics="ring", assumed=assumed)
+    one = plan_layout(groups, ["far"], numerics="ring", assumed=assumed)
     assert one.moved(0) == (4 * (256 + 768) / 2, 4 * (256 + 768) / 2, 0)
-    two = lay_out(groups, ["far", "far"], numerics="ring-fine", stripes=2, assumed=assumed)
+    two = plan_layout(groups, ["far", "far"], numerics="ring-fine", stripes=2, assumed=assumed)
     assert two.moved(0) == (4 * (256 + 384) / 2, 2 * 4 * (256 + 384) / 2, 2 * 4 * 256 / 2)
     assert two.doubts == ("the speed of far is as was said",)
     assert [each["measured"] for each in described(two)["workers"]] == [False, False]
@@ -98,15 +98,15 @@ def test_what_all_workers_reach() -> None:
     """In whole layers, however many share one; of those the slowest counts."""
     groups = read_groups(BASE_MODEL)
     assumed = {"fast": (1e12, 1e12, 1e13), "slow": (1e12, 5e11, 5e12)}
-    alone = lay_out(groups, ["fast"], numerics="ring", assumed=assumed)
-    pair = lay_out(groups, ["fast:0", "fast:1"], numerics="ring", stripes=2, assumed=assumed)
-    mixed = lay_out(groups, ["fast:0", "slow:0"], numerics="ring", stripes=2, assumed=assumed)
+    alone = plan_layout(groups, ["fast"], numerics="ring", assumed=assumed)
+    pair = plan_layout(groups, ["fast:0", "fast:1"], numerics="ring", stripes=2, assumed=assumed)
+    mixed = plan_layout(groups, ["fast:0", "slow:0"], numerics="ring", stripes=2, assumed=assumed)
     whole = alone.layers_per_second(1)
     assert alone.products_per_second(0, 1) == whole
     assert pair.products_per_second(0, 1) == pytest.approx(2 * whole)
     assert pair.layers_per_second(1) == pytest.approx(2 * whole)
     assert mixed.layers_per_second(1) == pytest.approx(whole)
-    assert lay_out(groups, ["fast:0", "fast:1"], numerics="ring", assumed=assumed).layers_per_second(
+    assert plan_layout(groups, ["fast:0", "fast:1"], numerics="ring", assumed=assumed).layers_per_second(
         1
     ) == pytest.approx(2 * whole, rel=0.2)  # groups are not all of one size
 
@@ -119,9 +119,9 @@ def test_times_as_people_read_them() -> None:
 def test_workers_without_anything_to_do_are_refused() -> None:
     groups = read_groups(BASE_MODEL)
     with pytest.raises(ConfigurationError, match="30 workers are too many for 24 groups of layers"):
-        lay_out(groups, ["cpu"] * 30, numerics="ring")
+        plan_layout(groups, ["cpu"] * 30, numerics="ring")
     with pytest.raises(ConfigurationError, match=r"start at most 48, or .* \(stripes=N\)"):
-        lay_out(groups, ["cpu"] * 50, numerics="ring", stripes=2)
+        plan_layout(groups, ["cpu"] * 50, numerics="ring", stripes=2)
     with pytest.raises(ConfigurationError, match="4 workers are too many for 3 groups"):
         WorkerPool(BASE_MODEL, Sharding(["cpu"] * 4), numerics="ring", part=(1, 12))
 
@@ -134,7 +134,9 @@ def test_what_does_not_fit_is_refused_or_said(monkeypatch: pytest.MonkeyPatch) -
     assert len(set(place_groups(groups, ["cpu"] * 2, 1, "ring").lane_of)) == 2
     with pytest.raises(ConfigurationError, match="devices='cuda:99' names cuda:99, which is not here"):
         place_groups(groups, ["cuda:99"], 1, "ring")
-    tight = lay_out(groups, ["far"], numerics="ring", assumed={"far": (1e6, 1e12, 1e13)}, allow_misfit=True)
+    tight = plan_layout(
+        groups, ["far"], numerics="ring", assumed={"far": (1e6, 1e12, 1e13)}, allow_misfit=True
+    )
     assert tight.misfit.startswith("the weights do not fit")
     assert tables.source(tight) == tables.EXTRAPOLATED
 

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from shared.errors import ConfigurationError
-from tenant_sdk.tuning.conversations import IGNORED, Example
+from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example
 from tenant_sdk.tuning.data import Reader, chat_prompt, collate, collate_packed, trained_tokens
 from tenant_sdk.tuning.records import check_data
 
@@ -78,8 +78,8 @@ def write(tmp_path: Path) -> Write:
 def learned(example: Example, tokenizer: Any) -> str:
     assert len(example["labels"]) == len(example["input_ids"])
     pairs = zip(example["input_ids"], example["labels"], strict=True)
-    assert all(label in (IGNORED, token) for token, label in pairs)
-    return str(tokenizer.decode([label for label in example["labels"] if label != IGNORED]))
+    assert all(label in (IGNORE_INDEX, token) for token, label in pairs)
+    return str(tokenizer.decode([label for label in example["labels"] if label != IGNORE_INDEX]))
 
 
 def test_completions_are_learned_and_end(tokenizer: Any, write: Write) -> None:
@@ -443,22 +443,22 @@ def test_a_file_that_is_no_text(tokenizer: Any, tmp_path: Path) -> None:
 
 
 def test_batches_are_padded_and_masked() -> None:
-    short: Example = {"input_ids": [5, 6], "labels": [IGNORED, 6]}
+    short: Example = {"input_ids": [5, 6], "labels": [IGNORE_INDEX, 6]}
     long: Example = {"input_ids": [7, 8, 9], "labels": [7, 8, 9]}
     batch = collate([short, long])
     assert batch["input_ids"].tolist() == [[5, 6, 0], [7, 8, 9]]
     assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert batch["labels"].tolist() == [[IGNORED, 6, IGNORED], [7, 8, 9]]
+    assert batch["labels"].tolist() == [[IGNORE_INDEX, 6, IGNORE_INDEX], [7, 8, 9]]
     assert [trained_tokens(each) for each in (short, long)] == [1, 2]
 
 
 def test_packed_batches_have_no_padding_and_positions_of_their_own() -> None:
     batch = collate_packed(
-        [{"input_ids": [5, 6], "labels": [5, 6]}, {"input_ids": [7, 8, 9], "labels": [IGNORED, 8, 9]}]
+        [{"input_ids": [5, 6], "labels": [5, 6]}, {"input_ids": [7, 8, 9], "labels": [IGNORE_INDEX, 8, 9]}]
     )
     assert {name: tensor.tolist() for name, tensor in batch.items()} == {
         "input_ids": [[5, 6, 7, 8, 9]],
-        "labels": [[IGNORED, 6, IGNORED, 8, 9]],
+        "labels": [[IGNORE_INDEX, 6, IGNORE_INDEX, 8, 9]],
         "position_ids": [[0, 1, 0, 1, 2]],
     }
 

@@ -65,7 +65,7 @@ class Memory:
         """Nothing to do."""
 
 
-class Trio:
+class QkvLayers:
     """Three virtual layers of one group, as q, k and v are, and the real layers beside them."""
 
     def __init__(self) -> None:
@@ -89,8 +89,8 @@ class Trio:
 
 
 @pytest.fixture
-def trio() -> Trio:
-    return Trio()
+def qkv() -> QkvLayers:
+    return QkvLayers()
 
 
 def rows(*shape: int, grad: bool = False) -> torch.Tensor:
@@ -100,131 +100,131 @@ def rows(*shape: int, grad: bool = False) -> torch.Tensor:
 # -- grouping -------------------------------------------------------------------------------------
 
 
-def test_one_tensor_one_request_each_way(trio: Trio) -> None:
+def test_one_tensor_one_request_each_way(qkv: QkvLayers) -> None:
     x = rows(grad=True)
-    outputs = [trio.check(i, x) for i in range(3)]
-    assert trio.asked() == [(FORWARD, ALL)]
+    outputs = [qkv.check(i, x) for i in range(3)]
+    assert qkv.asked() == [(FORWARD, ALL)]
     sum(out.square().sum() for out in outputs).backward()
-    assert trio.asked() == [(BACKWARD, ALL)]
+    assert qkv.asked() == [(BACKWARD, ALL)]
     got, x.grad = x.grad, None
-    sum(layer(x).square().sum() for layer in trio.real).backward()
+    sum(layer(x).square().sum() for layer in qkv.real).backward()
     torch.testing.assert_close(got, x.grad)
 
 
-def test_a_member_with_another_tensor_leaves_and_rejoins(trio: Trio) -> None:
+def test_a_member_with_another_tensor_leaves_and_rejoins(qkv: QkvLayers) -> None:
     for expected in ([ALL, 0b100], [0b011, 0b100]):  # noticed at the first pass, known at the second
         x, other = rows(), rows()
-        trio.check(0, x), trio.check(1, x), trio.check(2, other)
-        assert trio.asked() == [(FORWARD, members) for members in expected]
+        qkv.check(0, x), qkv.check(1, x), qkv.check(2, other)
+        assert qkv.asked() == [(FORWARD, members) for members in expected]
     for expected in ([0b011, 0b100], [ALL]):  # its adapter is gone: the same, the other way round
         x = rows()
-        trio.check(0, x), trio.check(1, x), trio.check(2, x)
-        assert trio.asked() == [(FORWARD, members) for members in expected]
+        qkv.check(0, x), qkv.check(1, x), qkv.check(2, x)
+        assert qkv.asked() == [(FORWARD, members) for members in expected]
 
 
-def test_the_first_member_may_be_the_odd_one(trio: Trio) -> None:
+def test_the_first_member_may_be_the_odd_one(qkv: QkvLayers) -> None:
     for _ in range(3):
         other, x = rows(), rows()
-        trio.check(0, other), trio.check(1, x), trio.check(2, x)
-    trio.asked()
+        qkv.check(0, other), qkv.check(1, x), qkv.check(2, x)
+    qkv.asked()
     other, x = rows(), rows()
-    trio.check(0, other), trio.check(1, x), trio.check(2, x)
-    assert trio.asked() == [(FORWARD, 0b001), (FORWARD, 0b110)]
+    qkv.check(0, other), qkv.check(1, x), qkv.check(2, x)
+    assert qkv.asked() == [(FORWARD, 0b001), (FORWARD, 0b110)]
 
 
-def test_an_unused_member_is_no_longer_asked_for(trio: Trio) -> None:
+def test_an_unused_member_is_no_longer_asked_for(qkv: QkvLayers) -> None:
     for expected in (ALL, 0b011, 0b011):
         x = rows()
-        trio.check(0, x), trio.check(1, x)
-        assert trio.asked() == [(FORWARD, expected)]
+        qkv.check(0, x), qkv.check(1, x)
+        assert qkv.asked() == [(FORWARD, expected)]
     x = rows()
-    trio.check(0, x), trio.check(2, x), trio.check(1, x)  # and back, in another order
-    assert trio.asked() == [(FORWARD, 0b011), (FORWARD, 0b100)]
+    qkv.check(0, x), qkv.check(2, x), qkv.check(1, x)  # and back, in another order
+    assert qkv.asked() == [(FORWARD, 0b011), (FORWARD, 0b100)]
 
 
-def test_the_same_tensor_twice(trio: Trio) -> None:
+def test_the_same_tensor_twice(qkv: QkvLayers) -> None:
     """As activation checkpointing does with layers that get a block's own input."""
     x = rows()
     for _ in range(2):
         for member in range(3):
-            trio.check(member, x)
-    assert trio.asked() == [(FORWARD, ALL), (FORWARD, ALL)]
+            qkv.check(member, x)
+    assert qkv.asked() == [(FORWARD, ALL), (FORWARD, ALL)]
 
 
-def test_an_input_written_in_place_is_another_input(trio: Trio) -> None:
+def test_an_input_written_in_place_is_another_input(qkv: QkvLayers) -> None:
     x = rows()
-    trio.check(0, x)
+    qkv.check(0, x)
     x.mul_(3)
-    trio.check(1, x)
-    trio.check(2, x)
+    qkv.check(1, x)
+    qkv.check(2, x)
 
 
-def test_an_input_written_in_place_in_inference_mode(trio: Trio) -> None:
+def test_an_input_written_in_place_in_inference_mode(qkv: QkvLayers) -> None:
     with torch.inference_mode():
         x = rows() + 1  # an inference tensor: it counts no versions
-        trio.check(0, x)
-        trio.check(1, x)
-        assert trio.asked() == [(FORWARD, ALL)]
+        qkv.check(0, x)
+        qkv.check(1, x)
+        assert qkv.asked() == [(FORWARD, ALL)]
         x.mul_(3)
-        trio.check(2, x)
-        assert len(trio.asked()) == 1
+        qkv.check(2, x)
+        assert len(qkv.asked()) == 1
 
 
-def test_outputs_without_a_graph_are_not_used_with_one(trio: Trio) -> None:
+def test_outputs_without_a_graph_are_not_used_with_one(qkv: QkvLayers) -> None:
     x = rows(grad=True)
     with torch.no_grad():
-        assert not trio.layers[0](x).requires_grad
-    out = trio.check(1, x)
+        assert not qkv.layers[0](x).requires_grad
+    out = qkv.check(1, x)
     (gradient,) = torch.autograd.grad(out.sum(), x)
-    torch.testing.assert_close(gradient, trio.real[1].weight.sum(0).expand_as(x))
+    torch.testing.assert_close(gradient, qkv.real[1].weight.sum(0).expand_as(x))
     with torch.no_grad():
-        assert trio.layers[2](x).grad_fn is None
+        assert qkv.layers[2](x).grad_fn is None
 
 
-def test_an_input_that_becomes_differentiable(trio: Trio) -> None:
+def test_an_input_that_becomes_differentiable(qkv: QkvLayers) -> None:
     x = rows()
-    trio.check(0, x)
+    qkv.check(0, x)
     x.requires_grad_()
-    assert trio.layers[1](x).grad_fn is not None
+    assert qkv.layers[1](x).grad_fn is not None
 
 
-def test_another_dtype_of_autocast_is_another_request(trio: Trio) -> None:
+def test_another_dtype_of_autocast_is_another_request(qkv: QkvLayers) -> None:
     x = rows()
-    assert trio.layers[0](x).dtype == torch.float32
+    assert qkv.layers[0](x).dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
-        assert trio.layers[1](x).dtype == torch.bfloat16
-    assert trio.layers[2](x).dtype == torch.float32
+        assert qkv.layers[1](x).dtype == torch.bfloat16
+    assert qkv.layers[2](x).dtype == torch.float32
 
 
-def test_an_input_is_not_kept_alive(trio: Trio) -> None:
+def test_an_input_is_not_kept_alive(qkv: QkvLayers) -> None:
     x = rows()
-    trio.check(0, x)
+    qkv.check(0, x)
     gone = weakref.ref(x)
     del x
     gc.collect()
     assert gone() is None
 
 
-def test_a_new_tensor_at_an_old_address(trio: Trio) -> None:
+def test_a_new_tensor_at_an_old_address(qkv: QkvLayers) -> None:
     """Tensors are told apart by identity, not by where their memory is."""
     for _ in range(50):
         x = rows(1)
-        trio.check(0, x)
+        qkv.check(0, x)
         del x
-        trio.check(1, rows(1))
+        qkv.check(1, rows(1))
 
 
-def test_threads_do_not_disturb_each_others_grouping(trio: Trio) -> None:
+def test_threads_do_not_disturb_each_others_grouping(qkv: QkvLayers) -> None:
     x, other = rows(), rows()
-    trio.check(0, x)
-    thread = threading.Thread(target=lambda: [trio.check(i, other) for i in range(3)])
+    qkv.check(0, x)
+    thread = threading.Thread(target=lambda: [qkv.check(i, other) for i in range(3)])
     thread.start()
     thread.join(800)
-    trio.check(1, x), trio.check(2, x)
-    assert trio.asked() == [(FORWARD, ALL), (FORWARD, ALL)]
+    qkv.check(1, x), qkv.check(2, x)
+    assert qkv.asked() == [(FORWARD, ALL), (FORWARD, ALL)]
 
 
-def test_threads_do_not_see_each_others_outputs(trio: Trio) -> None:
+def test_threads_do_not_see_each_others_outputs(qkv: QkvLayers) -> None:
     barrier = threading.Barrier(3)
     failures: list[BaseException] = []
 
@@ -233,9 +233,9 @@ def test_threads_do_not_see_each_others_outputs(trio: Trio) -> None:
             for _ in range(100):
                 x, other = rows(3, grad=True), rows(3)
                 barrier.wait(800)
-                total = sum(trio.check(i, other if i == odd else x).sum() for i in order)
+                total = sum(qkv.check(i, other if i == odd else x).sum() for i in order)
                 total.backward()
-                reached = sum(trio.real[i].weight.detach().sum(0) for i in order if i != odd)
+                reached = sum(qkv.real[i].weight.detach().sum(0) for i in order if i != odd)
                 torch.testing.assert_close(x.grad, reached.expand_as(x))
         except BaseException as error:
             failures.append(error)
@@ -253,44 +253,44 @@ def test_threads_do_not_see_each_others_outputs(trio: Trio) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_copies_share_the_session(trio: Trio) -> None:
-    twins = copy.deepcopy(nn.ModuleList(trio.layers))
+def test_copies_share_the_session(qkv: QkvLayers) -> None:
+    twins = copy.deepcopy(nn.ModuleList(qkv.layers))
     x = rows()
-    for twin, real in zip(twins, trio.real, strict=True):
+    for twin, real in zip(twins, qkv.real, strict=True):
         assert twin.bias is not real.bias
         torch.testing.assert_close(twin(x), real(x))
-    assert trio.asked() == [(FORWARD, ALL)]
+    assert qkv.asked() == [(FORWARD, ALL)]
 
 
 # -- autograd -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("used", [(0,), (2,), (0, 2), (1, 2)])
-def test_backward_sends_only_the_members_it_reaches(trio: Trio, used: tuple[int, ...]) -> None:
+def test_backward_sends_only_the_members_it_reaches(qkv: QkvLayers, used: tuple[int, ...]) -> None:
     x = rows(grad=True)
-    outputs = [trio.check(i, x) for i in range(3)]
-    trio.asked()
+    outputs = [qkv.check(i, x) for i in range(3)]
+    qkv.asked()
     sum(outputs[i].sum() for i in used).backward()
-    assert trio.asked() == [(BACKWARD, sum(1 << i for i in used))]
-    expected = sum(trio.real[i].weight.detach().sum(0) for i in used)
+    assert qkv.asked() == [(BACKWARD, sum(1 << i for i in used))]
+    expected = sum(qkv.real[i].weight.detach().sum(0) for i in used)
     torch.testing.assert_close(x.grad, expected.expand_as(x))
 
 
-def test_nothing_to_differentiate_sends_nothing_back(trio: Trio) -> None:
-    out = trio.check(0, rows())
+def test_nothing_to_differentiate_sends_nothing_back(qkv: QkvLayers) -> None:
+    out = qkv.check(0, rows())
     assert out.requires_grad  # because of the bias alone
-    trio.asked()
+    qkv.asked()
     out.sum().backward()
-    assert trio.asked() == []
-    torch.testing.assert_close(trio.layers[0].bias.grad, torch.full((4,), 14.0))
+    assert qkv.asked() == []
+    torch.testing.assert_close(qkv.layers[0].bias.grad, torch.full((4,), 14.0))
 
 
-def test_gradients_numerically(trio: Trio) -> None:
+def test_gradients_numerically(qkv: QkvLayers) -> None:
     """float64 inputs travel as float32, so the differences are taken wide."""
     x = torch.randn(2, INPUTS, dtype=torch.float64, requires_grad=True)
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(layer(x) for layer in trio.layers)
+        return tuple(layer(x) for layer in qkv.layers)
 
     assert torch.autograd.gradcheck(function, (x,), eps=1e-1, atol=1e-4, nondet_tol=1e-6)
 
@@ -303,30 +303,30 @@ def second(layers: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def test_differentiating_twice(trio: Trio) -> None:
+def test_differentiating_twice(qkv: QkvLayers) -> None:
     """A request each way for each derivative; ``tests/integration/test_func.py`` has the rest."""
     x = rows(grad=True)
-    torch.testing.assert_close(second(trio.layers, x), second(trio.real, x))
-    assert trio.asked() == [(FORWARD, ALL), (BACKWARD, 0b101), (FORWARD, 0b101), (BACKWARD, 0b101)]
+    torch.testing.assert_close(second(qkv.layers, x), second(qkv.real, x))
+    assert qkv.asked() == [(FORWARD, ALL), (BACKWARD, 0b101), (FORWARD, 0b101), (BACKWARD, 0b101)]
 
 
-def test_a_layer_outside_of_a_transform_takes_nothing_from_within(trio: Trio) -> None:
+def test_a_layer_outside_of_a_transform_takes_nothing_from_within(qkv: QkvLayers) -> None:
     x, weights = rows(2, 7), torch.randn(4)
-    torch.func.grad(lambda w: (trio.layers[0](x) * w).sum())(weights)
-    out = trio.check(1, x)  # the same tensor, which no transform follows
+    torch.func.grad(lambda w: (qkv.layers[0](x) * w).sum())(weights)
+    out = qkv.check(1, x)  # the same tensor, which no transform follows
     assert not torch._C._functorch.is_functorch_wrapped_tensor(out)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing(trio: Trio, reentrant: bool) -> None:
+def test_activation_checkpointing(qkv: QkvLayers, reentrant: bool) -> None:
     def block(x: torch.Tensor) -> torch.Tensor:
-        return sum((layer(x).tanh().sum(-1, keepdim=True) for layer in trio.layers), torch.zeros(()))
+        return sum((layer(x).tanh().sum(-1, keepdim=True) for layer in qkv.layers), torch.zeros(()))
 
     x = rows(grad=True)
     checkpointed(block, x, use_reentrant=reentrant).sum().backward()
     got, x.grad = x.grad, None
-    assert trio.asked() == [(FORWARD, ALL), (FORWARD, ALL), (BACKWARD, ALL)]
-    sum(layer(x).tanh().sum() for layer in trio.real).backward()
+    assert qkv.asked() == [(FORWARD, ALL), (FORWARD, ALL), (BACKWARD, ALL)]
+    sum(layer(x).tanh().sum() for layer in qkv.real).backward()
     torch.testing.assert_close(got, x.grad)
 
 
@@ -334,47 +334,47 @@ def test_activation_checkpointing(trio: Trio, reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_outputs_are_fresh_and_writable(trio: Trio, grad: bool) -> None:
+def test_outputs_are_fresh_and_writable(qkv: QkvLayers, grad: bool) -> None:
     x = rows(grad=grad)
-    first, second = trio.layers[0](x), trio.layers[1](x)
+    first, second = qkv.layers[0](x), qkv.layers[1](x)
     assert not any(out._is_view() for out in (first, second))
     kept = second.clone()
     first.add_(1.0)[0, 0] = 7.0
     assert torch.equal(second, kept)
-    trio.check(0, x)
+    qkv.check(0, x)
     if grad:
         (first.square().sum() + second.sum()).backward()
         assert x.grad is not None
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (2, 7), (2, 3, 5), (0,), (2, 0), (0, 4)])
-def test_any_leading_shape(trio: Trio, shape: tuple[int, ...]) -> None:
+def test_any_leading_shape(qkv: QkvLayers, shape: tuple[int, ...]) -> None:
     x = torch.randn(*shape, INPUTS, requires_grad=True)
-    outputs = [trio.check(i, x) for i in range(3)]
+    outputs = [qkv.check(i, x) for i in range(3)]
     assert [tuple(out.shape) for out in outputs] == [(*shape, width) for width in WIDTHS]
     sum(out.sum() for out in outputs).backward()
-    expected = sum(layer.weight.detach().sum(0) for layer in trio.real)
+    expected = sum(layer.weight.detach().sum(0) for layer in qkv.real)
     torch.testing.assert_close(x.grad, expected.expand_as(x))
     if 0 in shape:  # an executor refuses products without rows
-        assert trio.asked() == []
+        assert qkv.asked() == []
 
 
-def test_strided_inputs_and_gradients(trio: Trio) -> None:
+def test_strided_inputs_and_gradients(qkv: QkvLayers) -> None:
     x = torch.randn(INPUTS, 7, 2).permute(2, 1, 0).requires_grad_()
-    out = trio.check(0, x).transpose(0, 1)
+    out = qkv.check(0, x).transpose(0, 1)
     out.backward(torch.ones(1, 1, 1).expand(7, 2, 4))
-    torch.testing.assert_close(x.grad, trio.real[0].weight.detach().sum(0).expand(2, 7, INPUTS))
+    torch.testing.assert_close(x.grad, qkv.real[0].weight.detach().sum(0).expand(2, 7, INPUTS))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2**-7), (torch.float64, 1e-6)])
-def test_outputs_have_the_inputs_dtype(trio: Trio, dtype: torch.dtype, tolerance: float) -> None:
+def test_outputs_have_the_inputs_dtype(qkv: QkvLayers, dtype: torch.dtype, tolerance: float) -> None:
     # The product itself is done in float32 with the weight in float32; only the result is rounded.
-    layer = copy.deepcopy(trio.layers[0]).to(dtype)
+    layer = copy.deepcopy(qkv.layers[0]).to(dtype)
     x = rows().to(dtype).requires_grad_()
     out = layer(x)
     out.sum().backward()
     assert (out.dtype, x.grad.dtype) == (dtype, dtype)
-    assert relative_error(out.detach().float(), trio.real[0](x.detach().float()).detach()) < tolerance
+    assert relative_error(out.detach().float(), qkv.real[0](x.detach().float()).detach()) < tolerance
 
 
 def test_conv1d_is_a_conv1d() -> None:
@@ -389,51 +389,51 @@ def test_conv1d_is_a_conv1d() -> None:
     torch.testing.assert_close(layer(x), real(x))
 
 
-def test_linear_is_a_linear(trio: Trio) -> None:
-    layer = trio.layers[0]
+def test_linear_is_a_linear(qkv: QkvLayers) -> None:
+    layer = qkv.layers[0]
     assert isinstance(layer, VirtLinear)
     assert (layer.in_features, layer.out_features, layer.weight.shape) == (INPUTS, 4, (4, INPUTS))
-    assert layer.bias is trio.real[0].bias
+    assert layer.bias is qkv.real[0].bias
     with pytest.raises(TypeError, match="not a linear layer: Conv1d"):
-        virtual_layer(trio.group, 0, nn.Conv1d(1, 1, 1))
+        virtual_layer(qkv.group, 0, nn.Conv1d(1, 1, 1))
 
 
 # -- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_non_finite_input_is_not_sent(trio: Trio, bad: float) -> None:
+def test_a_non_finite_input_is_not_sent(qkv: QkvLayers, bad: float) -> None:
     x = rows()
     x[1, 3, 2] = bad
     with pytest.raises(
         NonFiniteError, match=r"the input of layer\.0, layer\.1, layer\.2 holds NaN"
     ) as caught:
-        trio.layers[0](x)
+        qkv.layers[0](x)
     assert "nothing was sent" in str(caught.value)
-    assert trio.asked() == []
-    trio.check(0, rows())  # the layer is as good as before
+    assert qkv.asked() == []
+    qkv.check(0, rows())  # the layer is as good as before
 
 
-def test_a_non_finite_gradient_is_not_sent(trio: Trio) -> None:
-    out = trio.check(1, rows(grad=True))
-    trio.asked()
+def test_a_non_finite_gradient_is_not_sent(qkv: QkvLayers) -> None:
+    out = qkv.check(1, rows(grad=True))
+    qkv.asked()
     with pytest.raises(NonFiniteError, match=r"the output gradient of .*layer\.1.*holds NaN"):
         (out * torch.tensor(float("inf"))).sum().backward()
-    assert trio.asked() == []
+    assert qkv.asked() == []
 
 
-def test_large_but_finite_inputs_are_sent(trio: Trio) -> None:
+def test_large_but_finite_inputs_are_sent(qkv: QkvLayers) -> None:
     """The sum that is looked at first overflows, the values do not."""
     x = torch.full((4, INPUTS), 3e38)
     with torch.no_grad():
-        trio.layers[0](x)
-    assert trio.asked() == [(FORWARD, ALL)]
+        qkv.layers[0](x)
+    assert qkv.asked() == [(FORWARD, ALL)]
 
 
-def test_training_the_weight_is_refused(trio: Trio) -> None:
-    trio.layers[0].weight.requires_grad_(True)
+def test_training_the_weight_is_refused(qkv: QkvLayers) -> None:
+    qkv.layers[0].weight.requires_grad_(True)
     with pytest.raises(RemoteWeightUnavailable, match=r"layer\.0 is to be trained in full.*exclude="):
-        trio.layers[0](rows())
+        qkv.layers[0](rows())
 
 
 # -- a model --------------------------------------------------------------------------------------

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-LEAST = 0.05  # seconds; an executor that asks for less gets no stream of uploads
-GROWTH_ENDS = 3.2  # seconds; beyond, only what the executor asks for
+MIN_BACKOFF = 0.05  # seconds; an executor that asks for less gets no stream of uploads
+MAX_BACKOFF = 3.2  # seconds; beyond, only what the executor asks for
 JITTER = 0.5  # at most so much of a pause on top, so that tenants refused together do not come back together
 
 
-def pause(attempt: int, requested: float, uniform: float) -> float:
+def retry_delay(attempt: int, requested: float, uniform: float) -> float:
     """Seconds to wait: what the executor asks for, at least a time that doubles, and a random part on top.
 
     Args:
@@ -15,5 +15,5 @@ def pause(attempt: int, requested: float, uniform: float) -> float:
         requested: what executors ask for, in seconds; finite and not negative.
         uniform: drawn uniformly from [0, 1), by the caller.
     """
-    doubled = min(GROWTH_ENDS, LEAST * 2.0 ** min(attempt, 60))
+    doubled = min(MAX_BACKOFF, MIN_BACKOFF * 2.0 ** min(attempt, 60))
     return max(requested, doubled) * (1 + JITTER * uniform)

@@ -32,10 +32,10 @@ from tenant_sdk.connection.replicas.retrying import (
     OtherPart,
     ReconnectPolicy,
     RequestPolicy,
-    SendAgain,
+    Retry,
     Wait,
     concerns_all,
-    went_away,
+    may_come_back,
 )
 from tenant_sdk.connection.stats import Stats
 
@@ -133,7 +133,7 @@ class ReconnectingConnection:
         try:
             first = ask(channel)
         except SymbiosisError as error:
-            if not (self.policy.patience and went_away(error)):
+            if not (self.policy.patience and may_come_back(error)):
                 raise
         return lambda: self.answer(channel, ask, first)
 
@@ -167,7 +167,7 @@ class ReconnectingConnection:
                     error, now, url=self.url, timeout=channel.timeout, closed=self._closing.is_set()
                 )
                 try:
-                    if isinstance(step, SendAgain):
+                    if isinstance(step, Retry):
                         self._say(step.note)
                         self._wait(step.at)
                         self._stats.add(refusals=1, seconds_throttled=step.at - now)
@@ -233,7 +233,7 @@ class ReconnectingConnection:
         with self._reconnecting:
             started = self._clock.now()
             if self._channel.broken:  # else another thread has replaced it
-                self.policy.broke(started, cause)
+                self.policy.connection_lost(started, cause)
             try:
                 while self._channel.broken and not self._closing.is_set():
                     before = self.policy.replica

@@ -145,7 +145,7 @@ class ReplicaSet:
         if len({type(error) for error in errors}) != 1:
             return ConnectError(message)
         error = copy.copy(errors[0]).with_traceback(None)
-        error.told = message
+        error.structured_message = message
         return error
 
     def _draw(self, names: list[str]) -> str:
@@ -156,5 +156,5 @@ def what_happened(error: SymbiosisError | None, name: str = "") -> Message:
     """What happened, without the advice behind the semicolon, which is being followed, nor the name."""
     if error is None:
         return Message("its connection broke")
-    what, _ = error.told.divided(";")
+    what, _ = error.structured_message.divided(";")
     return what.without(f"{name}: ").without(f"{name} ") if name else what

@@ -25,7 +25,7 @@ from shared.errors import (
     TlsError,
 )
 from shared.log_rate_limit import LogRateLimiter
-from tenant_sdk.connection.replicas.backoff import pause
+from tenant_sdk.connection.replicas.backoff import retry_delay
 from tenant_sdk.connection.replicas.replica_set import ReplicaSet, what_happened
 
 REMIND_SECONDS = 10.0  # between two warnings
@@ -48,7 +48,7 @@ class Note(NamedTuple):
     text: str
 
 
-class SendAgain(NamedTuple):
+class Retry(NamedTuple):
     """Instruction: wait until ``at``, and send the same bytes on the same channel."""
 
     at: float
@@ -84,7 +84,7 @@ class OtherPart(ModelMismatch):
     """An executor that serves another part than the one that is looked for."""
 
 
-def went_away(error: SymbiosisError) -> bool:
+def may_come_back(error: SymbiosisError) -> bool:
     """Whether an executor may be back soon: it is gone, or silent, or has no room; it has not said no."""
     if isinstance(error, TlsError):
         return error.retry_after is not None  # else its certificate is not good
@@ -121,7 +121,7 @@ class RequestPolicy:
 
     def after_error(
         self, error: SymbiosisError, now: float, *, url: str, timeout: float, closed: bool = False
-    ) -> SendAgain | Reconnect | GiveUp:
+    ) -> Retry | Reconnect | GiveUp:
         """What to do after an error.
 
         Args:
@@ -133,7 +133,7 @@ class RequestPolicy:
         """
         if isinstance(error, RequestRefused):
             return self._refused(error, now, url, timeout)
-        if closed or self._patience <= 0 or not went_away(error):
+        if closed or self._patience <= 0 or not may_come_back(error):
             return GiveUp(error)
         if self._lost_since is None:
             self._lost_since = now
@@ -151,14 +151,14 @@ class RequestPolicy:
         """The request is sent on another channel: what the executor refused before does not count."""
         self._began, self._refusals = now, 0
 
-    def _refused(self, error: RequestRefused, now: float, url: str, timeout: float) -> SendAgain | GiveUp:
+    def _refused(self, error: RequestRefused, now: float, url: str, timeout: float) -> Retry | GiveUp:
         reason = _REASONS.get(error.code)
         if reason is None or error.retry_after is None:
             return GiveUp(error)
         self._worker_losses += error.code == "unavailable"
         if self._worker_losses > MAX_WORKER_LOSSES:
             return GiveUp(error)
-        at = now + pause(self._refusals, error.retry_after, self._uniform())
+        at = now + retry_delay(self._refusals, error.retry_after, self._uniform())
         if error.code == "restarting":
             if at >= self._asked + self._patience:
                 return GiveUp(
@@ -174,7 +174,7 @@ class RequestPolicy:
             return GiveUp(error)
         self._refusals += 1
         told = self._reminder.due(now)
-        return SendAgain(at, Note(logging.WARNING, f"{url} {reason}; waiting and going on") if told else None)
+        return Retry(at, Note(logging.WARNING, f"{url} {reason}; waiting and going on") if told else None)
 
 
 class ReconnectPolicy:
@@ -209,7 +209,7 @@ class ReconnectPolicy:
         """See the class."""
         return self._rounds > 0
 
-    def broke(self, now: float, error: SymbiosisError | None = None) -> None:
+    def connection_lost(self, now: float, error: SymbiosisError | None = None) -> None:
         """The channel in use broke; ``error``: what a request on it failed with, None: it is not known."""
         if not self._rounds:
             self._away_since = now
@@ -258,13 +258,13 @@ class ReconnectPolicy:
         if self.reminder.due(now):
             who = f"all {count} replicas are" if count > 1 else f"{self.url} is"
             note = Note(logging.WARNING, f"{who} away ({why}); waiting up to {duration(remaining)}")
-        seconds = pause(self._rounds - 1, self._replicas.requested_wait(now), self.uniform())
+        seconds = retry_delay(self._rounds - 1, self._replicas.requested_wait(now), self.uniform())
         self._tried.clear()
         return Wait(now + min(remaining, seconds), note)
 
     def replica_failed(self, name: str, now: float, error: SymbiosisError) -> Note | None:
         """A replica cannot be used; another one may be."""
-        away, note = went_away(error), None
+        away, note = may_come_back(error), None
         if away:
             note = Note(logging.INFO, f"{name} cannot be used: {error.message}")
             self._cause = error

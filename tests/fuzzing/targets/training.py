@@ -23,7 +23,7 @@ from shared.encoded import UNREADABLE
 from tenant_sdk.session.profiles import names_in, read_profile
 from tenant_sdk.storage import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tenant_sdk.tuning.adapter_config import read_adapter_config
-from tenant_sdk.tuning.conversations import IGNORED, Conversations
+from tenant_sdk.tuning.conversations import IGNORE_INDEX, Conversations
 from tenant_sdk.tuning.patterns import without_patterns
 from tenant_sdk.tuning.received import receive
 from tenant_sdk.tuning.records import check_data, read_text, records_of, spoken_to
@@ -71,7 +71,7 @@ def conversation(data: bytes) -> None:
             made = Conversations(tokenizer, ends=[1], length=512)
             for example in made.examples(record.messages, record.tools or None, f"line {place}"):  # type: ignore[arg-type]
                 pairs = zip(example["input_ids"], example["labels"], strict=True)
-                if any(label not in (IGNORED, token) for token, label in pairs):
+                if any(label not in (IGNORE_INDEX, token) for token, label in pairs):
                     raise Finding("another token is learned than is there")
 
 

@@ -185,19 +185,19 @@ class _Loop:
 
     def __init__(self) -> None:
         self.calls: deque[Callable[[], None]] = deque()
-        self.call = self.calls.append
+        self.call_soon_threadsafe = self.calls.append
         self.waits = 0
 
-    def change(self, _: int, what: int) -> None:
-        self.waits = what
+    def modify(self, _: int, events: int) -> None:
+        self.waits = events
 
-    def watch(self, _: int, ready: Callable[[int], None]) -> None:
+    def register(self, _: int, ready: Callable[[int], None]) -> None:
         self.ready, self.waits = ready, READ
 
     def nothing(self, *_: Any) -> None:
         pass
 
-    later = later_if_kept = forget = spend = nothing
+    call_later = call_later_weak = unregister = spend = nothing
 
     def spent(self, _: str) -> float:
         return 0.0
@@ -213,7 +213,7 @@ class _Engine:
         answer = self.protocol.answer(header)
         block = torch.zeros(answer.payload_shape, dtype=answer.payload_dtype)
         times = {"request_class": RequestClass.DECODE, "reply_seconds": 0.0}
-        self.loop.call(lambda: done(SimpleNamespace(blocks=[block], **times)))
+        self.loop.call_soon_threadsafe(lambda: done(SimpleNamespace(blocks=[block], **times)))
 
     def session_ended(self, *_: Any) -> None:
         pass

@@ -11,19 +11,19 @@ from contextlib import contextmanager, suppress
 _LOOKS = 0.2  # seconds between looks at the clock
 
 
-class Interrupted(BaseException):
+class TimeLimitExceeded(BaseException):
     """Work took too long. No ``Exception``, which libraries catch and go on."""
 
 
 @contextmanager
-def interrupted(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float) -> Iterator[None]:
     """Stop this thread's work in the block once this process has used so much of a processor.
 
     Python raises an exception in the thread between two of its instructions; a call into C that lasts ends
     first. The time of a busy machine does not count, that of this process's other threads does.
 
     Raises:
-        Interrupted: the block took longer.
+        TimeLimitExceeded: the block took longer.
     """
     thread, over, end = threading.get_ident(), threading.Event(), time.process_time() + seconds
     raised = False
@@ -34,7 +34,7 @@ def interrupted(seconds: float) -> Iterator[None]:
             if time.process_time() > end:
                 raised = True
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(thread), ctypes.py_object(Interrupted)
+                    ctypes.c_ulong(thread), ctypes.py_object(TimeLimitExceeded)
                 )
 
     watching = threading.Thread(target=watch, name="limit of time", daemon=True)
@@ -47,6 +47,6 @@ def interrupted(seconds: float) -> Iterator[None]:
         if raised:
             # One that was asked for since comes now. Taken back with NULL, it would have Python 3.11 look for
             # it for ever, and hang under a debugger or a profiler.
-            with suppress(Interrupted):
+            with suppress(TimeLimitExceeded):
                 time.sleep(0)
                 time.sleep(0)

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from shared.interruption import Interrupted, interrupted
+from shared.time_limit import TimeLimitExceeded, time_limit
 
 
 def test_a_loop_without_end_is_stopped() -> None:
@@ -19,28 +19,28 @@ def test_a_loop_without_end_is_stopped() -> None:
             with suppress(Exception):
                 time.process_time()
 
-    with pytest.raises(Interrupted), interrupted(0.01):
+    with pytest.raises(TimeLimitExceeded), time_limit(0.01):
         endless()
 
 
 def test_nothing_comes_after_the_block() -> None:
     for _ in range(3):
-        with suppress(Interrupted), interrupted(-1.0):
+        with suppress(TimeLimitExceeded), time_limit(-1.0):
             pass
         for _ in range(100_000):
             pass
 
 
 def test_what_waits_takes_no_time() -> None:
-    with interrupted(60.0):
+    with time_limit(60.0):
         time.sleep(0.01)
 
 
 TRACED = """
 import resource, sys
-from shared.interruption import Interrupted, interrupted
+from shared.time_limit import TimeLimitExceeded, time_limit
 resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
-with interrupted(60.0):
+with time_limit(60.0):
     pass
 sys.setprofile(lambda *_: None)
 print(len("done"))

@@ -44,7 +44,7 @@ def parse(data: bytes | str) -> Message:
 Change = Callable[[Message, bytes], bytes]
 
 
-class Middleman:
+class InterceptingProxy:
     """Sits at an address of its own; ``executor`` is what a tenant connects to.
 
     Attributes:
@@ -59,8 +59,8 @@ class Middleman:
         asked: set by the next request of a product, for who waits for one.
     """
 
-    def __init__(self, behind: Executor, tls_dir: Path) -> None:
-        self.behind = behind
+    def __init__(self, upstream: Executor, tls_dir: Path) -> None:
+        self.upstream = upstream
         self._connections: set[Peer] = set()
         self.changes: list[Change] = []
         self.scales: Callable[[dict[str, Any], bytes], bytes] = lambda _, body: body
@@ -69,11 +69,11 @@ class Middleman:
         self.requests: list[Message] = []
         self.gate = threading.Event()
         self.gate.set()
-        self.asked = threading.Event()
+        self.product_requested = threading.Event()
         self.held = 0
         self._serving = contextlib.ExitStack()
         url = self._serving.enter_context(serving(self._relay, tls_dir, compression=None))
-        self.executor = Executor(url, behind.token, behind.ca)
+        self.executor = Executor(url, upstream.token, upstream.ca)
 
     def _relay(self, tenant: Peer) -> None:
         self._connections.add(tenant)
@@ -81,7 +81,7 @@ class Middleman:
         authorization = tenant.library.request.headers["Authorization"]
         with (
             contextlib.suppress(ConnectionClosed),
-            dialled(self.behind.url, self.behind.ca, authorization, compression=None) as executor,
+            dialled(self.upstream.url, self.upstream.ca, authorization, compression=None) as executor,
         ):
             # Executors answer in order, so one after the other loses nothing.
             while True:
@@ -91,7 +91,7 @@ class Middleman:
                 if request.fields.operation in PRODUCTS:
                     if self.keep:
                         self.requests.append(request)
-                    self.asked.set()
+                    self.product_requested.set()
                 tenant.send(self._changed(request, executor.recv()))
 
     def _changed(self, request: Message, data: bytes | str) -> bytes:
@@ -135,10 +135,10 @@ class Middleman:
 
 
 @contextlib.contextmanager
-def between(behind: Executor, tls_dir: Path) -> Iterator[Middleman]:
-    """A middleman for as long as the block lasts."""
-    middleman = Middleman(behind, tls_dir)
+def intercepted(upstream: Executor, tls_dir: Path) -> Iterator[InterceptingProxy]:
+    """A proxy for as long as the block lasts."""
+    proxy = InterceptingProxy(upstream, tls_dir)
     try:
-        yield middleman
+        yield proxy
     finally:
-        middleman.close()
+        proxy.close()

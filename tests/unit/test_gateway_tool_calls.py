@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tenant_sdk.gateway.calls import MAX_CHARACTERS, bounded
+from tenant_sdk.gateway.tool_calls import MAX_CHARACTERS, bounded_parser
 
 AUTO, REQUIRED = SimpleNamespace(tool_choice="auto"), SimpleNamespace(tool_choice="required")
 MARK = "<call>"
@@ -70,7 +70,7 @@ def text_of(told: list[Message | None]) -> str:
 @pytest.mark.parametrize("request_", [AUTO, REQUIRED])
 def test_a_call_is_looked_at_when_it_has_grown(request_: Any) -> None:
     """All looks together cost some nine times as much as the last, where the cost is linear."""
-    parser, deltas = bounded(Parser, Forced, Message, collects=True)(), [MARK, *["1234"] * 10_000]
+    parser, deltas = bounded_parser(Parser, Forced, Message, collects=True)(), [MARK, *["1234"] * 10_000]
     told = stream(parser, request_, deltas)
     read = parser._forced if request_ is REQUIRED else parser
     assert len(read.looks) < 100
@@ -83,7 +83,7 @@ def test_a_call_is_looked_at_when_it_has_grown(request_: Any) -> None:
 
 def test_text_before_a_call_is_passed_on_at_once() -> None:
     """What begins like a mark stops it no longer than until the next token."""
-    parser, deltas = bounded(Parser, Forced, Message, collects=True)(), ["ab <", " c "] * 500
+    parser, deltas = bounded_parser(Parser, Forced, Message, collects=True)(), ["ab <", " c "] * 500
     told = stream(parser, AUTO, [*deltas, MARK, "1234"])
     assert len(parser.looks) >= 1000
     assert all(each is not None for each in told[:1000])
@@ -91,14 +91,14 @@ def test_text_before_a_call_is_passed_on_at_once() -> None:
 
 
 def test_a_parser_that_goes_by_tokens_gets_each() -> None:
-    parser = bounded(Parser, Forced, Message, collects=False)()
+    parser = bounded_parser(Parser, Forced, Message, collects=False)()
     stream(parser, AUTO, [MARK, *["1234"] * 100])
     assert len(parser.looks) == 101
 
 
 @pytest.mark.parametrize("collects", [True, False])
 def test_beyond_a_bound_an_answer_is_text(collects: bool) -> None:
-    kind = bounded(Parser, Forced, Message, collects=collects)
+    kind = bounded_parser(Parser, Forced, Message, collects=collects)
     deltas = ["text", MARK, *["1234"] * (MAX_CHARACTERS // 4), "end"]
     parser = kind()
     told = stream(parser, AUTO, deltas)
@@ -118,7 +118,7 @@ def test_beyond_a_bound_an_answer_is_text(collects: bool) -> None:
 @pytest.mark.parametrize("choice", ["required", SimpleNamespace(name="f")])
 def test_calls_that_must_be_made_have_one_parser(choice: Any) -> None:
     """It has a constraint for them, and not every other has."""
-    kind = bounded(Parser, Forced, Message, collects=True)
+    kind = bounded_parser(Parser, Forced, Message, collects=True)
     request = SimpleNamespace(tool_choice=choice)
     assert kind().adjust_request(request) is Forced
     assert issubclass(kind().adjust_request(AUTO), kind)

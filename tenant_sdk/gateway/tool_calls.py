@@ -12,7 +12,7 @@ GROWTH = 8
 JSON_CALLS = "hermes"  # vLLM's parser for calls that must be made, in which it looks for JSON and no marks
 
 
-def bounded(reads: Any, forced: Any, message: Any, *, collects: bool) -> Any:
+def bounded_parser(reads: Any, forced: Any, message: Any, *, collects: bool) -> Any:
     """A parser of vLLM's that looks at less, see ``vllm.parser.Parser``.
 
     It looks again at a call that has grown by an eighth, so that all its looks at an answer together cost
