@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -51,7 +51,7 @@ class Loop:
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._spent = Counter[str]()  # seconds of this round, by who took them
+        self._spent = defaultdict[str, float](float)  # seconds of this round, by who took them
         self._number = itertools.count()
         self._wake, self._woken = socket.socketpair()
         for end in (self._wake, self._woken):

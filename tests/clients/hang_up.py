@@ -10,7 +10,7 @@ from typing import Any
 
 from tenant_sdk.gateway.client_fairness import TimeBudget
 from tenant_sdk.gateway.scheduler import Base, Scheduler
-from tenant_sdk.gateway.status import Ended, request_name
+from tenant_sdk.gateway.status import SequenceErrors, request_name
 from tenant_sdk.gateway.structured import LimitedGrammar
 
 NAME = "cmpl-" + request_name("1", "ab" * 16)
@@ -26,7 +26,7 @@ def owing(*, hangs_up: bool) -> list[str]:
     scheduler._grammars = scheduler._grammars_of([NAME])
     scheduler.kv_cache_manager = SimpleNamespace(evict_blocks=lambda _: None)
     scheduler._time_budget, scheduler._written = TimeBudget(0.2, 0.01), {}
-    scheduler._ended, scheduler._folder = Ended(), Path(mkdtemp())
+    scheduler._ended, scheduler._folder = SequenceErrors(), Path(mkdtemp())
     scheduler.finish_requests = lambda *_: []
     if hangs_up:  # as the engine's core does directly before the step's end
         scheduler.requests.clear()
