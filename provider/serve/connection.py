@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -127,6 +127,7 @@ class Connections:
         self._open: set[Connection] = set()
         self._changed = threading.Condition()
         self._full, self._unchecked = LogRateLimiter(REMIND_SECONDS), LogRateLimiter(REMIND_SECONDS)
+        self._tenant_full = defaultdict[str, LogRateLimiter](lambda: LogRateLimiter(REMIND_SECONDS))
         self.draining = False
 
     def reserve(self, peer: str) -> bool:
@@ -159,8 +160,9 @@ class Connections:
                 self._reserved_for[tenant] += 1
                 return True
         self.metrics.handshake_failed("tenant_full")
-        who = {"tenant": tenant}
-        log.warning("tenant %s has %d connections already", tenant, self._limits.per_tenant, extra=who)
+        if self._tenant_full[tenant].due(time.monotonic()):
+            who = {"tenant": tenant}
+            log.warning("tenant %s has %d connections already", tenant, self._limits.per_tenant, extra=who)
         return False
 
     def release_for(self, tenant: str) -> None:

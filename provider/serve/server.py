@@ -9,6 +9,7 @@ import socket
 import ssl
 import threading
 import time
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +33,8 @@ from shared.errors import ConfigurationError
 from shared.log_rate_limit import LogRateLimiter
 
 log = logging.getLogger(__name__)
+
+FAILURES = 60  # of one kind of handshake that are logged in a minute
 
 
 def key_exchange_groups(openssl: tuple[int, ...]) -> str:
@@ -87,6 +90,7 @@ class Acceptor:
             max_in_flight,
         )
         self._reserve = ReserveDescriptor()
+        self._failures = defaultdict[str, LogRateLimiter](lambda: LogRateLimiter(REMIND_SECONDS, FAILURES))
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
     def _accept(self) -> None:
@@ -162,7 +166,9 @@ class Acceptor:
             more = error.reason
         self._connections.metrics.handshake_failed(reason)
         told = f"{reason} ({more})" if more else reason
-        log.info("no session for %s: %s", peer, told, extra=who | {"reason": reason})
+        limiter = self._failures[reason]  # strangers decide how many there are
+        if limiter.due(time.monotonic()):
+            log.info("no session for %s: %s%s", peer, told, limiter.more(), extra=who | {"reason": reason})
 
     def _open(self, tenant: str, send: Send, peer: str) -> TenantSession:
         session = self._open_session(tenant, send, peer)

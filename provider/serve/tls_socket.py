@@ -35,6 +35,7 @@ class TlsSocket:
         self._begun = 0  # bytes that are missing of the record that OpenSSL has got in part
         self._idle = 0  # records in a row without data
         self._unsent = memoryview(b"")
+        self._deadline: float | None = None  # None: the socket does not block
 
     def __enter__(self) -> TlsSocket:
         """Close it at the end."""
@@ -52,7 +53,7 @@ class TlsSocket:
         return len(self._unsent)
 
     def do_handshake(self, deadline: float) -> None:
-        """TLS's handshake, on a socket that may block.
+        """TLS's handshake; the socket blocks.
 
         Args:
             deadline: of ``time.monotonic``.
@@ -61,13 +62,13 @@ class TlsSocket:
             OSError: it failed; the peer was told why.
             TimeoutError: it is too late.
         """
+        self._deadline = deadline
         while True:
             try:
                 self._tls.do_handshake()
             except ssl.SSLWantReadError:
                 self._send_all()
                 self._check_idle()
-                self.settimeout(_left(deadline))
                 if not self._feed():
                     raise ConnectionResetError("the peer has gone") from None
             except ssl.SSLError:
@@ -85,6 +86,7 @@ class TlsSocket:
             OSError: the peer broke TLS, or sends records without data.
         """
         if self._plain:
+            self._wait_until_deadline()
             return self._sock.recv_into(buffer)
         while True:
             try:
@@ -141,6 +143,7 @@ class TlsSocket:
         """
         sent = 0
         while len(self._unsent):
+            self._wait_until_deadline()
             try:
                 count = self._sock.send(self._unsent)
             except BlockingIOError:
@@ -170,13 +173,16 @@ class TlsSocket:
         self._plain = True
         self._sock.shutdown(how)
 
-    def settimeout(self, seconds: float | None) -> None:
-        """See ``socket.socket``."""
-        self._sock.settimeout(seconds)
+    def settimeout(self, seconds: float) -> None:
+        """Let the socket block, for so long in all, until this is called again."""
+        self._deadline = time.monotonic() + seconds
 
     def setblocking(self, flag: bool) -> None:
-        """See ``socket.socket``."""
-        self._sock.setblocking(flag)
+        """False: nothing blocks from now on. For the opposite, see ``settimeout``."""
+        if flag:
+            raise ValueError("a deadline is needed: call settimeout")
+        self._deadline = None
+        self._sock.setblocking(False)
 
     def fileno(self) -> int:
         """See ``socket.socket``."""
@@ -193,6 +199,7 @@ class TlsSocket:
             BlockingIOError, TimeoutError: the socket has none.
         """
         while len(self._read) < (1 if self._begun else _HEADER):
+            self._wait_until_deadline()
             data = self._sock.recv(CHUNK)
             if not data:
                 return False
@@ -208,6 +215,14 @@ class TlsSocket:
         self._in.write(self._read[:taken])
         self._read = self._read[taken:]
         return True
+
+    def _wait_until_deadline(self) -> None:
+        """Let the socket's next call wait no longer: bytes that come one by one must not stretch it."""
+        if self._deadline is not None:
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._sock.settimeout(left)
 
     def _check_idle(self) -> None:
         if self._idle >= RECORDS:
@@ -231,10 +246,3 @@ class TlsSocket:
     def _send_all(self) -> None:
         self._take_encrypted()
         self.flush()
-
-
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return left

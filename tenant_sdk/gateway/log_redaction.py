@@ -12,8 +12,9 @@ from typing import Any
 from shared.log_rate_limit import LogRateLimiter
 
 OURS = ("tenant_sdk", "shared")  # whose words hold no text of a client
-# They may fail at each token of an answer, and clients choose the tokens: a place says so once in a while.
-PARSERS, PARSERS_SECONDS = ("vllm.parser", "vllm.tool_parsers"), 60.0
+PLACE_SECONDS = (
+    60.0  # between two lines of one place: clients may have it fail at each request, or each token
+)
 
 
 def redact_library_logs(clock: Callable[[], float] = time.monotonic) -> None:
@@ -23,14 +24,14 @@ def redact_library_logs(clock: Callable[[], float] = time.monotonic) -> None:
 
     def record_of(*arguments: Any, **options: Any) -> logging.LogRecord:
         record = make(*arguments, **options)
-        if record.name.startswith(PARSERS):
-            place = places.setdefault((record.pathname, record.lineno), LogRateLimiter(PARSERS_SECONDS))
-            if not place.due(clock()):
-                record.levelno = logging.NOTSET - 1  # below the level of any handler
-                return record
-        if record.name.partition(".")[0] not in OURS:
-            record.msg, record.args = _described(record), ()
-            record.exc_info = record.exc_text = record.stack_info = None
+        if record.name.partition(".")[0] in OURS:
+            return record
+        place = places.setdefault((record.pathname, record.lineno), LogRateLimiter(PLACE_SECONDS))
+        if not place.due(clock()):
+            record.levelno = logging.NOTSET - 1  # below the level of any handler
+            return record
+        record.msg, record.args = _described(record) + place.more(), ()
+        record.exc_info = record.exc_text = record.stack_info = None
         return record
 
     logging.setLogRecordFactory(record_of)

@@ -197,3 +197,46 @@ def test_a_handshake_has_an_end(tls_dir: Path) -> None:
     near, far = socket.socketpair()
     with far, TlsSocket(near, server_context(tls_dir)) as server, pytest.raises(TimeoutError):
         server.do_handshake(time.monotonic())
+
+
+@pytest.mark.parametrize("record", [b"\x16\x03\x01\x40\x00", b"\x16"])
+def test_bytes_that_come_one_by_one_stretch_no_deadline(tls_dir: Path, record: bytes) -> None:
+    """Of a handshake; whoever sends a byte now and then would keep a connection for ever."""
+    near, far = socket.socketpair()
+    stop = threading.Event()
+
+    def dribble() -> None:
+        far.sendall(record)
+        while not stop.wait(0.01):
+            far.sendall(b"\0")
+
+    thread = threading.Thread(target=dribble)
+    with far, TlsSocket(near, server_context(tls_dir)) as server:
+        thread.start()
+        try:
+            with pytest.raises((TimeoutError, ssl.SSLError)):
+                server.do_handshake(time.monotonic() + 0.2)
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_a_read_has_one_deadline_however_many_bytes_come(pair: Pair) -> None:
+    server, peer = pair
+    record, stop = peer.record(bytes(16_000), DATA), threading.Event()
+
+    def dribble() -> None:
+        at = 0
+        while not stop.wait(0.01):
+            peer.raw.sendall(record[at : at + 1])
+            at += 1
+
+    thread = threading.Thread(target=dribble)
+    thread.start()
+    try:
+        server.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            server.recv(100)
+    finally:
+        stop.set()
+        thread.join()

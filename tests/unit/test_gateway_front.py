@@ -439,18 +439,20 @@ def test_libraries_words_are_left_out(quiet: list[float], caplog: pytest.LogCapt
     assert "a step failed: gone" in caplog.text
 
 
-def test_a_place_of_a_parser_says_once_in_a_while_that_it_fails(
+def test_a_place_of_a_library_says_once_in_a_while_that_it_fails(
     quiet: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A client can have it fail at each token."""
+    """A client can have it fail at each request, or each token, with a traceback of kilobytes."""
     for seconds in (0.0, 59.0, 61.0):
         quiet[0] = seconds
-        for name in ("vllm.tool_parsers.one", "vllm.something"):
-            for _ in range(100):
-                logging.getLogger(name).error("fails")
-        logging.getLogger("vllm.tool_parsers.one").error("fails at another place")
+        for _ in range(100):
+            logging.getLogger("vllm.something").error("fails")
+        logging.getLogger("vllm.something").error("fails at another place")
+        logging.getLogger("tenant_sdk.gateway").error("fails")
     lines = Counter(record.name for record in caplog.records)
-    assert lines == {"vllm.tool_parsers.one": 4, "vllm.something": 300}
+    assert lines == {"vllm.something": 4, "tenant_sdk.gateway": 3}
+    assert caplog.text.count("(199 more since the last line)") == 1
+    assert caplog.text.count("(1 more since the last line)") == 1
 
 
 @pytest.mark.parametrize(
