@@ -129,7 +129,7 @@ def linger(sock: TlsSocket, deadline: float = math.inf) -> None:
         sock.shutdown(socket.SHUT_WR)
         while True:
             _until(deadline, sock)
-            if not sock.recv(1 << 16):
+            if not sock.discard():
                 return
     except OSError:
         pass  # it stays, or has gone

@@ -30,7 +30,6 @@ class TlsSocket:
         self._sock = socket.socket(fileno=sock.detach())
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._in, self._out, server_side=True)
-        self._plain = False  # TLS has ended, and what arrives is returned as it is
         self._read = memoryview(b"")  # what OpenSSL has not got yet
         self._begun = 0  # bytes that are missing of the record that OpenSSL has got in part
         self._idle = 0  # records in a row without data
@@ -85,9 +84,6 @@ class TlsSocket:
             ssl.SSLWantReadError: nothing more has arrived, on a socket that does not block.
             OSError: the peer broke TLS, or sends records without data.
         """
-        if self._plain:
-            self._wait_until_deadline()
-            return self._sock.recv_into(buffer)
         while True:
             try:
                 count: int = self._tls.read(len(buffer), buffer)  # type: ignore[assignment]
@@ -107,9 +103,21 @@ class TlsSocket:
                 return count
 
     def recv(self, size: int) -> bytes:
-        """See ``recv_into``; after ``shutdown``, what arrives as it is."""
+        """See ``recv_into``."""
         buffer = bytearray(size)
         return bytes(buffer[: self.recv_into(memoryview(buffer))])
+
+    def discard(self) -> int:
+        """Throw away what has arrived, without decrypting it; the number of bytes, or 0 if the peer has gone.
+
+        Nothing can be read after this.
+
+        Raises:
+            BlockingIOError, TimeoutError: nothing has arrived.
+        """
+        self._read = memoryview(b"")
+        self._wait_until_deadline()
+        return len(self._sock.recv(CHUNK))
 
     def pending(self) -> int:
         """Bytes that are decrypted, and were not returned yet."""
@@ -169,8 +177,7 @@ class TlsSocket:
         self.flush()
 
     def shutdown(self, how: int) -> None:
-        """See ``socket.socket``; from now on nothing is encrypted or decrypted."""
-        self._plain = True
+        """See ``socket.socket``."""
         self._sock.shutdown(how)
 
     def settimeout(self, seconds: float) -> None:

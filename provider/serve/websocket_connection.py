@@ -31,7 +31,7 @@ from shared.wire.websocket import (
 
 STALL_SECONDS = 60.0  # in which a message, or an answer, does not move on
 STALL_RATE = 16 << 10  # bytes a second, below which it does not
-RECORDS = 64  # of TLS that are thrown away before it is another's turn
+DISCARDS = 16  # of what arrives at the end, before it is another's turn
 TURN_SECONDS = 2e-3  # of a round of the loop, for what all connections of a tenant have sent
 STEPS = 128  # of parsing, before the time is looked at
 LOOKS = 4  # within the seconds of a stall
@@ -101,6 +101,7 @@ class WebsocketConnection(Connection):
         self._piece = memoryview(b"")  # of the first of them
         self._events: deque[Incoming | Control] = deque()  # complete, and not yet handled
         self._reading, self._writing = True, False  # what the loop waits for
+        self._goes_on = False  # it is to be called
         self._deaf = False  # all that had arrived when the end began has been read
         self._said_goodbye = False
         self._written = 0
@@ -139,7 +140,7 @@ class WebsocketConnection(Connection):
         began = time.monotonic()
         left = TURN_SECONDS - self._loop.spent(self.tenant)
         if left <= 0:
-            self._loop.call_soon_threadsafe(self._go_on)
+            self._go_on_soon()
             return
         try:
             self._read_until(began + left)
@@ -151,7 +152,7 @@ class WebsocketConnection(Connection):
         while self._handle(until):
             if not more:
                 if self._sock.unread:
-                    self._loop.call_soon_threadsafe(self._go_on)
+                    self._go_on_soon()
                 return
             count = 0
             if not self._reader.unparsed:
@@ -185,7 +186,7 @@ class WebsocketConnection(Connection):
             if time.monotonic() > until:
                 break
         if time.monotonic() > until:  # fragments complete nothing, and take time as well
-            self._loop.call_soon_threadsafe(self._go_on)
+            self._go_on_soon()
             return False
         return True
 
@@ -198,9 +199,16 @@ class WebsocketConnection(Connection):
         """If that was put off, and need not be any more."""
         if not (self._reading or self._ending or self._deaf or self._full):
             self._reading = True  # so that it is asked for once
+            self._go_on_soon()
+
+    def _go_on_soon(self) -> None:
+        """In this round of the loop or the next; once, although the socket also tells of itself each time."""
+        if not self._goes_on:
+            self._goes_on = True
             self._loop.call_soon_threadsafe(self._go_on)
 
     def _go_on(self) -> None:
+        self._goes_on = False
         if self._deaf:
             self._finish()
         elif not self._ended and not self._ending:
@@ -216,7 +224,7 @@ class WebsocketConnection(Connection):
         self._queue(encode_message(header, blocks), taken)
         self._read_again()
         if self._draining:
-            self._loop.call_soon_threadsafe(self._go_on)
+            self._go_on_soon()
 
     def _queue(self, pieces: Iterator[bytes | memoryview], taken: Callable[[], None] = lambda: None) -> None:
         if self._ended:
@@ -297,12 +305,11 @@ class WebsocketConnection(Connection):
     def _wait_for_end(self) -> None:
         """Closing a socket with unread bytes would destroy what was sent."""
         try:
-            for _ in range(RECORDS):
-                if not self._sock.recv(1 << 16):
+            for _ in range(DISCARDS):
+                if not self._sock.discard():
                     self._end()
                     return
-            self._loop.call_soon_threadsafe(lambda: self._ready(READ))  # TLS may have decrypted more
-        except (BlockingIOError, ssl.SSLWantReadError):
+        except BlockingIOError:
             pass
 
     def _release(self) -> None:

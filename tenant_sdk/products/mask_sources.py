@@ -100,11 +100,11 @@ class ExecutorSource:
             self._remote.close()
 
 
-class LocalSource:
-    """The tenant's own checkpoint: nobody else sees a mask. Each weight is read when it is needed.
+class OwnCheckpoint:
+    """The tenant's own checkpoint of the model that an executor serves.
 
     Args:
-        folder: the checkpoint that the executor serves.
+        folder: of the checkpoint.
         manifest: the executor's.
 
     Raises:
@@ -113,8 +113,21 @@ class LocalSource:
     """
 
     def __init__(self, folder: str | Path, manifest: Manifest) -> None:
-        self._checkpoint = trusted_checkpoint(folder, manifest)
-        self._groups = manifest.groups
+        self._checkpoint, self._groups = trusted_checkpoint(folder, manifest), manifest.groups
+
+    def weights(self, group: int) -> list[torch.Tensor]:
+        """Of each member of a group, [O, D] float32, as the checkpoint has them."""
+        return [self._checkpoint.member_weight(member).float() for member in self._groups[group].members]
+
+
+class LocalSource(OwnCheckpoint):
+    """The tenant's own checkpoint: nobody else sees a mask. Each weight is read when it is needed.
+
+    Args and Raises: see OwnCheckpoint.
+    """
+
+    def __init__(self, folder: str | Path, manifest: Manifest) -> None:
+        super().__init__(folder, manifest)
         # The executor multiplies with weights rounded to its numerics, so the effect must too.
         self._served_dtype = DTYPE_NAMES.get(manifest.numerics, torch.float32)
 
@@ -137,15 +150,15 @@ class LocalSource:
         """See MaskSource."""
 
 
-class LocalRing:
+class LocalRing(OwnCheckpoint):
     """The tenant's own checkpoint as integers: two bytes a weight stay in memory once used.
 
-    Args and Raises: see LocalSource.
+    Args and Raises: see OwnCheckpoint.
     """
 
     def __init__(self, folder: str | Path, manifest: Manifest) -> None:
-        self._checkpoint = trusted_checkpoint(folder, manifest)
-        self._groups, self._numerics = manifest.groups, manifest.numerics
+        super().__init__(folder, manifest)
+        self._numerics = manifest.numerics
         self._made: dict[int, tuple[PlaneProducts, torch.Tensor]] = {}
         self._lock = threading.Lock()
 

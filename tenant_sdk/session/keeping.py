@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,6 +34,8 @@ COLD_BYTES = 64 << 20  # of weights that are multiplied in turn, so that none li
 MAX_COPIES = 16  # of a weight among them
 
 Shape = tuple[int, ...]  # inputs, and outputs of each member
+# Products that are asked for weights, or what has the weights of a group's members, [O, D] each.
+WeightSource = Products | Callable[[int], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Kept:
 def keep_groups(
     config: SessionConfig,
     products: Products,
-    strict: Products,
+    origin: WeightSource,
     executor: RemoteExecutor,
     token_bytes: Callable[[list[GroupShape], tuple[Direction, ...]], TokenBytes],
 ) -> tuple[Products, Kept]:
@@ -84,7 +87,8 @@ def keep_groups(
 
     Args:
         products: of all groups.
-        strict: with which weights are asked for. A wrong answer would be in all later products.
+        origin: of the weights; products that are all checked, since a wrong answer would be in all later
+            products, or the tenant's own checkpoint.
         executor: that serves them.
         token_bytes: of one token that passes groups of these shapes in these directions.
 
@@ -112,13 +116,7 @@ def keep_groups(
     chosen = [places[at] for at in choose_groups(candidates, budget)]
     left = [at for at in places if at not in chosen]
     passed = [executor.shapes[at] for at in left], [executor.shapes[at] for at in places]
-    cache = None
-    parties = [config.provider, *config.mask_sources]
-    named = all(isinstance(each, str) for party in parties for each in replicas_of(party))
-    if config.when_verified != "off" and named:  # else nobody has checked the weights, or has a name
-        manifest = executor.manifest
-        cache = WeightCache([manifest.digest, manifest.numerics, dtype, *parties, *_checked_with(config)])
-    weights = _weights(strict, {at: infos[at] for at in chosen}, dtype, cache)
+    weights = _weights(origin, {at: infos[at] for at in chosen}, dtype, _cache(config, executor, dtype))
     return KeptProducts(products, weights), Kept(
         frozenset(chosen),
         sum(sizes[at] for at in chosen),
@@ -127,6 +125,16 @@ def keep_groups(
         (sum(there[at] for at in left) + sum(here[at] for at in chosen), sum(there.values())),
         Counter("+".join(member.name.rpartition(".")[2] for member in infos[at].members) for at in chosen),
     )
+
+
+def _cache(config: SessionConfig, executor: RemoteExecutor, dtype: torch.dtype) -> WeightCache | None:
+    """Where weights of these executors are kept; None: nobody checks them, or an executor has no address."""
+    parties = [config.provider, *config.mask_sources]
+    named = all(isinstance(each, str) for party in parties for each in replicas_of(party))
+    if config.when_verified == "off" or not named:
+        return None
+    manifest = executor.manifest
+    return WeightCache([manifest.digest, manifest.numerics, dtype, *parties, *_checked_with(config)])
 
 
 def _checked_with(config: SessionConfig) -> Iterator[str]:
@@ -193,22 +201,26 @@ def _fastest(products: Products, groups: Iterable[int], shape: Shape, *, trainin
 
 
 def _weights(
-    products: Products, infos: Mapping[int, GroupInfo], dtype: torch.dtype, cache: WeightCache | None
+    origin: WeightSource, infos: Mapping[int, GroupInfo], dtype: torch.dtype, cache: WeightCache | None
 ) -> dict[int, list[torch.Tensor]]:
     """Of each group and member, [O, D]."""
     weights = dict[int, list[torch.Tensor]]()
-    for at, info in tqdm(infos.items(), "asking for kept weights", unit="group", disable=None):
+    for at, info in tqdm(infos.items(), "reading kept weights", unit="group", disable=None):
+        if callable(origin):
+            weights[at] = [weight.to(dtype) for weight in origin(at)]
+            continue
         cached = cache.read(info, dtype) if cache else None
         if cached is not None:
             weights[at] = cached
             continue
-
-        def product(members: int, rows: list[torch.Tensor], at: int = at) -> list[torch.Tensor]:
-            return products.submit(at, Direction.FORWARD, members, rows, RequestClass.FINETUNING).result()
-
         weights[at] = [
-            group_weights(product, info, member, dtype).T.contiguous() for member in range(len(info.members))
+            group_weights(partial(_product, origin, at), info, member, dtype).T.contiguous()
+            for member in range(len(info.members))
         ]
         if cache:
             cache.write(info, weights[at])
     return weights
+
+
+def _product(products: Products, group: int, members: int, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    return products.submit(group, Direction.FORWARD, members, rows, RequestClass.FINETUNING).result()

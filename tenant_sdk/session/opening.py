@@ -24,7 +24,7 @@ from tenant_sdk.connection.urls import LOCAL, is_local, party_name
 from tenant_sdk.products.bank_masks import BankMasks
 from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.products.fingerprints import StoredFingerprints
-from tenant_sdk.products.mask_sources import ExecutorSource, LocalRing, LocalSource, MaskSource
+from tenant_sdk.products.mask_sources import ExecutorSource, LocalRing, LocalSource, MaskSource, OwnCheckpoint
 from tenant_sdk.products.masks import Masks, NoMasks, OneTimeMasks
 from tenant_sdk.products.noise_bank import NoiseBank
 from tenant_sdk.products.products import PlainProducts, Products, padded
@@ -97,7 +97,8 @@ def open_session(config: SessionConfig) -> Session:
                 sources=remote_sources,
             )
             strict = inner.strict() if isinstance(inner, RingProducts) else inner
-            products, kept = keep_groups(config, products, strict, provider, count)
+            own = next((source.weights for source in sources if isinstance(source, OwnCheckpoint)), None)
+            products, kept = keep_groups(config, products, own or strict, provider, count)
         session = Session(
             provider,
             products,

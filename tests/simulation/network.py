@@ -135,6 +135,12 @@ class Socket:
         buffer = bytearray(count)
         return bytes(buffer[: self.recv_into(memoryview(buffer))])
 
+    def discard(self) -> int:
+        try:
+            return len(self.recv(1 << 16))
+        except ssl.SSLWantReadError:
+            raise BlockingIOError from None
+
     def pending(self) -> int:
         return len(self._decrypted)
 

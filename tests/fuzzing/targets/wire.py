@@ -68,6 +68,9 @@ class _Socket:
         data = bytearray(min(size, 1 << 14))
         return bytes(data[: self.recv_into(memoryview(data))])
 
+    def discard(self) -> int:
+        return len(self.recv(1 << 14))
+
     def send(self, data: bytes | memoryview) -> int:
         self.sent += bytes(data)
         return len(data)
