@@ -11,7 +11,7 @@ from tenant_sdk.connection.key_exchange import UNKNOWN, group_of, peek
 
 
 class TlsSocket(ssl.SSLSocket):
-    """Made by ``connect.client_context``'s contexts.
+    """Made by the contexts of ``handshake.client_context``.
 
     Attributes:
         seen_group: see ``key_exchange.agreed``, which asks Python first.
