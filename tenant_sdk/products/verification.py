@@ -64,9 +64,9 @@ def multiply_challenge(
 ) -> torch.Tensor:
     """``W z`` modulo 2^64: int64 [C] from z [P, N] and the transposed product, [n, N] to [n, P C].
 
-    That product is modulo 2^32, so z is multiplied digit by digit, in base 256. The digits are random, so a sum
-    is near 2^7 times the norm of a column, which is far below 2^31. A plane's part of z needs that plane's
-    product alone; the others are left out.
+    That product is modulo 2^32, so z is multiplied digit by digit, in base 256. The digits are random, so a
+    sum is near 2^7 times the norm of a column, which is far below 2^31. A plane's part of z needs that
+    plane's product alone; the others are left out.
     """
     rest, digits = challenge.long(), []
     for _ in range(_DIGITS - 1):
