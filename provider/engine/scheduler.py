@@ -246,7 +246,7 @@ class Opportunistic:
         if not waiting:
             return None
         for work in waiting:
-            self._waits(work, now)
+            self._note_activity(work, now)
         alone = self._active.latest_of_others({work.tenant for work in self._queue}, now) is None
         if alone and len(self._queue) == 1:  # nobody to be fair to, and no time to lose
             return [self._take(waiting[0], self._most_rows(waiting[0], now))]
@@ -276,7 +276,7 @@ class Opportunistic:
         group, direction, members, _ = batch[0].work.key
         self._latency.observe(group, direction, members, rows_of(batch), seconds)
         for work, _, stop in batch:
-            self._waits(work, now)
+            self._note_activity(work, now)
             if work.decodes and stop == work.rows:
                 self.tokens.answered((work.tenant, work.session), group, now - work.arrived)
 
@@ -299,7 +299,7 @@ class Opportunistic:
         wait = min(wait, self._objective.wait_seconds)
         return work.arrived + (wait if wait > MIN_WAIT_SECONDS else 0.0)
 
-    def _waits(self, work: QueuedRequest, now: float) -> None:
+    def _note_activity(self, work: QueuedRequest, now: float) -> None:
         """Somebody waits, or waited just now, for a token that this request is for; if it is for one."""
         if work.decodes:
             self._last_decode = now

@@ -97,12 +97,12 @@ class WebsocketConnection(Connection):
             steps=STEPS,
         )
         self._descriptor = sock.fileno()
-        self._out: deque[_Out] = deque()
+        self._write_queue: deque[_Out] = deque()
         self._piece = memoryview(b"")  # of the first of them
         self._events: deque[Incoming | Control] = deque()  # complete, and not yet handled
         self._reading, self._writing = True, False  # what the loop waits for
-        self._goes_on = False  # it is to be called
-        self._deaf = False  # all that had arrived when the end began has been read
+        self._resumes = False  # it is to be called
+        self._read_closed = False  # all that had arrived when the end began has been read
         self._said_goodbye = False
         self._written = 0
         self._seen, self._stuck = (0, 0), [0, 0]  # bytes read and written, and for how many looks few more
@@ -113,13 +113,13 @@ class WebsocketConnection(Connection):
         super().start(loop, ended)
         self._sock.setblocking(False)
         loop.register(self._descriptor, self._ready)
-        loop.call_later_weak(STALL_SECONDS / LOOKS, self._look_for_stall)
+        loop.call_later_weak(STALL_SECONDS / LOOKS, self._check_progress)
         self._ready(READ)  # what came with the handshake is in TLS already
 
     def drain(self) -> None:
         """See Connection."""
         self._draining = True
-        self._go_on()
+        self._resume_reading()
 
     # -- in ---------------------------------------------------------------------------------------
 
@@ -127,11 +127,11 @@ class WebsocketConnection(Connection):
         self._guarded(partial(self._move, what))
 
     def _move(self, what: int) -> None:
-        if what & WRITE or self._out:
+        if what & WRITE or self._write_queue:
             self._write()
         if what & ~WRITE:
             if self._ending:
-                self._wait_for_end()
+                self._discard_until_end()
             elif self._reading or what & (select.EPOLLERR | select.EPOLLHUP):
                 self._read()
 
@@ -140,7 +140,7 @@ class WebsocketConnection(Connection):
         began = time.monotonic()
         left = TURN_SECONDS - self._loop.spent(self.tenant)
         if left <= 0:
-            self._go_on_soon()
+            self._resume_soon()
             return
         try:
             self._read_until(began + left)
@@ -152,7 +152,7 @@ class WebsocketConnection(Connection):
         while self._handle(until):
             if not more:
                 if self._sock.unread:
-                    self._go_on_soon()
+                    self._resume_soon()
                 return
             count = 0
             if not self._reader.unparsed:
@@ -171,8 +171,8 @@ class WebsocketConnection(Connection):
     def _handle(self, until: float) -> bool:
         """What is complete, one after the other; whether to go on reading."""
         while self._events:
-            if self._full:
-                self._wait_for(reading=False)
+            if self._over_limit:
+                self._set_interest(reading=False)
                 return False
             event = self._events.popleft()
             if isinstance(event, Incoming):
@@ -186,33 +186,33 @@ class WebsocketConnection(Connection):
             if time.monotonic() > until:
                 break
         if time.monotonic() > until:  # fragments complete nothing, and take time as well
-            self._go_on_soon()
+            self._resume_soon()
             return False
         return True
 
     @property
-    def _full(self) -> bool:
+    def _over_limit(self) -> bool:
         """Whether as much is under way, or waits for the tenant to read it, as may be."""
-        return self._session.in_flight >= self._max_in_flight or len(self._out) > self._max_in_flight
+        return self._session.in_flight >= self._max_in_flight or len(self._write_queue) > self._max_in_flight
 
     def _read_again(self) -> None:
         """If that was put off, and need not be any more."""
-        if not (self._reading or self._ending or self._deaf or self._full):
+        if not (self._reading or self._ending or self._read_closed or self._over_limit):
             self._reading = True  # so that it is asked for once
-            self._go_on_soon()
+            self._resume_soon()
 
-    def _go_on_soon(self) -> None:
+    def _resume_soon(self) -> None:
         """In this round of the loop or the next; once, although the socket also tells of itself each time."""
-        if not self._goes_on:
-            self._goes_on = True
-            self._loop.call_soon_threadsafe(self._go_on)
+        if not self._resumes:
+            self._resumes = True
+            self._loop.call_soon_threadsafe(self._resume_reading)
 
-    def _go_on(self) -> None:
-        self._goes_on = False
-        if self._deaf:
+    def _resume_reading(self) -> None:
+        self._resumes = False
+        if self._read_closed:
             self._finish()
         elif not self._ended and not self._ending:
-            self._wait_for(reading=True)
+            self._set_interest(reading=True)
             self._ready(READ)
 
     # -- out --------------------------------------------------------------------------------------
@@ -224,14 +224,14 @@ class WebsocketConnection(Connection):
         self._queue(encode_message(header, blocks), taken)
         self._read_again()
         if self._draining:
-            self._go_on_soon()
+            self._resume_soon()
 
     def _queue(self, pieces: Iterator[bytes | memoryview], taken: Callable[[], None] = lambda: None) -> None:
         if self._ended:
             taken()
             return
-        self._out.append(_Out(pieces, taken))
-        if len(self._out) == 1 and not self._writing:
+        self._write_queue.append(_Out(pieces, taken))
+        if len(self._write_queue) == 1 and not self._writing:
             try:
                 self._write()
             except OSError as error:
@@ -239,11 +239,11 @@ class WebsocketConnection(Connection):
 
     def _write(self) -> None:
         try:
-            while self._out:
+            while self._write_queue:
                 if not len(self._piece):
-                    following = next(self._out[0].pieces, None)
+                    following = next(self._write_queue[0].pieces, None)
                     if following is None:
-                        self._out.popleft().taken()
+                        self._write_queue.popleft().taken()
                         continue
                     self._piece = memoryview(following)
                 count = self._sock.send(self._piece)
@@ -251,10 +251,10 @@ class WebsocketConnection(Connection):
                 self._written += count
             self._written += self._sock.flush()
         except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
-            self._wait_for(writing=True)
+            self._set_interest(writing=True)
             return
         if self._writing:
-            self._wait_for(writing=False)
+            self._set_interest(writing=False)
         self._read_again()
         if self._ending and not self._said_goodbye:
             self._say_goodbye()
@@ -269,8 +269,8 @@ class WebsocketConnection(Connection):
         if not self._draining or self._ended or self._ending or self._reader.mid_message:
             return
         if self._session.in_flight:
-            self._deaf = True
-            self._wait_for(reading=False)
+            self._read_closed = True
+            self._set_interest(reading=False)
         else:
             self._close(1001, "")
 
@@ -286,7 +286,7 @@ class WebsocketConnection(Connection):
             return
         self._ending = True
         self._events.clear()
-        self._wait_for(reading=True)  # for the tenant's end
+        self._set_interest(reading=True)  # for the tenant's end
         self._queue(iter((_closing(code, reason),)))
 
     def _say_goodbye(self) -> None:
@@ -302,7 +302,7 @@ class WebsocketConnection(Connection):
         except OSError:
             self._end()
 
-    def _wait_for_end(self) -> None:
+    def _discard_until_end(self) -> None:
         """Closing a socket with unread bytes would destroy what was sent."""
         try:
             for _ in range(DISCARDS):
@@ -314,7 +314,7 @@ class WebsocketConnection(Connection):
 
     def _release(self) -> None:
         self._loop.unregister(self._descriptor)
-        self._out.clear()
+        self._write_queue.clear()
         self._events.clear()
         self._piece = memoryview(b"")
         self._reader.drop()
@@ -323,21 +323,21 @@ class WebsocketConnection(Connection):
 
     # -- waiting ----------------------------------------------------------------------------------
 
-    def _wait_for(self, *, reading: bool | None = None, writing: bool | None = None) -> None:
+    def _set_interest(self, *, reading: bool | None = None, writing: bool | None = None) -> None:
         self._reading = self._reading if reading is None else reading
         self._writing = self._writing if writing is None else writing
         if not self._ended:
             what = (READ if self._reading or self._ending else 0) | (WRITE if self._writing else 0)
             self._loop.modify(self._descriptor, what)
 
-    def _look_for_stall(self) -> None:
+    def _check_progress(self) -> None:
         if self._ended:
             return
         idle, self._seen_idle = self._reader.idle_frames - self._seen_idle, self._reader.idle_frames
         if idle > IDLE_FRAMES:
             self._guarded(self._refuse_idle_frames)
         moved = (self._reader.progress, self._written)  # control frames and empty fragments are none
-        waits = (self._reading and self._reader.mid_message, bool(self._out or self._sock.unsent))
+        waits = (self._reading and self._reader.mid_message, bool(self._write_queue or self._sock.unsent))
         for way in range(2):
             few = moved[way] - self._seen[way] < STALL_RATE * STALL_SECONDS / LOOKS
             self._stuck[way] = self._stuck[way] + 1 if waits[way] and few else 0
@@ -345,7 +345,7 @@ class WebsocketConnection(Connection):
         if max(self._stuck) >= LOOKS:
             self._broke(TimeoutError())
         else:
-            self._loop.call_later_weak(STALL_SECONDS / LOOKS, self._look_for_stall)
+            self._loop.call_later_weak(STALL_SECONDS / LOOKS, self._check_progress)
 
     def _refuse_idle_frames(self) -> None:
         raise WireError("frame", f"more than {IDLE_FRAMES} frames without data in a short time", fatal=True)

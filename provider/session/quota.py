@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from shared.errors import WireError
 
 RETRY_SECONDS = 0.05  # when room depends on answers that are under way
-RESERVE = 128  # a tenant without anything in flight has this part of the bytes of all to itself
+RESERVED_DIVISOR = 128  # a tenant without anything in flight has this part of the bytes of all to itself
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Quotas:
             if own is None:
                 own = self._tenants[tenant] = _Account(self._quota, now)
             # Else a few tenants that send slowly could keep all others out.
-            small = held * RESERVE <= self._all.quota.bytes_in_flight
+            small = held * RESERVED_DIVISOR <= self._all.quota.bytes_in_flight
             for account, whose in ((own, "your requests"), (self._all, "all requests together")):
                 reserved = account is self._all and not own.bytes and small
                 seconds = account.wait(rows, held, received, now, reserved=reserved)

@@ -182,14 +182,14 @@ class TenantSession:
         if service.transcript:
             service.transcript.request(self._number, header, payload)
         self._under_way.add(id(header))
-        service.engine.submit(self._tenant, id(self), header, payload, partial(self._multiplied, header))
+        service.engine.submit(self._tenant, id(self), header, payload, partial(self._on_product_done, header))
 
-    def _multiplied(self, header: Header, done: Completion | Exception) -> None:
+    def _on_product_done(self, header: Header, done: Completion | Exception) -> None:
         if isinstance(done, Exception) or self._closed:
-            self._back(header, None, [], done if isinstance(done, Exception) else None)
+            self._on_done(header, None, [], done if isinstance(done, Exception) else None)
             return
         answer = self._admitted[id(header)][1]
-        if not self._back(header, answer, done.blocks):
+        if not self._on_done(header, answer, done.blocks):
             return
         service = self._service
         self._answered += 1
@@ -211,10 +211,10 @@ class TenantSession:
 
     def _read(self, header: Header, answer: Header, future: Future[torch.Tensor]) -> None:
         error = future.exception()
-        if self._back(header, answer, [] if error else [future.result()], error):
+        if self._on_done(header, answer, [] if error else [future.result()], error):
             self._service.metrics.downloaded(self._tenant, header, answer)
 
-    def _back(
+    def _on_done(
         self,
         header: Header,
         answer: Header | None,

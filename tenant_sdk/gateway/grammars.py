@@ -100,10 +100,10 @@ def main() -> None:
     file, tokens, end = sys.argv[1:]
     tokenizer = llguidance.LLTokenizer(Path(file).read_text(), n_vocab=int(tokens), eos_token=int(end))
     trial(tokenizer, Constraint("choice", '["yes", "no"]'))  # what the first compiles is then there for all
-    answer(lambda given: _apart(tokenizer, msgspec.json.decode(given, type=Constraint)).encode())
+    answer(lambda given: _in_child(tokenizer, msgspec.json.decode(given, type=Constraint)).encode())
 
 
-def _apart(tokenizer: llguidance.LLTokenizer, given: Constraint) -> str:
+def _in_child(tokenizer: llguidance.LLTokenizer, given: Constraint) -> str:
     """``trial`` in a child, whose time and memory end."""
     reading, writing = os.pipe()
     child = os.fork()

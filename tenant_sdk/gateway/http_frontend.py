@@ -120,7 +120,7 @@ class HttpFrontend:
         path = scope["path"]
         client = self._authenticator.admit(scope["headers"])
         if path in OPEN and (self._authenticator.keys or isinstance(client, str)):
-            return await self._opened(scope["method"], path, send)
+            return await self._serve_public(scope["method"], path, send)
         if isinstance(client, Refusal):
             return await _refuse(send, client)
         current_client.set(client)
@@ -135,8 +135,8 @@ class HttpFrontend:
             if not isinstance(body, bytes):
                 return await _refuse(send, body)
             if path not in GENERATES | TOKENIZES:
-                return await self._looked(client, scope, _replayed(body, receive), send)
-            wanted = self._away() or await self._wanted(client, path, body)
+                return await self._serve_unqueued(client, scope, _replayed(body, receive), send)
+            wanted = self._away() or await self._parse(client, path, body)
         if isinstance(wanted, Refusal):
             return await _refuse(send, wanted)
         if why := self._served.unserved(wanted.model):
@@ -149,12 +149,12 @@ class HttpFrontend:
             return await _refuse(send, refusal)
         entered = self._clock()
         try:
-            await self._entered(client, wanted, scope, receive, send)
+            await self._serve_queued(client, wanted, scope, receive, send)
             await _flushed(scope)
         finally:
             self._queue.leave(client, wanted.sequences, self._clock() - entered)
 
-    async def _opened(self, method: str, path: str, send: Send) -> None:
+    async def _serve_public(self, method: str, path: str, send: Send) -> None:
         """Answer strangers, of whom there may be many: in vLLM's application each takes a millisecond."""
         if method not in ("GET", "HEAD"):
             return await _refuse(send, Refusal(405, "invalid_request_error", f"{path} is only read"))
@@ -165,7 +165,7 @@ class HttpFrontend:
             return await _refuse(send, failure_refusal(status.failure, status.error, self._retry_after))
         return await _say(send, b'{"status":"ok"}', b"application/json")
 
-    async def _looked(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
+    async def _serve_unqueued(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
         """Have a request answered that needs no place in the queue."""
         if not self._unqueued.take(client, 1):
             why = "too many requests for adapters or figures are under way with your key; try again"
@@ -176,13 +176,15 @@ class HttpFrontend:
         finally:
             self._unqueued.give_back(client, 1)
 
-    async def _entered(
+    async def _serve_queued(
         self, client: str, wanted: ParsedRequest, scope: Message, receive: Receive, send: Send
     ) -> None:
         """Have a request answered that is in the queue."""
         body = wanted.body
         if scope["path"] in TOKENIZES:
-            await self._alone(client, _with_length(scope, body), _replayed(body, receive), send)
+            await self._serve_one_per_client(
+                client, _with_length(scope, body), _replayed(body, receive), send
+            )
             return
         if wanted.constraint is not None:
             refusal = await _unless_gone(self._constraint_refusal(client, wanted.constraint), receive)
@@ -211,7 +213,7 @@ class HttpFrontend:
                 {"type": "http.response.body", "body": _error_event(self._step_refusal(name, entered))}
             )
 
-    async def _alone(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
+    async def _serve_one_per_client(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
         """Have one request at a time answered of a client's that take the server long."""
         answer = list[Message]()
 
@@ -233,7 +235,7 @@ class HttpFrontend:
         why = await checker.refusal(client, given)
         return Refusal(400, "invalid_request_error", why and f"the {given.kind} is refused: {why}")
 
-    async def _wanted(self, client: str, path: str, body: bytes) -> ParsedRequest | Refusal:
+    async def _parse(self, client: str, path: str, body: bytes) -> ParsedRequest | Refusal:
         """What a request is for; what takes time for a large one is done elsewhere, one at a time."""
         if len(body) <= SMALL_BODY_BYTES:
             return parse_request(path, body, self._served.context())

@@ -134,7 +134,7 @@ class RingProducts:
     ) -> None:
         self._answer_bits = AnswerBits(answers, remote.manifest.numerics)
         self._remote, self._masks, self._verifier, self._scales = remote, masks, verifier, scales
-        self._unforeseen = unpredictable
+        self._unpredictable = unpredictable
         self._groups: dict[int, RingGroup] = {}
         self._exact_only = set[tuple[int, Direction, int]]()  # kinds of which a right answer seemed wrong
         self._failed: VerificationError | None = None
@@ -142,8 +142,8 @@ class RingProducts:
 
     def strict(self) -> RingProducts:
         """The same executor and masks, with exact answers, of which all are checked if any are."""
-        verifier = self._verifier.of_all() if self._verifier else None
-        return RingProducts(self._remote, self._masks, verifier, self._scales, self._unforeseen)
+        verifier = self._verifier.checking_all() if self._verifier else None
+        return RingProducts(self._remote, self._masks, verifier, self._scales, self._unpredictable)
 
     def submit(
         self,
@@ -174,7 +174,9 @@ class RingProducts:
             started = time.perf_counter()
             mask = self._masks.take(key, piece.stop - piece.start, request_class=request_class)
             request = mask.request()
-            hidden.append(self._hide(key, piece, [block[piece] for block in rows], mask, request, check))
+            hidden.append(
+                self._quantize_and_mask(key, piece, [block[piece] for block in rows], mask, request, check)
+            )
             spent += time.perf_counter() - started
             return [request]
 
@@ -191,7 +193,7 @@ class RingProducts:
         sent = self._remote.submit_pieces(
             Operation.PRODUCT, *key.product, pieces, next_piece, request_class, key.answer_bits
         )
-        if group not in self._unforeseen:
+        if group not in self._unpredictable:
             self._masks.note_request(key, count)
 
         def finish() -> list[torch.Tensor]:
@@ -206,7 +208,7 @@ class RingProducts:
         size = rows * self._plan(key).answer_columns * key.answer_bits // 8
         self._answer_bits.note(request_class, size, seconds, travels=self._remote.travels(key.group))
 
-    def _hide(
+    def _quantize_and_mask(
         self,
         key: ProductKey,
         piece: slice,
@@ -259,18 +261,18 @@ class RingProducts:
                 piece = pieces.pop(0)
                 (answer,) = sent.pop(0).result()
                 started = time.perf_counter()
-                waited = self._reveal(key, piece, answer, results, check, doubted)
+                waited = self._unmask_and_check(key, piece, answer, results, check, doubted)
                 waiting, masking = waiting + waited, masking + time.perf_counter() - started - waited
                 if piece.rows.start in doubted or check.repeats:
                     again.append((piece, answer))
             # When all of it is there: a repeated piece would tell what the others must be.
             for piece, answer in again:
                 asked = True
-                self._compare(key, piece, answer, check)
+                self._recheck_exact(key, piece, answer, check)
         except BaseException as error:
             # What is owed must come: an executor that lies would withhold it.
             if (asked or doubted) and not isinstance(error, VerificationError) and self._verifier is not None:
-                unconfirmed = self._fail(self._verifier.unconfirmed(key))
+                unconfirmed = self._refuse_further(self._verifier.unconfirmed(key))
                 if isinstance(error, SymbiosisError):
                     raise unconfirmed from error
             raise
@@ -283,7 +285,7 @@ class RingProducts:
         )
         return results
 
-    def _reveal(
+    def _unmask_and_check(
         self,
         key: ProductKey,
         piece: _Piece,
@@ -311,7 +313,9 @@ class RingProducts:
             into = slice(first + part.start, first + part.stop)
             parts = [result[into] for result in results]
             if key.answer_bits < EXACT:
-                if self._reveal_rounded(key, answer[part], there, piece, part, scales, parts, check.rounded):
+                if self._unmask_and_check_rounded(
+                    key, answer[part], there, piece, part, scales, parts, check.rounded
+                ):
                     doubted.add(first)
             elif unmask_and_dequantize(
                 answer[part],
@@ -322,10 +326,10 @@ class RingProducts:
                 check.exact.challenge if check.exact else None,
                 piece.expected[part] if piece.expected is not None else None,
             ):
-                self._wrong(key)
+                self._check_failed(key)
 
     @staticmethod
-    def _reveal_rounded(
+    def _unmask_and_check_rounded(
         key: ProductKey,
         answer: torch.Tensor,
         effects: list[torch.Tensor],
@@ -348,7 +352,7 @@ class RingProducts:
             write_products(products, exponents[at], scales, [block[at] for block in blocks])
         return wrong
 
-    def _compare(self, key: ProductKey, piece: _Piece, answer: torch.Tensor, check: _Check) -> None:
+    def _recheck_exact(self, key: ProductKey, piece: _Piece, answer: torch.Tensor, check: _Check) -> None:
         """Ask for a rounded answer and its effects once more, with all bits, and compare all that came.
 
         Raises:
@@ -366,12 +370,12 @@ class RingProducts:
             whole.sub_(effect)
         right = torch.equal((whole.long() * check.exact.challenge).sum(1), piece.expected)
         if not (same and right):
-            self._wrong(key)
+            self._check_failed(key)
 
-    def _wrong(self, key: ProductKey) -> None:
+    def _check_failed(self, key: ProductKey) -> None:
         if self._verifier is not None:
             # At once: what fails later must not make this forgotten.
-            raise self._fail(self._verifier.error(key))
+            raise self._refuse_further(self._verifier.error(key))
 
     def _check(self, key: ProductKey) -> _Check:
         """What to check the next request of a kind with."""
@@ -394,12 +398,12 @@ class RingProducts:
             exact, repeats = self._verifier.exact_of_rounded(key, self.integer_product)
             return _Check(exact, rounded, repeats) if rounded else _Check(None)
         except VerificationError as error:
-            raise self._fail(error) from None
+            raise self._refuse_further(error) from None
 
     def _plan(self, key: ProductKey) -> RequestWidths:
         return self._remote.shapes[key.group].plan(key.direction, key.members)
 
-    def _fail(self, error: VerificationError) -> VerificationError:
+    def _refuse_further(self, error: VerificationError) -> VerificationError:
         """From now on nothing is asked for; a copy is kept, which holds no frames alive."""
         self._failed = copy_error(error)  # type: ignore[assignment]
         self._masks.close()

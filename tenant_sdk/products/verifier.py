@@ -49,7 +49,7 @@ class Verifier:
         self._rounded: dict[ProductKey, RoundedFingerprint] = {}
         self._entropy, self._parties = entropy, parties
 
-    def of_all(self) -> Verifier:
+    def checking_all(self) -> Verifier:
         """The same, and every request is drawn."""
         return Verifier(
             self._fingerprints,
@@ -69,7 +69,7 @@ class Verifier:
             VerificationError: the fingerprint that the executors made is wrong.
         """
         made = self._made(key, product)
-        return made if self._drawn(self._rate) else None
+        return made if self._sampled(self._rate) else None
 
     def rounded_fingerprint(
         self, key: ProductKey, product: IntegerProduct, **shape: Any
@@ -92,7 +92,7 @@ class Verifier:
 
             made = make_rounded_fingerprint(key, self._trusted or checked, entropy=self._entropy, **shape)
             made = self._rounded.setdefault(key, made)
-        return made if self._drawn(self._rate) else None
+        return made if self._sampled(self._rate) else None
 
     def exact_of_rounded(self, key: ProductKey, product: IntegerProduct) -> tuple[Fingerprint, bool]:
         """What to check a rounded answer with if it is asked for again, and whether it is in any case.
@@ -100,7 +100,7 @@ class Verifier:
         Raises:
             VerificationError: see ``fingerprint``.
         """
-        return self._made(key.exact, product), self._drawn(self._repeat_rate)
+        return self._made(key.exact, product), self._sampled(self._repeat_rate)
 
     def _checked(self, key: ProductKey, rows: torch.Tensor, product: IntegerProduct) -> torch.Tensor:
         fingerprint, answers = self._made(key, product), product(key, rows)
@@ -115,7 +115,7 @@ class Verifier:
         except FingerprintRefuted:
             raise self.error(key) from None
 
-    def _drawn(self, rate: float) -> bool:
+    def _sampled(self, rate: float) -> bool:
         """Secretly, with this probability."""
         return rate >= 1 or (rate > 0 and int.from_bytes(self._entropy(4)) < max(1, round(rate * 2**32)))
 

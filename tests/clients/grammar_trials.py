@@ -23,7 +23,7 @@ from tenant_sdk.gateway import structured
 from tenant_sdk.gateway.client_fairness import TimeBudget
 from tenant_sdk.gateway.constraint_checks import ConstraintChecker
 from tenant_sdk.gateway.constraints import Constraint
-from tenant_sdk.gateway.grammars import ENGINE_STACK, _apart, compiled
+from tenant_sdk.gateway.grammars import ENGINE_STACK, _in_child, compiled
 from tenant_sdk.gateway.scheduler import TEXT_BYTES, TEXTS_BYTES, Base, Scheduler
 from tenant_sdk.gateway.status import SequenceErrors
 from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance, by_client
@@ -216,7 +216,7 @@ async def main() -> dict[str, Any]:
     said["order"] = order_of_compilations()
     # As large as vocabularies are: a trial is of the constraint, not of the vocabulary.
     large = llguidance.LLTokenizer(file.read_text(), n_vocab=262_144, eos_token=0)
-    said["large"] = _apart(large, PERSON)
+    said["large"] = _in_child(large, PERSON)
     said["lengths"] = lengths()
     said["ended"] = [
         ended({"a": TEXT_BYTES, "b": 1}),

@@ -260,7 +260,7 @@ def test_a_user_who_interrupts_what_is_owed_ends_the_session(
         raise KeyboardInterrupt
 
     with session:
-        monkeypatch.setattr(RingProducts, "_compare", interrupted)
+        monkeypatch.setattr(RingProducts, "_recheck_exact", interrupted)
         aim(WRONG["one number, by a hundred units"], middle, Direction.FORWARD)
         with pytest.raises(KeyboardInterrupt):
             fixed_result(model, token_ids())

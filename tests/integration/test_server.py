@@ -348,7 +348,7 @@ def test_draining_reads_no_more_than_had_arrived(held: tuple[Executor, Server, A
         (connection,) = server.connections._open
         peer.message(product(1, 64, request_id=1), ROW)
         drain()
-        eventually(lambda: connection._deaf)  # type: ignore[attr-defined]
+        eventually(lambda: connection._read_closed)  # type: ignore[attr-defined]
         for number in (2, 3):
             peer.message(product(1, 64, request_id=number), ROW)
         lane.go.set()

@@ -15,7 +15,7 @@ import numpy as np
 
 from provider.engine.fairness import LEAD
 from provider.engine.scheduler import Batch, QueuedRequest
-from provider.session.quota import RESERVE, Quota, Quotas
+from provider.session.quota import RESERVED_DIVISOR, Quota, Quotas
 from shared.errors import (
     ConnectError,
     ConnectionLost,
@@ -262,7 +262,7 @@ class WatchedQuotas(Quotas):
         super().admit(tenant, rows, held, received, now)
         self._largest = max(self._largest, held)
         holds = self.in_flight()[1]
-        reserved = len(self._tenants) * self._limit // RESERVE
+        reserved = len(self._tenants) * self._limit // RESERVED_DIVISOR
         if self._limit and holds > max(self._limit, self._largest) + reserved:
             self._faults.append(f"an executor holds {holds} bytes, and its quota is {self._limit}")
 

@@ -137,7 +137,7 @@ def a_source_receives_the_rows() -> Iterator[None]:
 
 @trial("not the product", "lies")
 def no_answer_is_verified() -> Iterator[None]:
-    with mock.patch.object(RingProducts, "_wrong"):
+    with mock.patch.object(RingProducts, "_check_failed"):
         yield
 
 

@@ -13,12 +13,12 @@ def test_a_connection_is_called_once_however_often_it_asks() -> None:
     calls: list[Any] = []
     connection: Any = object.__new__(WebsocketConnection)
     connection._loop = SimpleNamespace(call_soon_threadsafe=calls.append)
-    connection._goes_on, connection._deaf, connection._ended = False, False, True
+    connection._resumes, connection._read_closed, connection._ended = False, False, True
     for _ in range(3):
-        connection._go_on_soon()
+        connection._resume_soon()
     assert len(calls) == 1
     calls.pop()()
-    connection._go_on_soon()
+    connection._resume_soon()
     assert len(calls) == 1
 
 
@@ -32,5 +32,5 @@ def test_what_arrives_at_the_end_is_thrown_away_as_it_is() -> None:
 
     connection: Any = object.__new__(WebsocketConnection)
     connection._sock = SimpleNamespace(discard=discard)  # and nothing that decrypts
-    connection._wait_for_end()
+    connection._discard_until_end()
     assert thrown == [DISCARDS]
