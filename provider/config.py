@@ -178,8 +178,8 @@ class ServeConfig:
         int,
         Option(
             _LIMITS,
-            "MiB of all tenants' requests and answers in flight. Beyond that, each tenant that has nothing "
-            "in flight may have one request of up to a 128th of it. 0: no limit.",
+            "MiB of all tenants' requests and answers in flight. A tenant with nothing in flight may exceed "
+            "this by one request of at most a 128th of it. 0: no limit.",
             least=0,
         ),
     ] = 2048

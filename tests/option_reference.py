@@ -28,8 +28,8 @@ these options, and a profile ([profiles.md](../how-to/profiles.md)) has these ke
 In Python, `provider` may also be the result of `provider.serve_in_process`. The default of
 `patience` is 10 in `symbiosis-tenant serve`.
 
-In Python, a secret is a text, or a `Secret`, which names its place. On a command line, it is in an
-environment variable. A profile names a variable, a file or a program.
+In Python, give a secret as text, or its place as a `Secret`. On a command line, name an environment
+variable. A profile names a variable, a file or a program.
 """
 _OTHERS = {
     "Of `symbiosis-tenant finetune`": (TrainingOptions, ModelOptions),

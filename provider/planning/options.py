@@ -77,7 +77,7 @@ class PlanOptions:
         Option(
             _GROUP,
             "Mask sources, with ring numerics. The bytes of a token include their effects. The simulated "
-            "network does not, because it is the provider's.",
+            "network, the provider's, carries none.",
             least=0,
             unit="COUNT",
         ),

@@ -110,7 +110,7 @@ class ContextOptions:
         float,
         Option(
             _CONTEXT,
-            "If {kv} is disk: memory for keys and values, in addition to those of two layers.",
+            "If {kv} is disk: memory for keys and values. Two layers take memory beyond this.",
             least=0,
             unit="GIB",
         ),

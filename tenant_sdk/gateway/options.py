@@ -139,9 +139,8 @@ class GatewayOptions:
         bool,
         Option(
             _MODEL,
-            "Keep keys and values of prompts, and use them for prompts that begin in the same way. Then the "
-            "provider learns from the number of rows that a beginning is known, and other clients learn "
-            "it from a shorter wait.",
+            "Keep keys and values of prompts, and use them for prompts that begin in the same way. Known "
+            "beginnings then show: to the provider by fewer rows, to other clients by a shorter wait.",
         ),
     ] = False
     speculate: Annotated[

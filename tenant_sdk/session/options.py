@@ -59,11 +59,11 @@ class SessionConfig:
         Party,
         Option(
             EXECUTORS,
-            "URL of the executor: wss://host:port, or, for an executor on this machine, ipc:// and the "
-            "absolute path of its directory (serve --local-dir). Several URLs, in a list or separated by "
-            "commas, are replicas: executors of one operator and model. The session uses one replica at a "
-            "time. If executors serve parts of the model (serve --part k/n), the session uses one executor "
-            "of each part. Several addresses of a host name are replicas too.",
+            "URL of the executor: wss://host:port, or on this machine ipc:///path/to/directory (that of "
+            "serve --local-dir). Several URLs, in a list or separated by commas, are replicas: executors of "
+            "one operator and model. The session uses one replica at a time. If executors serve parts of "
+            "the model (serve --part k/n), the session uses one executor of each part. Several addresses of "
+            "a host name are replicas too.",
             unit="URL",
         ),
     ] = ""
@@ -111,8 +111,8 @@ class SessionConfig:
         Sequence[Party],
         Option(
             EXECUTORS,
-            "Party that computes the effects of masks, their products with the weights: the URL of an "
-            "executor (or its replicas, as above) that another operator runs with the same weights. With "
+            "Party that computes effects, the products of masks with the weights: the URL of an executor "
+            "(or its replicas, as above) that another operator runs with the same weights. With "
             "local:FOLDER, local:FILE.gguf or local:hub:NAME[@REVISION], this machine computes the effects "
             "from that checkpoint. With one-time masks, rows stay hidden if one mask source does not "
             "collude with the provider. A noise-bank uses one mask source, by default the provider, which "
@@ -155,10 +155,9 @@ class SessionConfig:
         Collection[str],
         Option(
             TRUST,
-            "Accept parties that have this in common, although it suggests that one operator runs them: host "
-            "name (host), address, certificate key (key), machine, certificate authority (authority) or "
-            f"token. {ALL}: all of these, for a trial. One-time masks hide nothing from an operator who runs "
-            "both parties.",
+            "Accept parties with this in common, a sign that one operator runs them: host name (host), "
+            f"address, certificate key (key), machine, certificate authority (authority) or token. {ALL}: "
+            "all of these, for a trial. One-time masks hide nothing from an operator who runs both parties.",
             choices=(*SIGNS, ALL),
             unit="SIGN",
             single="allow_same",
@@ -196,8 +195,8 @@ class SessionConfig:
         Option(
             MASKS,
             "After half a second without a request, fetch effects until they take {mask_budget_mib}, so "
-            "that later requests need not wait for them. Default: fetch effects only for the next requests;"
-            " while decoding, for as many rows as were used so far, at least 4 and at most 64.",
+            "that later requests need not wait for them. Default: fetch effects only for the next requests. "
+            "While decoding, fetch as many rows as were used so far, but 4 to 64.",
         ),
     ] = False
     pad_rows: Annotated[
@@ -216,11 +215,11 @@ class SessionConfig:
         str | None,
         Option(
             MASKS,
-            "Place where the experts of mixture-of-experts models are multiplied. local: this machine, with"
-            " downloaded weights or those of an attached model. routed: the provider, which sees the number"
-            " of tokens of each expert, and so learns about the text. padded: the provider, which gets "
-            "equally many rows for each expert, some of them masked zeros. Default: local with one-time "
-            "masks, otherwise routed.",
+            "Place where the experts of mixture-of-experts models are multiplied. local: this machine, with "
+            "downloaded weights or those of your model. routed: the provider, which sees the number of "
+            "tokens of each expert, and so learns about the text. padded: the provider, which gets equally "
+            "many rows for each expert, some of them masked zeros. Default: local with one-time masks, "
+            "otherwise routed.",
             choices=EXPERTS,
             unit="WHERE",
         ),
@@ -255,9 +254,9 @@ class SessionConfig:
         float,
         Option(
             VERIFICATION,
-            "Fraction of checked requests with half answers that are sent again for exact answers. This "
-            "also finds errors that are too small for the check. Executors cannot predict which requests "
-            "are sent again. 0: none.",
+            "With half answers: fraction of checked requests that are repeated for exact answers. This also "
+            "finds errors that are too small for the check. Executors cannot predict which requests are "
+            "sent again. 0: none.",
             least=0,
             most=1,
             unit="RATE",
@@ -288,8 +287,8 @@ class SessionConfig:
             CONNECTION,
             "Bits of each number that executors send, with ring numerics. exact: all bits. half: the upper "
             "16 of 32 bits, which halves the bytes of answers and effects; with ring-fine, the upper 24 "
-            "bits, which saves a quarter of these bytes. Masks round half answers at random and without "
-            "bias, so two runs differ. Checks then bound errors instead of excluding them "
+            "bits, which saves a quarter of these bytes. Masks make the rounding random and unbiased, so "
+            "two runs differ. Checks then bound errors instead of excluding them "
             "(docs/explanation/numerics.md). auto: half for training and prompts if the connection is "
             "slower than 4 Gbit/s, otherwise exact.",
             choices=ANSWERS,
@@ -332,9 +331,9 @@ class SessionConfig:
         float,
         Option(
             KEPT,
-            "GiB of memory for weights of frozen layers whose products this machine computes. When the "
-            "session opens, it measures requests and its own products, chooses the layers that save most "
-            "time or bytes, and downloads their weights through the executor. 0: keep none "
+            "GiB of memory for weights of frozen layers that this machine computes itself. When the session "
+            "opens, it measures requests and its own products, chooses the layers that save most time or "
+            "bytes, and downloads their weights through the executor. 0: keep none "
             "(docs/how-to/distance.md).",
             least=0,
             unit="GIB",
@@ -354,9 +353,8 @@ class SessionConfig:
         str,
         Option(
             KEPT,
-            "Choose kept layers for this work: generation, in which requests cost round trips, or training,"
-            " in which they cost bytes. Default: training for symbiosis-tenant finetune, otherwise "
-            "generation.",
+            "Choose kept layers for generation, to save time, or for training, to save bytes. "
+            "Default: training for symbiosis-tenant finetune, otherwise generation.",
             choices=("", GENERATION, TRAINING),
             unit="WORK",
         ),

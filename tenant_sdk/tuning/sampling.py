@@ -80,8 +80,7 @@ class Sampling:
         Option(
             _GROUP,
             "Continue even if the text repeats itself. Without this option, generation stops if the text "
-            "ends with the same sequence of tokens, repeated at least three times and 32 tokens long in "
-            "total.",
+            "ends with one sequence at least three times in a row, with at least 32 tokens in total.",
         ),
     ] = False
 
