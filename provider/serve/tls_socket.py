@@ -15,6 +15,7 @@ from types import TracebackType
 RECORDS = 32  # that OpenSSL gets at once; as many in a row without data end the connection
 CHUNK = 1 << 16  # bytes that are read, or encrypted, at once
 MAX_UNSENT = 4 * CHUNK  # encrypted bytes; OpenSSL answers each key update that asks for one
+_NOTHING = memoryview(b"")  # in place of an empty slice, which would keep its chunk in memory
 _HEADER = 5  # bytes of a record's header; the last two are the length of the rest
 
 
@@ -30,10 +31,10 @@ class TlsSocket:
         self._sock = socket.socket(fileno=sock.detach())
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._in, self._out, server_side=True)
-        self._read = memoryview(b"")  # what OpenSSL has not got yet
+        self._read = _NOTHING  # what OpenSSL has not got yet
         self._begun = 0  # bytes that are missing of the record that OpenSSL has got in part
         self._idle = 0  # records in a row without data
-        self._unsent = memoryview(b"")
+        self._unsent = _NOTHING
         self._deadline: float | None = None  # None: the socket does not block
 
     def __enter__(self) -> TlsSocket:
@@ -115,7 +116,7 @@ class TlsSocket:
         Raises:
             BlockingIOError, TimeoutError: nothing has arrived.
         """
-        self._read = memoryview(b"")
+        self._read = _NOTHING
         self._wait_until_deadline()
         return len(self._sock.recv(CHUNK))
 
@@ -156,7 +157,7 @@ class TlsSocket:
                 count = self._sock.send(self._unsent)
             except BlockingIOError:
                 raise ssl.SSLWantWriteError(ssl.SSL_ERROR_WANT_WRITE, "the socket takes no more") from None
-            self._unsent = self._unsent[count:]
+            self._unsent = self._unsent[count:] or _NOTHING
             sent += count
         return sent
 
@@ -220,7 +221,7 @@ class TlsSocket:
         taken = min(end, len(self._read))
         self._begun = end - taken
         self._in.write(self._read[:taken])
-        self._read = self._read[taken:]
+        self._read = self._read[taken:] or _NOTHING
         return True
 
     def _wait_until_deadline(self) -> None:
