@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,9 @@ class Loop:
         self._calls: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._spent = defaultdict[str, float](float)  # seconds of this round, by who took them
+        self._turns: dict[str, dict[Callable[[float], None], None]] = {}  # by owner: who waits, in order
+        self._late = set[str]()  # owners that go on in the next round
+        self._in_turn = False
         self._number = itertools.count()
         self._wake, self._woken = socket.socketpair()
         for end in (self._wake, self._woken):
@@ -121,13 +125,39 @@ class Loop:
 
         self.call_later(seconds, call)
 
-    def spent(self, owner: str) -> float:
-        """Seconds of this round that were noted for an owner, such as a tenant with many connections."""
-        return self._spent[owner]
+    def take_turn(self, owner: str, seconds: float, read: Callable[[float], None]) -> None:
+        """Call ``read(until)`` as soon as an owner has time: at once, or in one of the next rounds.
 
-    def spend(self, owner: str, seconds: float) -> None:
-        """Note them."""
-        self._spent[owner] += seconds
+        Those of one owner, such as a tenant's connections, share its seconds of a round, in the order in
+        which they ask. So what one owner sends takes no more of a round because it has more connections.
+
+        Args:
+            read: of one that asks; once however often it asks before its turn. It may ask again in its turn.
+        """
+        self._turns.setdefault(owner, {})[read] = None
+        if not self._in_turn:
+            self._run_turns(owner, seconds)
+
+    def _run_turns(self, owner: str, seconds: float) -> None:
+        waiting = self._turns.get(owner, {})
+        while waiting and (left := seconds - self._spent[owner]) > 0:
+            read = next(iter(waiting))
+            del waiting[read]
+            began, self._in_turn = self._clock(), True
+            try:
+                read(began + left)
+            finally:
+                self._in_turn = False
+                self._spent[owner] += self._clock() - began
+        if not waiting:
+            self._turns.pop(owner, None)
+        elif owner not in self._late:
+            self._late.add(owner)
+            self.call_soon_threadsafe(partial(self._run_late, owner, seconds))
+
+    def _run_late(self, owner: str, seconds: float) -> None:
+        self._late.discard(owner)
+        self._run_turns(owner, seconds)
 
     def _start(self) -> None:
         with self._starting:

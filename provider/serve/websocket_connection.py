@@ -136,23 +136,19 @@ class WebsocketConnection(Connection):
                 self._read()
 
     def _read(self) -> None:
-        """Handle what has arrived, but no longer than is fair to others."""
-        began = time.monotonic()
-        left = TURN_SECONDS - self._loop.spent(self.tenant)
-        if left <= 0:
-            self._resume_soon()
-            return
-        try:
-            self._read_until(began + left)
-        finally:
-            self._loop.spend(self.tenant, time.monotonic() - began)
+        """Handle what has arrived, but no longer than is fair to other tenants and other connections."""
+        self._loop.take_turn(self.tenant, TURN_SECONDS, self._turn)
+
+    def _turn(self, until: float) -> None:
+        if not self._ending:
+            self._guarded(partial(self._read_until, until))
 
     def _read_until(self, until: float) -> None:
         more = True
         while self._handle(until):
             if not more:
                 if self._sock.unread:
-                    self._resume_soon()
+                    self._read()
                 return
             count = 0
             if not self._reader.unparsed:
@@ -186,7 +182,7 @@ class WebsocketConnection(Connection):
             if time.monotonic() > until:
                 break
         if time.monotonic() > until:  # fragments complete nothing, and take time as well
-            self._resume_soon()
+            self._read()
             return False
         return True
 

@@ -1,10 +1,15 @@
-"""A tenant's turns in the executor's loop: one is enough for each round, also at the end of a connection."""
+"""A tenant's turns in the executor's loop: its connections share one in each round, in order."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from provider.engine.loop import Loop
 from provider.serve.websocket_connection import DISCARDS, WebsocketConnection
 
 
@@ -34,3 +39,75 @@ def test_what_arrives_at_the_end_is_thrown_away_as_it_is() -> None:
     connection._sock = SimpleNamespace(discard=discard)  # and nothing that decrypts
     connection._discard_until_end()
     assert thrown == [DISCARDS]
+
+
+class _Task:
+    """Nothing to do."""
+
+    def turn(self) -> float | None:
+        return None
+
+    def idle(self, stop: Any) -> None:
+        """Nothing."""
+
+
+class _Rounds:
+    """A loop whose rounds a test makes, and a clock that only work moves."""
+
+    def __init__(self) -> None:
+        self.now, self.served = 0.0, list[str]()
+        self.loop = Loop(_Task(), lambda: self.now)
+        self.loop._thread = threading.current_thread()
+        self._reads: dict[str, Any] = {}
+
+    def ask(self, owner: str, name: str, seconds: float, *, endless: bool = True) -> None:
+        """Of a connection whose each turn takes so long; it asks again each time if it is endless."""
+
+        def read(_: float) -> None:
+            self.served.append(name)
+            self.now += seconds
+            if endless:
+                self.loop.take_turn(owner, 2.0, self._reads[name])
+
+        self._reads.setdefault(name, read)
+        self.loop.take_turn(owner, 2.0, self._reads[name])
+
+    def round(self) -> list[str]:
+        """Who had a turn in it."""
+        self.served.clear()
+        self.loop.call_soon_threadsafe(lambda: None)  # so that it does not wait
+        self.loop._round()
+        return list(self.served)
+
+
+@pytest.fixture
+def rounds() -> Iterator[_Rounds]:
+    made = _Rounds()
+    yield made
+    made.loop._let_go()
+
+
+def test_connections_of_a_tenant_share_its_seconds_in_order(rounds: _Rounds) -> None:
+    """Whoever floods, the others have their turns."""
+    for name in "abcd":
+        rounds.ask("alice", name, 1.5)
+    assert rounds.served == ["a", "a"]  # before others ask; the second began within 2 s
+    served = [rounds.round() for _ in range(4)]
+    assert served == [["a", "b"], ["c", "d"], ["a", "b"], ["c", "d"]]
+
+
+def test_a_tenants_connections_take_no_time_of_others(rounds: _Rounds) -> None:
+    for at in range(60):
+        rounds.ask("alice", f"a{at}", 0.5)
+    for _ in range(5):
+        rounds.ask("bob", "bob", 0.5, endless=False)
+        assert rounds.round().count("bob") <= 1
+        assert len([name for name in rounds.served if name != "bob"]) <= 4
+
+
+def test_who_asks_twice_has_one_turn(rounds: _Rounds) -> None:
+    rounds.ask("alice", "busy", 2.0, endless=False)
+    for _ in range(3):
+        rounds.ask("alice", "late", 0.1, endless=False)
+    assert rounds.round() == ["late"]
+    assert rounds.round() == []

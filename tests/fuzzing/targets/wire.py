@@ -200,10 +200,10 @@ class _Loop:
     def nothing(self, *_: Any) -> None:
         pass
 
-    call_later = call_later_weak = unregister = spend = nothing
+    call_later = call_later_weak = unregister = nothing
 
-    def spent(self, _: str) -> float:
-        return 0.0
+    def take_turn(self, _: str, __: float, read: Callable[[float], None]) -> None:
+        self.calls.append(lambda: read(math.inf))
 
 
 class _Engine:
