@@ -140,8 +140,11 @@ class WebsocketConnection(Connection):
         self._loop.take_turn(self.tenant, TURN_SECONDS, self._turn)
 
     def _turn(self, until: float) -> None:
-        if not self._ending:
-            self._guarded(partial(self._read_until, until))
+        if self._ending or self._ended:
+            return
+        self._guarded(partial(self._read_until, until))
+        if self._sock.unsent and not self._writing:  # what TLS itself has to say
+            self._set_interest(writing=True)
 
     def _read_until(self, until: float) -> None:
         more = True
