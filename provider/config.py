@@ -1,4 +1,4 @@
-"""What ``symbiosis-provider serve`` can be told, in one object that is checked when it is made."""
+"""All options of ``symbiosis-provider serve``, in one object that is checked when it is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model takes when it is loaded, beside the tensors of its checkpoint; known before it is loaded."""
+"""Tensors of a model that are no parameters, and the memory of a model before it is loaded."""
 
 from __future__ import annotations
 

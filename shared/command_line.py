@@ -1,4 +1,4 @@
-"""What command lines share: options of a dataclass, which may also come from a file, and what they print."""
+"""Common code of command lines: options of a dataclass, which may also come from a file, and output."""
 
 from __future__ import annotations
 

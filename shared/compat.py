@@ -1,4 +1,4 @@
-"""What is used of other libraries and of Python though it is not public, and what takes its place.
+"""Private names of other libraries and of Python that this project uses, and their replacements.
 
 Each function here finds one such thing, tries it once on a small example, and gives whatever computes the
 same with public interfaces if it is missing, raises or is wrong: another version of the library makes this

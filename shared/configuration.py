@@ -1,4 +1,4 @@
-"""What of a ``config.json``, which anybody may have written, transformers would open, fetch, import or run.
+"""Parts of an untrusted ``config.json`` that transformers would open, fetch, import or run.
 
 Such entries are left out, and so are words that could be a path or a URL. What is left describes layers.
 How a checkpoint was quantised is read here too, since it is told before torch is loaded.

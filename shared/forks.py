@@ -1,4 +1,4 @@
-"""Forked children: what belongs to a process does not go on in its copy.
+"""Forked children: objects that belong to one process do not work in its copy.
 
 A child has the parent's keys, counters and connections. What it sent would garble the parent's stream, or
 show rows under the masks that the parent uses next. Its process id does not tell: process 1 of a container

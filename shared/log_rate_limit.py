@@ -1,4 +1,4 @@
-"""When to say once more what lasts, or what may happen a thousand times a second. No clock of its own."""
+"""Limits repeated log lines: a state that lasts, or a thousand events a second. No clock of its own."""
 
 from __future__ import annotations
 

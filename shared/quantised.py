@@ -1,4 +1,4 @@
-"""Quantised checkpoints: which can be served, and how dense weights are made of what they hold.
+"""Quantised checkpoints: the formats that can be served, and dense weights made of their tensors.
 
 For FP8 with scales of blocks, MXFP4 and compressed-tensors rules and arithmetic are transformers' own. 4-bit
 integers of GPTQ and AWQ are unpacked here, and transformers' rules find what belongs together. All

@@ -1,4 +1,4 @@
-"""What each parameter of a model is made of, of the tensors that a checkpoint holds: transformers' own rules.
+"""Each parameter of a model, made of the tensors of a checkpoint by transformers' own rules.
 
 transformers reads a checkpoint whole. Here its rules (``shared.compat.conversions``) are followed as far as
 the list of what each parameter is made of, and then for one parameter, or some experts of it, at a time.

@@ -1,4 +1,4 @@
-"""Folders on disk that are either whole or absent, and disk errors that say what to do."""
+"""Folders on disk that are either whole or absent, and disk errors with a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What command lines write on a terminal: no control characters, whoever chose the words."""
+"""Text of command lines on a terminal, without control characters from any source."""
 
 from __future__ import annotations
 

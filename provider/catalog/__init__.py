@@ -1,1 +1,1 @@
-"""What a checkpoint offers to serve."""
+"""The groups, parameters and files of a checkpoint, as an executor serves them."""

@@ -1,4 +1,4 @@
-"""What tenants learn and download: the manifest, parameters, files and scales. Nothing multiplies here."""
+"""The catalog of tenants' downloads: manifest, parameters, files and scales. Nothing multiplies here."""
 
 from __future__ import annotations
 

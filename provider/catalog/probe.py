@@ -1,4 +1,4 @@
-"""What one tiny forward pass shows of a model: layers that get the same tensor, weights that it reads itself.
+"""One tiny forward pass of a model finds layers that get the same tensor, and weights that it reads itself.
 
 It runs on the ``meta`` device, which has shapes but no values. A model that looks at values on its way gets a
 second pass on the CPU, whose parameters are all zero, and whose products are not computed.

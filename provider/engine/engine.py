@@ -1,4 +1,4 @@
-"""Does what the scheduler decides: hands rows of many requests to lanes, and answers back to who asked.
+"""Carries out the scheduler's decisions: hands rows of many requests to lanes, and answers to their tenants.
 
 Requests are submitted and complete. All of it happens in the loop's thread, which never waits for a product
 that takes long: short ones it multiplies itself, since handing them to a thread would take as long.

@@ -1,4 +1,4 @@
-"""Virtual token counters: who got how much of the executor (FlexLLM, appendix C, algorithm 4).
+"""Virtual token counters: each tenant's share of the executor (FlexLLM, appendix C, algorithm 4).
 
 A tenant's counter grows with the rows that are multiplied for it: a row through all groups costs one token.
 Who waits and has the smallest is next. A tenant that comes back after a rest is lifted to the smallest of

@@ -1,4 +1,4 @@
-"""The executor's one thread that waits: for sockets, for what others want done, for times.
+"""The executor's one thread that waits: for sockets, for work from other threads, for times.
 
 What is ready is handled together, and then whatever gives the loop work decides once for all of it. So no
 thread is woken for a request, and none waits for Python's lock while another holds it.

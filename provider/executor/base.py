@@ -1,4 +1,4 @@
-"""The base executor: all groups of one checkpoint in this process, and the catalog of what it offers."""
+"""The base executor: all groups of one checkpoint in this process, and its catalog."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A weight's outputs shared among several executors: who has which.
+"""A weight's outputs shared among several executors, and the part of each.
 
 With stripes, forward each computes its columns of the answer. Backward each multiplies its columns of the
 rows, and the answers add up, on the ring modulo 2^32 to the same bits for any number of them.

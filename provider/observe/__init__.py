@@ -1,1 +1,1 @@
-"""What an executor tells its operator, and an auditor."""
+"""Records of an executor for its operator, and for an auditor."""

@@ -1,4 +1,4 @@
-"""What an executor writes to standard error: lines for people, or one JSON object a line."""
+"""An executor's log on standard error: lines for people, or one JSON object a line."""
 
 from __future__ import annotations
 

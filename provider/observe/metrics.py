@@ -1,4 +1,4 @@
-"""What the executor counts."""
+"""The executor's counters."""
 
 from __future__ import annotations
 

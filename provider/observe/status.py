@@ -1,4 +1,4 @@
-"""What the executor does, over the last minutes: samples for the page on the admin port."""
+"""The executor's work over the last minutes: samples for the page on the admin port."""
 
 from __future__ import annotations
 

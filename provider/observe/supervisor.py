@@ -1,4 +1,4 @@
-"""What systemd is told of a service with ``Type=notify`` (sd_notify(3))."""
+"""Messages to systemd about a service with ``Type=notify`` (sd_notify(3))."""
 
 from __future__ import annotations
 

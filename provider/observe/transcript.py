@@ -1,4 +1,4 @@
-"""Record what this executor sees, for an audit: every request's header, payload and times.
+"""Records the requests of this executor for an audit: every header, payload and time.
 
 The file is what a curious provider would keep, so it is as confidential as the tenants' traffic.
 Format: ``MAGIC``, the manifest as a length and JSON, then records. A record is a kind (one byte), a

@@ -1,4 +1,4 @@
-"""What each tenant was answered, as CSV: for the admin port, and in files to bill by."""
+"""Each tenant's answers, counted, as CSV: for the admin port, and in files to bill by."""
 
 from __future__ import annotations
 

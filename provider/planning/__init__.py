@@ -1,1 +1,1 @@
-"""What a provider would reach: placements as tables, and forecasts from measured products and a link."""
+"""Plans of a provider: placements as tables, and forecasts from measured products and a link."""

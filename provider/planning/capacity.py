@@ -1,4 +1,4 @@
-"""What tenants would get from a placement over a link: forecasts, and what limits them. No I/O."""
+"""Forecasts for the tenants of a placement over a link, and the limits behind them. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tenant saves by layers that it keeps itself: by memory, distance and network. No I/O."""
+"""Savings of a tenant that keeps layers itself: by memory, distance and network. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan can be told of networks and devices, as people write it."""
+"""The options of a plan for networks and devices, as people write them."""
 
 from __future__ import annotations
 

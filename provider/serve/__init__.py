@@ -1,1 +1,1 @@
-"""What carries sessions: TLS, this machine, this process; who is let in."""
+"""Transports of sessions (TLS, this machine, this process), and admission."""

@@ -1,4 +1,4 @@
-"""Tenants' connections, whatever carries them: how one is served and ends, and how many there may be."""
+"""Tenants' connections over any transport: how one is served and ends, and how many there may be."""
 
 from __future__ import annotations
 

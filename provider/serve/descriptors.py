@@ -1,4 +1,4 @@
-"""File descriptors: how many an executor needs, and what it says when there are none left."""
+"""File descriptors: the number that an executor needs, and the error when there are none left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be found wrong before anything is imported that takes seconds, and before weights are loaded."""
+"""Faults that are found before slow imports, and before weights are loaded."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A tenant's session, whatever carries it: requests in, answers out."""
+"""A tenant's session over any transport: requests in, answers out."""

@@ -1,4 +1,4 @@
-"""What tenants download is read here, by turns."""
+"""Tenants' downloads are read here, by turns."""
 
 from __future__ import annotations
 

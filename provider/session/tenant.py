@@ -1,4 +1,4 @@
-"""One tenant's session, whatever carries it: requests in, answers out as they complete. No sockets here."""
+"""One tenant's session over any transport: requests in, answers out as they complete. No sockets here."""
 
 from __future__ import annotations
 

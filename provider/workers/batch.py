@@ -1,4 +1,4 @@
-"""A batch as it crosses to a worker: what is asked, and where its rows and its answers lie in memory.
+"""A batch as it crosses to a worker: the request, and the places of its rows and answers in memory.
 
 Rows of all requests lie one behind the other, as they are multiplied: writing them there is the copy that
 puts a batch together, and answers are computed where they are read.

@@ -1,4 +1,4 @@
-"""Workers on other machines, or started by others: links over ``torch.distributed``, and who joins.
+"""Workers on other machines, or started by others: links over ``torch.distributed``, and their members.
 
 Each worker and the executor are a process group of two, which has its own prefix in the store for every time
 that the worker joins: one that is lost takes nothing with it, and one that comes again meets nothing of the

@@ -1,4 +1,4 @@
-"""What an executor and its workers say to each other.
+"""The messages between an executor and its workers.
 
 On one machine control goes through a pair of sockets that the worker inherits, rows through memory that both
 have mapped: no copy of a row ever goes through a socket. ``provider.workers.distributed`` is for other

@@ -1,4 +1,4 @@
-"""What is known of a worker at a moment, for whoever observes it; nothing is decided by it."""
+"""The known state of a worker at a moment, for observers; nothing is decided by it."""
 
 from __future__ import annotations
 

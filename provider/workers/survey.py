@@ -1,4 +1,4 @@
-"""What devices of this machine have and reach: memory, and products of synthetic weights.
+"""Devices of this machine, measured: memory, and products of synthetic weights.
 
 ``python -m provider.workers.survey`` answers a ``SurveyRequest`` on standard input with a list of
 ``DeviceSurvey``: so an executor asks about accelerators, on which it keeps nothing itself.

@@ -1,4 +1,4 @@
-"""A worker: holds its share of the weights and multiplies what comes over the link, until that ends.
+"""A worker: holds its share of the weights and multiplies rows from the link, until the link ends.
 
 ``provider.workers.local`` starts one on the executor's machine, ``provider.workers.rank`` on any.
 """

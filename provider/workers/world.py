@@ -1,4 +1,4 @@
-"""Who takes part when others start the workers: ``torchrun``, or whatever sets the same variables."""
+"""A group of processes that others start: ``torchrun``, or programs that set the same variables."""
 
 from __future__ import annotations
 

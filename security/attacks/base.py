@@ -1,4 +1,4 @@
-"""What an attack is."""
+"""The interface of an attack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks on a gateway's traffic: what requests that many sequences share say about each of them."""
+"""Attacks on a gateway's traffic: requests that many sequences share, and their information about each."""
 
 from __future__ import annotations
 

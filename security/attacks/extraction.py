@@ -1,4 +1,4 @@
-"""Steal what was learned: a tenant's adapter from what goes in and out around the adapted layer."""
+"""Steal a tenant's adapter from the inputs and outputs of the adapted layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks on output gradients: what was the model to predict, and which tokens were in a batch."""
+"""Attacks on output gradients: the tokens that the model was to predict, and the tokens of a batch."""
 
 from __future__ import annotations
 

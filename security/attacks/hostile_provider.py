@@ -1,4 +1,4 @@
-"""Active attacks by the provider: wrong answers to see who stops, parameters made to give tokens away."""
+"""Active attacks by the provider: wrong answers, and parameters made to give tokens away."""
 
 from __future__ import annotations
 

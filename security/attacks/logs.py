@@ -1,4 +1,4 @@
-"""Look for secrets in everything that is written: logs, metrics, what objects print of themselves."""
+"""Look for secrets in everything that is written: logs, metrics, and objects printed as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An attack on the seeds: does what a mask source was sent so far say anything about the next one?"""
+"""An attack on the seeds: a prediction of a mask source's next seed from those it has received."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks on streams: what numbers of rows and times, prompt by prompt, say about the text."""
+"""Attacks on streams: information about the text in numbers of rows and times, prompt by prompt."""
 
 from __future__ import annotations
 

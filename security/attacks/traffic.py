@@ -1,4 +1,4 @@
-"""Attacks on the traffic: what numbers of rows, directions, groups, sizes and times give away."""
+"""Attacks on the traffic: information in numbers of rows, directions, groups, sizes and times."""
 
 from __future__ import annotations
 

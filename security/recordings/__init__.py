@@ -1,1 +1,1 @@
-"""Real executors and gateways, a tenant's work in every mode, and what each party recorded of it."""
+"""Real executors and gateways, a tenant's work in every mode, and each party's recording of it."""

@@ -1,4 +1,4 @@
-"""Run tenants in every privacy mode and keep what each party saw, with what really happened beside it."""
+"""Run tenants in every privacy mode, and keep each party's recording beside a record of the real events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tenant does in an audit, and a record of what really happened, to score the attacks with."""
+"""The tenant's work in an audit, and a record of the real events, to score the attacks with."""
 
 from __future__ import annotations
 

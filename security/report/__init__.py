@@ -1,1 +1,1 @@
-"""The page, its pictures, and what an audit ran on."""
+"""The page, its pictures, and the environment of an audit."""

@@ -1,4 +1,4 @@
-"""What an audit ran on and with, so that its report says so: program, machine, model card, text."""
+"""The environment of an audit, for its report: program, machine, model card, text."""
 
 from __future__ import annotations
 

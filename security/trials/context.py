@@ -1,4 +1,4 @@
-"""With what attacks are run: the parties, a plan, random numbers, and executors that lie when told to."""
+"""The context of attacks: the parties, a plan, random numbers, and executors that lie when told to."""
 
 from __future__ import annotations
 

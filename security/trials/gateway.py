@@ -1,4 +1,4 @@
-"""What a gateway's traffic says: many sequences, of many adapters, in each request to the provider."""
+"""Attacks on a gateway's traffic: many sequences, of many adapters, in each request to the provider."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a provider can do beside watching: each attack where it should fail, and with its defence off."""
+"""Attacks of an active provider: each one where it should fail, and with its defence off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attacks on what was recorded: every one on every view of every mode, scored."""
+"""The attacks on recordings: every one on every view of every mode, scored."""
 
 from __future__ import annotations
 

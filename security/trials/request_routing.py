@@ -1,4 +1,4 @@
-"""What routing says of a tenant's text, in each of the ways to place a mixture's experts."""
+"""Attacks on a mixture's routing, scored in each of the ways to place its experts."""
 
 from __future__ import annotations
 

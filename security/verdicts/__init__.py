@@ -1,1 +1,1 @@
-"""How much an audit does, scores with intervals, and what becomes of each claim."""
+"""The size of an audit, scores with intervals, and the verdict on each claim."""

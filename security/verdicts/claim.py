@@ -1,4 +1,4 @@
-"""A line of ``CLAIMS.md``, and what an audit says of it."""
+"""A line of ``CLAIMS.md``, and an audit's verdict on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an attack achieved, measured against what really happened and against chance."""
+"""The results of an attack, measured against the real events and against chance."""
 
 from __future__ import annotations
 

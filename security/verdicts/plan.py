@@ -1,4 +1,4 @@
-"""How much an audit does, and what comes out."""
+"""The size of an audit, and its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Intervals: what a measured rate or mean may be, at a stated confidence."""
+"""Intervals of a measured rate or mean, at a stated confidence."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What each adversary has: recordings turned into views, and the base model."""
+"""The data of each adversary: recordings turned into views, and the base model."""

@@ -1,4 +1,4 @@
-"""What each adversary has: the types that attacks take, made from transcripts and nothing else."""
+"""The data of each adversary: the types that attacks take, made from transcripts and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every adversary has: the base model itself, which is public or licensed to its tenants."""
+"""Data of every adversary: the base model itself, which is public or licensed to its tenants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of which only the upper bits travel, and what is left of them.
+"""Answers of which only the upper bits travel, and the numbers that remain of them.
 
 Truncation commutes with an additive mask but for one unit. With y = x W, the effect m of a mask and A = y + m
 modulo 2^32, ``(A >> k) - (m >> k)`` is ``floor(y / 2^k)`` or one more, modulo 2^(32 - k). The lower bits of m

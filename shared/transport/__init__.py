@@ -1,3 +1,3 @@
-"""What both ends of the transports within one machine or process agree on."""
+"""Constants and formats of both ends of the transports within one machine or process."""
 
 SCHEME = "ipc://"  # of executors on this machine

@@ -1,4 +1,4 @@
-"""What both ends of the co-located transport agree on (``shared/PROTOCOL.md``, "Co-located transport").
+"""Formats of both ends of the co-located transport (``shared/PROTOCOL.md``, "Co-located transport").
 
 Control messages go over ZeroMQ, tensors through one piece of shared memory for each session, and the
 headers of those tensors through two named pipes: a message over ZeroMQ wakes a thread of its own in each

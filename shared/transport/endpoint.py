@@ -1,4 +1,4 @@
-"""An executor in the tenant's own process: what ``tenant_sdk.connect`` takes in place of a URL.
+"""An executor in the tenant's own process, which ``tenant_sdk.connect`` takes in place of a URL.
 
 For tests and notebooks. Messages are those of ``shared/PROTOCOL.md``, header by header, but nothing carries
 them: a request is a call, and its answer another one, before the first returns.

@@ -1,4 +1,4 @@
-"""What `doctor` finds: a result for each step, what executors show together, replicas of a party."""
+"""The findings of `doctor`: results for each step, for executors together, and for replicas of a party."""
 
 from __future__ import annotations
 

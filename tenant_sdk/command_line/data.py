@@ -1,4 +1,4 @@
-"""``symbiosis-tenant data``: what is learned of files, before anything is trained."""
+"""``symbiosis-tenant data``: the learned tokens of a data set, before anything is trained."""
 
 from __future__ import annotations
 

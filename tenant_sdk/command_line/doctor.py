@@ -1,4 +1,4 @@
-"""What is wrong between this machine and an executor, step by step: `symbiosis-tenant doctor`."""
+"""Faults between this machine and an executor, step by step: `symbiosis-tenant doctor`."""
 
 from __future__ import annotations
 

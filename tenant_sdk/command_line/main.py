@@ -1,4 +1,4 @@
-"""``symbiosis-tenant``: fine-tune, generate, fingerprint a checkpoint, find out what is wrong."""
+"""``symbiosis-tenant``: fine-tune, generate, fingerprint a checkpoint, find faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands of ``symbiosis-tenant`` print besides their results."""
+"""The output of the commands of ``symbiosis-tenant`` besides their results."""
 
 from __future__ import annotations
 

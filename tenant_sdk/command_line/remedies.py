@@ -1,4 +1,4 @@
-"""What `doctor` advises about a step that failed."""
+"""The advice of `doctor` about a step that failed."""
 
 from __future__ import annotations
 

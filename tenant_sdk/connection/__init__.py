@@ -1,1 +1,1 @@
-"""One executor as the rest of the SDK sees it, and what leads there."""
+"""One executor as the rest of the SDK sees it, and the code that connects to it."""

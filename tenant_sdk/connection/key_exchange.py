@@ -1,4 +1,4 @@
-"""How the two ends of a TLS connection agree on its keys: what is preferred, and what it came to.
+"""Key exchange of a TLS connection: the preferred groups, and the group that the two ends agreed on.
 
 Python says which group was agreed since 3.15. Before, it is read off the ServerHello, which travels in the
 clear (RFC 8446 §4.1.3), as it lies in the socket's buffer, before OpenSSL takes it from there.

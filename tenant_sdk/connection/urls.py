@@ -1,4 +1,4 @@
-"""What an executor's URL says."""
+"""The parts of an executor's URL."""
 
 from __future__ import annotations
 

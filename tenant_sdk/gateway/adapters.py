@@ -1,4 +1,4 @@
-"""The adapters that a gateway serves: what is checked of a folder before vLLM reads it, and copies of it."""
+"""The adapters that a gateway serves: checks of a folder before vLLM reads it, and copies of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is let in, how many at once, and what clients are told when the provider fails. No I/O."""
+"""Admission of clients, their number at once, and their error when the provider fails. No I/O."""
 
 from __future__ import annotations
 

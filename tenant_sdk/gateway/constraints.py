@@ -1,4 +1,4 @@
-"""What an answer must match: a JSON schema, a pattern, choices or a grammar, with bounds. No I/O.
+"""Constraints on an answer: a JSON schema, a pattern, choices or a grammar, with bounds. No I/O.
 
 These bounds keep the work of a look small. How long a constraint takes to compile does not follow from its
 size, so each is tried as well, in a process that can be stopped (``tenant_sdk.gateway.constraint_checks``).

@@ -1,4 +1,4 @@
-"""What a gateway's server has besides vLLM's paths: adapters, health, a page (``vllm.endpoint_plugins``)."""
+"""A gateway's paths besides vLLM's: adapters, health, a page (``vllm.endpoint_plugins``)."""
 
 from __future__ import annotations
 

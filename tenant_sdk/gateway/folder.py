@@ -1,4 +1,4 @@
-"""The folder of a model whose frozen layers the executor has: what vLLM loads."""
+"""The folder of a model whose frozen layers the executor has, for vLLM to load."""
 
 from __future__ import annotations
 

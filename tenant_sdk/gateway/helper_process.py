@@ -1,4 +1,4 @@
-"""Programs beside the server, for what takes a processor so long that other requests would wait."""
+"""Programs beside the server, for work that would make other requests wait for a processor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In front of vLLM's server: keys, a queue with an end, and what clients are told when the provider fails."""
+"""In front of vLLM's server: keys, a bounded queue, and errors for clients when the provider fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What libraries write into the log once requests come: where and of what kind, and never their words."""
+"""Log lines of libraries once requests come: their place and kind, and never their words."""
 
 from __future__ import annotations
 

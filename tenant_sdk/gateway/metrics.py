@@ -1,4 +1,4 @@
-"""What the gateway tells of itself: metrics for Prometheus, and points of the page's lines."""
+"""Figures of the gateway: metrics for Prometheus, and points of the page's lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients may ask for: the fields of each path, with their bounds; anything else is refused. No I/O.
+"""The permitted requests of clients: fields of each path, with bounds; all others are refused. No I/O.
 
 A request is read with these types and written again from them, so that vLLM reads nothing else.
 """

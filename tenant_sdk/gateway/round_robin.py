@@ -1,4 +1,4 @@
-"""Clients take turns with what is done one at a time."""
+"""Clients take turns with work that is done one at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the worker of a gateway tells the server in front of it, in a file of a private folder."""
+"""Status of a gateway's worker, for the server in front of it, in a file of a private folder."""
 
 from __future__ import annotations
 

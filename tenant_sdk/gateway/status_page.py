@@ -1,4 +1,4 @@
-"""The page at ``/``: what it is, and what a browser may do with it."""
+"""The page at ``/``: its content, and the rights of a browser with it."""
 
 from __future__ import annotations
 

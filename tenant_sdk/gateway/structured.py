@@ -1,4 +1,4 @@
-"""vLLM's llguidance, with limits on what a grammar may take: to compile, and in one step.
+"""vLLM's llguidance, with limits on a grammar's resources: to compile, and in one step.
 
 What all grammars of a client take while sequences go on, ``scheduler`` bounds.
 """

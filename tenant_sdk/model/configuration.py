@@ -1,4 +1,4 @@
-"""What a peer's ``config.json`` and ``generation_config.json`` may say.
+"""The permitted content of a peer's ``config.json`` and ``generation_config.json``.
 
 Numbers and words. What is counted, padded or multiplied without memory of its own is bounded here; how wide
 anything is, the shapes of parameters say, which ``loading`` compares with the manifest before any memory is

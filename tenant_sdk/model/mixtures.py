@@ -1,4 +1,4 @@
-"""Swapping the weights of a model's experts for what stands for them, and back."""
+"""Swapping the weights of a model's experts for stand-ins, and back."""
 
 from __future__ import annotations
 

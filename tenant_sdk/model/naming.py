@@ -1,4 +1,4 @@
-"""What a model's base is called, so that adapters say where it is found without any executor."""
+"""The name of a model's base, so that adapters say where it is found without any executor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands where a frozen weight was: its shape, dtype and device, and no values."""
+"""The stand-in for a frozen weight: its shape, dtype and device, and no values."""
 
 from __future__ import annotations
 

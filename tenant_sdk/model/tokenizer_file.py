@@ -1,4 +1,4 @@
-"""What a peer's ``tokenizer.json`` may hold: known rules, and none that makes a text much longer.
+"""The permitted rules of a peer's ``tokenizer.json``, none of which makes a text much longer.
 
 The format is that of the ``tokenizers`` library. A file is parsed strictly, so that every rule in it is one
 of the tables below with fields of the right types, and only what was parsed is written out again for the

@@ -1,4 +1,4 @@
-"""Fingerprint files: what verification needs of a checkpoint that the tenant trusts.
+"""Fingerprint files: data for verification from a checkpoint that the tenant trusts.
 
 A file holds, for every linear layer, secret random challenges, their products with the layer's integer
 planes, its scales, and what bounds depend on; of everything else that a tenant downloads the SHA-256.

@@ -1,4 +1,4 @@
-"""Which products will be asked for next, judged by what followed what the last time. No I/O."""
+"""A forecast of the next products, from the products that followed the last time. No I/O."""
 
 from __future__ import annotations
 

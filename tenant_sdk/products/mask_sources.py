@@ -1,4 +1,4 @@
-"""Who computes the effect of a mask: an executor, or the tenant from a checkpoint of its own."""
+"""Sources of the effects of masks: an executor, or the tenant from a checkpoint of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hides rows on the ring: masks, and the effects that undo them."""
+"""Masks that hide rows on the ring, and the effects that undo them."""
 
 from __future__ import annotations
 

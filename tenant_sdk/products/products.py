@@ -1,4 +1,4 @@
-"""Products of an executor's groups: the seam between virtual layers, or whoever asks, and privacy modes."""
+"""Products of an executor's groups: the seam between virtual layers, or other callers, and privacy modes."""
 
 from __future__ import annotations
 

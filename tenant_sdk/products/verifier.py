@@ -1,4 +1,4 @@
-"""Decides which answers are checked, and with what."""
+"""Decides which answers are checked, and by which challenges."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Long sequences in bounded memory: what of them is kept, where it lies, and what is made again."""
+"""Long sequences in bounded memory: the tensors that are kept, their places, and recomputation."""

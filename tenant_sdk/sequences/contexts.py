@@ -1,4 +1,4 @@
-"""What unmodified ``generate`` is given so that a long context fits: a cache, and how to read the prompt."""
+"""Arguments for unmodified ``generate`` with a long context: a cache, and how to read the prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the layers of a cache on the disk share: the file, a budget of memory, and where attention reads."""
+"""Shared state of the layers of a cache on disk: the file, a budget of memory, and memory for reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures that a plan is made of: what a model keeps of a token, and what this machine has free."""
+"""The figures of a plan: a model's memory for a token, and this machine's free memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tuning step with long sequences keeps where: a choice from figures, without I/O."""
+"""The places of a tuning step's tensors with long sequences: a choice from figures, without I/O."""
 
 from __future__ import annotations
 

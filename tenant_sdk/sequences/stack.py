@@ -1,4 +1,4 @@
-"""A causal language model taken apart at its decoder layers: what is before them, each one, what is behind.
+"""A causal language model taken apart at its decoder layers: the part before, each layer, the part after.
 
 Everything is the model's own code. Its layers are told what to do for a while: to say how they were called,
 or to give what is already known of them.

@@ -1,1 +1,1 @@
-"""What a session is given, and how it is opened."""
+"""The options of a session, and how it is opened."""

@@ -1,4 +1,4 @@
-"""The parties of a session, provider and mask sources: how their executors are reached, and who they are."""
+"""The parties of a session, provider and mask sources: their addresses, and their operators."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Who is on the other end, and what a tenant's own checkpoint says of what they list."""
+"""The identity of the other end, and a check of its manifest against a tenant's own checkpoint."""

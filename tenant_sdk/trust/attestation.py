@@ -1,4 +1,4 @@
-"""What a tenant trusts, held against what an executor's manifest lists.
+"""A trusted checkpoint or manifest, compared with the manifest of an executor.
 
 Everything that a tenant downloads (configuration, tokenizer, embeddings, norms, head) is listed in the
 manifest with its SHA-256, and refused if it is not that. So a manifest that lists what a checkpoint of the

@@ -1,4 +1,4 @@
-"""Who is on the other end: provider and mask sources must not be the same operator."""
+"""The operators of the other ends: provider and mask sources must not be the same operator."""
 
 from __future__ import annotations
 

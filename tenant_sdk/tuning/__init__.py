@@ -1,1 +1,1 @@
-"""What the commands `finetune` and `generate` do; several adapters in one batch; resuming a training."""
+"""The commands `finetune` and `generate`; several adapters in one batch; resuming a training."""

@@ -1,4 +1,4 @@
-"""``adapter_config.json`` of an adapter that may be anybody's: what of it PEFT is told.
+"""``adapter_config.json`` of an untrusted adapter, and the part of it that PEFT gets.
 
 To PEFT some of its keys are names: of modules to import, of files and models to read, of tokenizers to load.
 None of them is needed for an adapter that has been trained, and none is passed on.

@@ -1,4 +1,4 @@
-"""Conversations as token ids and labels: for each answer, what inference sends before it and what follows.
+"""Conversations as token ids and labels: for each answer, the tokens before it at inference and those after.
 
 There is one rule. The prompt is what the chat template writes of the messages before an answer, with what
 begins an answer: inference sends this. What the template writes of the messages up to the answer must begin

@@ -1,4 +1,4 @@
-"""Fine-tuning on files: what `symbiosis-tenant finetune` does, with an unmodified Trainer."""
+"""Fine-tuning on files: the work of `symbiosis-tenant finetune`, with an unmodified Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of adapters: standard ones of PEFT, with a word on what they belong to."""
+"""Folders of adapters: standard ones of PEFT, with a note about their base."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text from a prompt, token by token: what `symbiosis-tenant generate` and `chat` do."""
+"""Text from a prompt, token by token: the work of `symbiosis-tenant generate` and `chat`."""
 
 from __future__ import annotations
 

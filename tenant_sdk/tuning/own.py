@@ -1,4 +1,4 @@
-"""What is a tenant's own: a copy of the model, of which only frozen layers run remotely; a tokenizer.
+"""A tenant's own parts: a copy of the model, of which only frozen layers run remotely; a tokenizer.
 
 A tokenizer is a tenant's own if its folder was named for that (``--tokenizer``, ``--model``), and in no other
 case. It decides how many rows a text has, which the provider sees, and its options may name files to read.

@@ -1,4 +1,4 @@
-"""Examples as people look at them: their text, with what is learned marked, and how long they are."""
+"""Examples as people look at them: their text, with learned tokens marked, and their length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training tells while it runs, and what is left of it."""
+"""Progress of a training while it runs, and the remaining time."""
 
 from __future__ import annotations
 

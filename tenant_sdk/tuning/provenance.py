@@ -1,4 +1,4 @@
-"""What an adapter's folder says beside PEFT's own files: which base it belongs to, and how it came about."""
+"""The notes in an adapter's folder beside PEFT's own files: its base, and its origin."""
 
 from __future__ import annotations
 

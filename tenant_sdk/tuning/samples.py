@@ -1,4 +1,4 @@
-"""Answers to held-out prompts, by the base and by the adapter: what people look at after a training."""
+"""Answers to held-out prompts, by the base and by the adapter, for people to compare after a training."""
 
 from __future__ import annotations
 

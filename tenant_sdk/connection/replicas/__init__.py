@@ -1,1 +1,1 @@
-"""The executors of one party: where they are, which one is next, and what becomes of what was lost."""
+"""The executors of one party: their addresses, the choice of the next one, and lost requests."""

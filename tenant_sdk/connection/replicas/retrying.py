@@ -1,4 +1,4 @@
-"""What happens to a request that fails: decisions without I/O, clock or random numbers of their own.
+"""Rules for a request that fails: decisions without I/O, clock or random numbers of their own.
 
 A ``RequestPolicy``, of one request, says whether the same bytes are sent again, when, and on which channel. A
 ``ReconnectPolicy``, of one connection, says which replica is tried next, and until when to wait before that.
