@@ -96,11 +96,11 @@ class RawTenant:
             os.close(descriptor)
 
 
-def ones_product(session: tenant_sdk.Session) -> torch.Tensor:
-    """The first member of group 0, times a row of ones."""
-    return session.executor.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones(1, 64)]).result()[
-        0
-    ]
+def ones_product(session: tenant_sdk.Session, rows: int = 1) -> torch.Tensor:
+    """The first member of group 0, times rows of ones."""
+    return session.executor.submit(
+        Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones(rows, 64)]
+    ).result()[0]
 
 
 def memories(pid: int | str = "self") -> int:

@@ -110,7 +110,9 @@ def test_interrupted_while_it_sends(llama: Executor, monkeypatch: pytest.MonkeyP
             patch.setattr(channels.Channel, "_guarded", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 session.products.submit(0, FORWARD, 1, [rows])
-            assert torch.equal(session.products.submit(0, FORWARD, 1, [rows]).result()[0], expected[0])
+            # The other request's row may be in the same batch, which changes the last bits.
+            again = session.products.submit(0, FORWARD, 1, [rows]).result()
+            torch.testing.assert_close(again[0], expected[0])
 
 
 @pytest.mark.parametrize("broken", [False, True])
