@@ -380,7 +380,7 @@ class Audit:
             idle, busy = attack.attack(None, self.rng)
         pairs = (busy[:, None] > idle[None, :]).mean() + 0.5 * (busy[:, None] == idle[None, :]).mean()
         self.result.figures["co-tenant timing"] = {
-            "score_guesses": float(pairs),
+            "told_apart": float(pairs),
             "times": len(idle),
             "median_idle_seconds": float(np.median(idle)),
             "median_busy_seconds": float(np.median(busy)),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import security
 from security.attacks.extraction import StolenAdapter
 from security.attacks.logs import LogScan, Secrets
 from security.attacks.masking import DistinguishingGame
@@ -226,3 +228,14 @@ def test_what_is_secret_is_found(line: str) -> None:
 def test_what_is_not_secret_is_not_found() -> None:
     line = "tenant alice connected; 2041 rows, 99 requests, 0.1235 s, digest 64656667"
     assert not LogScan(SECRETS).attack({"a log": line}, RNG)
+
+
+def test_the_page_asks_for_figures_that_an_audit_has() -> None:
+    """The template is filled at the end of an audit, which takes minutes or hours."""
+    package = Path(security.__file__).parent
+    source = "".join(file.read_text() for file in package.rglob("*.py"))
+    template = (package / "report" / "page.html.jinja").read_text()
+    asked = re.findall(r"figures\[['\"][^'\"]+['\"]\]\.(\w+)", template)
+    assert "told_apart" in asked
+    for key in set(asked) - {"keys", "items", "values"}:
+        assert f'"{key}"' in source
