@@ -87,15 +87,14 @@ class TlsSocket:
         """
         while True:
             try:
+                if not (self._in.pending or self._tls.pending()) and not self._feed():
+                    return 0  # cut off, which frames show where it matters
                 count: int = self._tls.read(len(buffer), buffer)  # type: ignore[assignment]
             except ssl.SSLWantReadError:
                 self._answer()
                 self._check_idle()
-                try:
-                    if not self._feed():
-                        return 0  # cut off, which frames show where it matters
-                except BlockingIOError:
-                    raise ssl.SSLWantReadError(ssl.SSL_ERROR_WANT_READ, "nothing more has arrived") from None
+            except BlockingIOError:
+                raise ssl.SSLWantReadError(ssl.SSL_ERROR_WANT_READ, "nothing more has arrived") from None
             except ssl.SSLError:
                 self._answer()  # the alert
                 raise
