@@ -72,20 +72,25 @@ class HostileProvider:
                 "off",
                 lambda session: _check_with_tolerance(session, group, weight),
             )
-        defended, followed = always
-        control, followed_control = tolerated
+        defended, observed = always
+        control, observed_control = tolerated
+        stopped, stopped_control = (
+            sum(not after for _, after in each) for each in (observed, observed_control)
+        )
+        again = len(observed) - stopped
+        followed = f", and {again} times a half answer was asked for again" if again else ""
         return [
             HostileFinding(
                 AbortOracle.name,
                 "every product is checked as integers, and a wrong one always stops the session",
-                f"{len(followed)} lies about one of two rows that the provider chose, in the answer or in "
-                f"a fingerprint while it was made: {followed.count(0)} times nothing followed. "
-                f"Of a tenant that checks after rounding, with a tolerance, {followed_control.count(0)} of "
-                f"{len(followed_control)} sessions stopped, and {control.hits} of "
+                f"{len(observed)} lies about one of two rows that the provider chose, in the answer or in "
+                f"a fingerprint while it was made: {stopped} times nothing followed{followed}. "
+                f"Of a tenant that checks after rounding, with a tolerance, {stopped_control} of "
+                f"{len(observed_control)} sessions stopped, and {control.hits} of "
                 f"{control.success.trials} rows were told by it.",
                 defended,
                 control,
-                same=len(set(followed)) == 1,
+                same=len(set(observed)) == len(AbortOracle.LIES),  # for each lie, which the provider chooses
             )
         ]
 
@@ -96,7 +101,7 @@ class HostileProvider:
         lies: tuple[str, ...],
         verify: str,
         weaken: Callable[[Session], None],
-    ) -> tuple[Finding, list[int]]:
+    ) -> tuple[Finding, list[tuple[str, int]]]:
         observed, secrets = [], []
         for _ in ("told", "guessed"):
             for kind in lies:
@@ -109,9 +114,7 @@ class HostileProvider:
         half = len(secrets) // 2
         guesses = oracle.attack((observed, secrets[:half]), self.rng)
         mode = f"{ONE_TIME}, verify={verify}" + (", checked with a tolerance" if verify == "off" else "")
-        return self.trials.score_guesses(AbortOracle, mode, guesses, secrets), [
-            after for _, after in observed
-        ]
+        return self.trials.score_guesses(AbortOracle, mode, guesses, secrets), observed
 
     # -- crafted parameters -----------------------------------------------------------------------
 
