@@ -140,8 +140,10 @@ class Loop:
 
     def _run_turns(self, owner: str, seconds: float) -> None:
         waiting = self._turns.get(owner, {})
-        while waiting and (left := seconds - self._spent[owner]) > 0:
-            read = next(iter(waiting))
+        # If one asks again in its turn, it waits for the next call, so that rounds stay short.
+        for read in list(waiting):
+            if (left := seconds - self._spent[owner]) <= 0:
+                break
             del waiting[read]
             began, self._in_turn = self._clock(), True
             try:
