@@ -328,6 +328,42 @@ def conversions() -> Conversions | None:
     )
 
 
+class GenerationSteps(NamedTuple):
+    """Two steps of transformers' ``generate``, which functions for ``custom_generate`` take from it.
+
+    Attributes:
+        prompt: of a model, ids, a configuration and the model's arguments: its outputs for the prompt.
+        extend: of a model, its outputs, its arguments and ``num_new_tokens``: arguments for so many more.
+    """
+
+    prompt: Callable[..., Any]
+    extend: Callable[..., dict[str, Any]]
+
+
+@cache
+def generation_steps() -> GenerationSteps | None:
+    """transformers' own; None: tokens cannot be checked several at once."""
+
+    def find() -> GenerationSteps:
+        from transformers import GenerationMixin
+
+        return GenerationSteps(GenerationMixin._prefill, GenerationMixin._update_model_kwargs_for_generation)
+
+    def right(steps: GenerationSteps) -> bool:
+        from transformers.utils.generic import ModelOutput
+
+        mask = torch.ones(1, 3)
+        extended = steps.extend(None, ModelOutput(), {"attention_mask": mask}, False, num_new_tokens=2)
+        taken = list(inspect.signature(steps.prompt).parameters)[1:4]
+        return extended["attention_mask"].shape == (1, 5) and taken == [
+            "input_ids",
+            "generation_config",
+            "model_kwargs",
+        ]
+
+    return _tried("the steps of transformers' generate", find, right, "there are no drafts")
+
+
 # -- Python ----------------------------------------------------------------------------------------
 
 

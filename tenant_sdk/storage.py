@@ -183,12 +183,13 @@ class TrainingCheckpoints:
     Args:
         output: of the training; the folder is its sibling ``NAME.checkpoints``.
         settings: what must be the same when a training is resumed.
+        parts: pattern of the names of other files that are kept for a resumed training.
     """
 
-    def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, output: Path, settings: Mapping[str, Any], *, parts: str = "") -> None:
         self.folder = output.with_name(output.name + ".checkpoints")
         self._settings_file = self.folder / "settings.json"
-        self._settings = dict(settings)
+        self._settings, self._parts = dict(settings), parts
         self._resumed = False
 
     def check(self, *, resume: bool) -> None:
@@ -199,7 +200,7 @@ class TrainingCheckpoints:
                 the folder is not this user's alone.
         """
         check_tree(self.folder)
-        if not resume and self._whole():
+        if not resume and (self._whole() or (self._parts and any(self.folder.glob(self._parts)))):
             raise ConfigurationError(
                 "{} holds an interrupted training; go on with {resume}, or remove it first",
                 str(self.folder),

@@ -10,6 +10,7 @@ from provider.config import ServeConfig
 from provider.planning.options import PlanOptions
 from shared.options import Field, fields_of, secret_ways, shown_default
 from tenant_sdk.command_line.context_options import AnswerOptions, ContextOptions, PromptOptions
+from tenant_sdk.drafts.options import DraftOptions
 from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.session.profiles import FIELDS, SOURCE_NAMES
 from tenant_sdk.tuning.options import ModelOptions, TrainingOptions
@@ -35,6 +36,7 @@ _OTHERS = {
     "Of `symbiosis-tenant finetune`": (TrainingOptions, ModelOptions),
     "Of `symbiosis-tenant generate`": (PromptOptions, Sampling, ContextOptions, ModelOptions),
     "Of `symbiosis-tenant chat`": (AnswerOptions, Sampling, ContextOptions, ModelOptions),
+    "Of `symbiosis-tenant draft`": (DraftOptions, ModelOptions),
     "Of `symbiosis-tenant serve`": (GatewayOptions,),
     "Of `symbiosis-provider serve`": (ServeConfig,),
     "Of `symbiosis-provider plan`": (PlanOptions,),

@@ -25,6 +25,7 @@ from tenant_sdk.tuning.options import ModelOptions
 from tenant_sdk.tuning.sampling import Sampling
 
 if TYPE_CHECKING:
+    from tenant_sdk.drafts.decoding import Draft
     from tenant_sdk.sequences.contexts import LongContext
     from tenant_sdk.session.session import Session
     from tenant_sdk.tuning.chat import Chat
@@ -46,6 +47,7 @@ class _Ready:
     model: Any
     tokenizer: Any
     place: LongContext
+    draft: Draft | None
 
 
 @contextmanager
@@ -58,11 +60,14 @@ def _ready(
     if given.adapter is not None:
         check_adapter_folder(given.adapter)
     with loading():
+        from tenant_sdk.drafts.folder import load_draft, read_card
         from tenant_sdk.sequences.contexts import LongContext, default_place
         from tenant_sdk.session.opening import open_session
         from tenant_sdk.tuning.folders import load_adapter
         from tenant_sdk.tuning.own import load, not_used, tokenizer_in
 
+    if given.draft is not None:
+        read_card(given.draft)  # before anybody is asked
     place = LongContext(context.kv or "host", context.kv_memory_gib, context.kv_folder, context.memory_gib)
     say_connecting(config)
     if own.tokenizer is None and given.adapter is not None and tokenizer_in(given.adapter):
@@ -74,7 +79,8 @@ def _ready(
             model = load_adapter(model, given.adapter, session, allow_other_base=given.allow_other_base)
         if context.kv is None:
             place = replace(place, kv=default_place(model))
-        yield _Ready(session, model, tokenizer, place)
+        draft = None if given.draft is None else load_draft(given.draft, model, session)
+        yield _Ready(session, model, tokenizer, place, draft)
 
 
 @options.command_line.takes
@@ -98,7 +104,7 @@ def generate(
             tokens = prompt_tokens(ready.tokenizer, text)
         groups, length = ready.session.manifest.groups, len(tokens) + sampling.most_tokens
         more = ready.place.fitting(ready.model, groups, length)
-        written = stream(ready.model, ready.tokenizer, tokens, sampling, options=more)
+        written = stream(ready.model, ready.tokenizer, tokens, sampling, options=more, draft=ready.draft)
         stats = partial(print_stats, ready.session, config, STATUS)
     if not written.text.strip():
         STATUS.print(escape(shown(_empty(chats, has_chat_template(ready.tokenizer)))))
@@ -108,6 +114,8 @@ def generate(
         f"{written.tokens} tokens in {written.seconds:.1f} s, {written.tokens / written.seconds:.1f} "
         f"tokens/s; ended by: {shown(written.end)}"
     )
+    if ready.draft is not None:
+        STATUS.print(str(ready.draft))
     stats()
 
 
@@ -139,7 +147,9 @@ def chat(
 
         groups = ready.session.manifest.groups
         resumed = partial(ready.place.resumed, ready.model, groups)
-        conversation = Chat(ready.model, ready.tokenizer, sampling, opening=given.opening, resumed=resumed)
+        conversation = Chat(
+            ready.model, ready.tokenizer, sampling, opening=given.opening, resumed=resumed, draft=ready.draft
+        )
         if sys.stdin.isatty():
             STATUS.print("Ask something; /help lists commands.")
         for line, typed in _lines():

@@ -23,6 +23,15 @@ class AnswerOptions:
     allow_other_base: Annotated[
         bool, Option(_PROMPT, "Do not refuse an adapter that was made for another model.")
     ] = False
+    draft: Annotated[
+        Path | None,
+        Option(
+            _PROMPT,
+            "Folder of a draft, such as `symbiosis-tenant draft` writes: a pass of the model then checks "
+            "several guessed tokens. The number of passes tells the provider something about the text.",
+            unit="FOLDER",
+        ),
+    ] = None
     system: Annotated[
         str | None,
         Option(_PROMPT, "System message. Default: that of the model's chat template, if any.", unit="TEXT"),

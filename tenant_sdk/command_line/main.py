@@ -22,6 +22,7 @@ from shared.errors import SymbiosisError, peer_text
 from tenant_sdk.command_line import options
 from tenant_sdk.command_line.answers import chat, generate
 from tenant_sdk.command_line.data import data
+from tenant_sdk.command_line.draft import draft
 from tenant_sdk.command_line.gateway import serve
 from tenant_sdk.command_line.output import (
     NAMES,
@@ -173,6 +174,7 @@ def doctor(
 
 app.command()(generate)
 app.command()(chat)
+app.command()(draft)
 app.command()(serve)
 app.command()(data)
 

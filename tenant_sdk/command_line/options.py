@@ -194,12 +194,13 @@ class SessionOptions:
         config.credentials  # noqa: B018 - refuses tokens and authorities that parties would share
         return config
 
-    def command(self, words: Sequence[str], adapter: Path) -> str:
-        """Another command with the same session and an adapter, to type next."""
+    def command(self, words: Sequence[str], adapter: Path | None) -> str:
+        """Another command with the same session and an adapter, if any, to type next."""
         name, *more = words
         profile = [] if self.profile is None else ["--profile", str(self.profile)]
         others = "" if self.profile or "provider" not in self.given else " (and the options of the session)"
-        return shlex.join(["symbiosis-tenant", name, *profile, "--adapter", str(adapter), *more]) + others
+        adapted = [] if adapter is None else ["--adapter", str(adapter)]
+        return shlex.join(["symbiosis-tenant", name, *profile, *adapted, *more]) + others
 
     def targets(self, wait: float) -> tuple[list[Target], SessionRules]:
         """The provider and its mask sources, as `doctor` wants them, and the rules of a session with them.

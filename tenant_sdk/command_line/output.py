@@ -16,6 +16,7 @@ from shared.errors import Message, Names
 from shared.options import flags_of
 from tenant_sdk.command_line.context_options import AnswerOptions, ContextOptions, PromptOptions
 from tenant_sdk.connection.urls import party_name
+from tenant_sdk.drafts.options import DraftOptions
 from tenant_sdk.session.options import SessionConfig
 from tenant_sdk.terminal import Terminal
 from tenant_sdk.tuning.options import ModelOptions, TrainingOptions
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _CONFIGURATIONS = (
     *(SessionConfig, TrainingOptions, ModelOptions, AnswerOptions, PromptOptions, ContextOptions, Sampling),
+    DraftOptions,
 )
 # How messages name the options of all commands.
 NAMES: Names = {name: flag for each in _CONFIGURATIONS for name, flag in flags_of(each).items()}

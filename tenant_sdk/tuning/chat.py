@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shared.errors import ConfigurationError, Message
 from tenant_sdk.tuning.data import chat_prompt
-from tenant_sdk.tuning.generation import GenerationOutput, context_of, stream
+from tenant_sdk.tuning.generation import Decoder, GenerationOutput, context_of, stream
 from tenant_sdk.tuning.message_parts import REASONING
 from tenant_sdk.tuning.sampling import Sampling
 
@@ -51,6 +51,7 @@ class Chat:
         opening: messages before the user's first one, such as a system message.
         resumed: gets the ids of a prompt ``[1, T]``, the number of tokens with the answer, and what it
             returned for the last prompt; returns what ``generate`` gets. See ``LongContext.resumed``.
+        draft: see ``stream``.
 
     Attributes:
         messages: of the conversation; an answer that was interrupted counts as far as it went, and one
@@ -68,9 +69,10 @@ class Chat:
         *,
         opening: Sequence[dict[str, str]] = (),
         resumed: Callable[[Tensor, int, dict[str, Any]], dict[str, Any]] | None = None,
+        draft: Decoder | None = None,
     ) -> None:
         self._model, self._tokenizer, self._sampling = model, tokenizer, sampling
-        self._opening, self._resumed = [*opening], resumed
+        self._opening, self._resumed, self._draft = [*opening], resumed, draft
         self._thought = thought_of(tokenizer)
         self.clear()
         chat_prompt(tokenizer, [*opening, {"role": "user", "content": "?"}])
@@ -105,7 +107,13 @@ class Chat:
             ids = torch.tensor([tokens], device=self._model.device)
             options = self._resumed(ids, len(tokens) + most, before)
         written = stream(
-            self._model, self._tokenizer, tokens, sampling, options=options, interrupted=interrupted
+            self._model,
+            self._tokenizer,
+            tokens,
+            sampling,
+            options=options,
+            interrupted=interrupted,
+            draft=self._draft,
         )
         self._options = options
         prompt = self._tokenizer.decode(tokens[-_PROMPT_END:])

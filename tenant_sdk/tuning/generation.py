@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer, set_seed
+from transformers.generation.streamers import BaseStreamer
 
 from shared.errors import ConfigurationError, Message
 from tenant_sdk.terminal import visible
@@ -65,6 +66,13 @@ def in_a_loop(tokens: list[int]) -> bool:
     return False
 
 
+class Decoder(Protocol):
+    """Another way for ``generate`` to write a text, such as a draft."""
+
+    def streaming(self, streamer: BaseStreamer) -> Callable[..., Any]:
+        """A function for ``custom_generate`` that passes tokens to a streamer."""
+
+
 @dataclass(frozen=True)
 class GenerationOutput:
     """The text, how many new tokens, in how many seconds, and why there are no more.
@@ -93,6 +101,7 @@ def stream(
     *,
     options: Mapping[str, Any] = MappingProxyType({}),
     interrupted: Callable[[], bool] = lambda: False,
+    draft: Decoder | None = None,
 ) -> GenerationOutput:
     """Write the continuation of a prompt to standard output, each word as soon as it is whole.
 
@@ -100,6 +109,7 @@ def stream(
         tokens: ids of the prompt, as ``prompt_tokens`` or ``chat_prompt`` gives them.
         options: more arguments of ``model.generate``, such as ``generate_options`` makes.
         interrupted: asked after each token; True ends the text.
+        draft: guesses tokens, several of which a pass of the model checks.
 
     Raises:
         ConfigurationError: the prompt is empty or, with what shall follow, longer than the model's context.
@@ -123,6 +133,8 @@ def stream(
     loop, enough = _Loop(ids.shape[1]), _Interrupted(interrupted)
     set_seed(sampling.seed)
     model.eval()
+    streamer = _Terminal(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    shown = {"streamer": streamer} if draft is None else {"custom_generate": draft.streaming(streamer)}
     started = time.perf_counter()
     out = model.generate(
         input_ids=ids,
@@ -130,7 +142,7 @@ def stream(
         generation_config=config,
         tokenizer=tokenizer if sampling.stop else None,
         stopping_criteria=StoppingCriteriaList([enough] if sampling.allow_loops else [enough, loop]),
-        streamer=_Terminal(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        **shown,
         **options,
     )
     seconds, new = time.perf_counter() - started, out[0, ids.shape[1] :].tolist()

@@ -43,14 +43,16 @@ def sample_prompts(
     return found
 
 
-@torch.no_grad()
 def generate_answers(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], most: int) -> list[str]:
     """Greedy continuations of prompts, of at most so many tokens, without special tokens."""
     parts = [prompts[at : at + _AT_ONCE] for at in range(0, len(prompts), _AT_ONCE)]
-    return [text for part in parts for text in _generate(model, tokenizer, part, most)]
+    answers = [ids for part in parts for ids in answer_ids(model, tokenizer, part, most)]
+    return [text.strip() for text in tokenizer.batch_decode(answers, skip_special_tokens=True)]
 
 
-def _generate(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], most: int) -> list[str]:
+@torch.no_grad()
+def answer_ids(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], most: int) -> list[list[int]]:
+    """Greedy continuations of prompts, which are written at once: ids, up to the one that ends a text."""
     config = Sampling(max_new_tokens=most).config(model, tokenizer)
     longest, padding = max(map(len, prompts)), config.pad_token_id or 0
     ids = torch.tensor([[padding] * (longest - len(each)) + [*each] for each in prompts], device=model.device)
@@ -62,7 +64,13 @@ def _generate(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], most
     config.use_cache = True  # which packing switches off
     out = model.generate(input_ids=ids, attention_mask=attended, generation_config=config)
     model.train(was_training)
-    return [text.strip() for text in tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)]
+    ends = set(config.eos_token_id or ())
+    return [_up_to(row, ends) for row in out[:, longest:].tolist()]
+
+
+def _up_to(ids: list[int], ends: set[int]) -> list[int]:
+    """Ids up to the first end, which stays."""
+    return ids[: next((at + 1 for at, each in enumerate(ids) if each in ends), len(ids))]
 
 
 def compare(model: Any, tokenizer: Any, examples: Sequence[Example], most: int) -> list[Sample]:

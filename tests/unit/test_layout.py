@@ -75,6 +75,7 @@ SUBPACKAGES = {
         "sequences",
         "session",
         "tuning",
+        "drafts",
         "gateway",
         "command_line",
     ],

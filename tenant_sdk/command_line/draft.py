@@ -1,0 +1,105 @@
+"""``symbiosis-tenant draft``: a draft for a model, or for an adapter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tenant_sdk.command_line import options
+from tenant_sdk.command_line.output import (
+    RESULTS,
+    STATUS,
+    loading,
+    print_stats,
+    report_interruption,
+    say_connecting,
+    say_kept,
+    shown,
+)
+from tenant_sdk.drafts.options import KEPT_FEATURES, DraftOptions
+from tenant_sdk.tuning.options import ModelOptions
+
+if TYPE_CHECKING:
+    from tenant_sdk.drafts.making import DraftCallbacks, DraftReport
+
+
+@options.command_line.takes
+def draft(making: DraftOptions, own: ModelOptions, connection: options.SessionOptions) -> None:
+    """Train a draft, which guesses tokens so that a pass of the model writes several; text stays here."""
+    from tenant_sdk.storage import TrainingCheckpoints, check_adapter_folder, check_new_folder
+    from tenant_sdk.tuning.records import check_data
+
+    output = check_new_folder(making.output)
+    TrainingCheckpoints(output, {}, parts=KEPT_FEATURES).check(resume=making.resume)
+    if making.adapter is not None:
+        check_adapter_folder(making.adapter)
+    config = connection.session()
+    check_data([*making.data, *making.prompts])
+    with loading():
+        from tenant_sdk.drafts.making import make_draft
+        from tenant_sdk.session.opening import open_session
+        from tenant_sdk.tuning.folders import load_adapter
+        from tenant_sdk.tuning.own import load
+
+    say_connecting(config)
+    with report_interruption(), open_session(config) as session, _shown() as callbacks:
+        say_kept(session)
+        model, tokenizer = load(session, own.tokenizer, own.model, bars=STATUS.is_terminal)
+        if making.adapter is not None:
+            model = load_adapter(model, making.adapter, session, allow_other_base=making.allow_other_base)
+        report = make_draft(making, model, tokenizer, session, callbacks)
+    for line in _lines(report):
+        RESULTS.print(line)
+    print_stats(session, config, RESULTS)
+    RESULTS.print(f"draft: {escape(str(making.output))}")
+    words = ["chat", "--draft", str(making.output)]
+    RESULTS.print(f"next: {escape(connection.command(words, making.adapter))}")
+
+
+def _lines(report: DraftReport) -> Iterator[str]:
+    """What the draft promises."""
+    shares = ", ".join(f"{share:.0%}" for share in report.acceptance)
+    yield f"held-out text: {report.tokens_a_pass:.2f} tokens a pass; right guesses: {shares}"
+    yield f"a pass takes {report.alone * 1e3:.0f} ms here, and {report.whole * 1e3:.0f} ms with all guesses"
+    if report.pays_from == math.inf:
+        yield "the guesses are too seldom right to pay at any distance: more text helps, or an adapter's own"
+    elif report.pays_from == 0:
+        faster = report.tokens_a_pass * report.alone / report.whole
+        yield f"the draft pays at this distance already: {faster:.2f} times the tokens a second"
+    else:
+        yield (
+            f"the draft pays from {report.pays_from * 1e3:.1f} ms of round trip more than here; nearer, it "
+            "guesses fewer tokens or none"
+        )
+
+
+@contextmanager
+def _shown() -> Iterator[DraftCallbacks]:
+    """Bars of progress; without a terminal, one line for each stage."""
+    from tenant_sdk.drafts.making import DraftCallbacks
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    told = set[str]()
+    with Progress(*columns, console=STATUS, disable=not STATUS.is_terminal) as bar:
+        stages = {
+            name: bar.add_task(name, total=None, visible=False)
+            for name in ("writing answers", "reading texts", "training")
+        }
+
+        def show(name: str, done: int, total: int) -> None:
+            if name not in told and not STATUS.is_terminal:
+                STATUS.print(f"{name}: {total}")
+            told.add(name)
+            bar.update(stages[name], completed=done, total=total, visible=True)
+
+        yield DraftCallbacks(
+            lambda line: STATUS.print(escape(shown(line))),
+            lambda done, total: show("writing answers", done, total),
+            lambda done, total: show("reading texts", done, total),
+            lambda done, total, _loss: show("training", done, total),
+        )

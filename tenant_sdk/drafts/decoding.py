@@ -1,0 +1,250 @@
+"""Text from a model with a draft: ``model.generate(ids, custom_generate=draft)``.
+
+A pass computes the last token and the guesses behind it. Then a token is chosen at each place from the
+model's own distribution, as ``generate`` does without a draft, up to the first one that differs from its
+guess. So greedy text is the same, and sampled text has the same distribution: each of its tokens was drawn
+from the model's distribution after the tokens before it. The guesses decide only how many places of a pass
+are used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from shared.errors import ConfigurationError
+from tenant_sdk.drafts.head import DraftHead, Vocabulary
+from tenant_sdk.drafts.length import DraftLength
+from tenant_sdk.drafts.passes import Passes
+
+_NEWEST = 5  # passes whose time is kept
+
+
+class Draft:
+    """A draft for one model; give it to ``generate`` as ``custom_generate``.
+
+    Several sequences go on together: a pass counts for as many tokens as are right in each of them.
+
+    Args:
+        head: the network.
+        vocabulary: of the model.
+        length: how many tokens are guessed.
+        clock: seconds; only differences count.
+
+    Attributes:
+        passes: of the model after prompts, so far.
+        tokens: that these passes wrote, in each sequence.
+        seconds_a_pass: of the newest passes, with the time to guess; their median.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        vocabulary: Vocabulary,
+        length: DraftLength,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._head, self._vocabulary, self._length, self._clock = head, vocabulary, length, clock
+        self.passes = self.tokens = 0
+        self._seconds = deque[float](maxlen=_NEWEST)
+
+    @property
+    def seconds_a_pass(self) -> float:  # noqa: D102 - see the class
+        return median(self._seconds)
+
+    def __str__(self) -> str:
+        """A line about the passes so far."""
+        if not self.passes:
+            return "draft: no pass of the model yet"
+        each = self.tokens / self.passes
+        return f"draft: {each:.2f} tokens a pass, in {self.passes} passes of the model after prompts"
+
+    def streaming(self, streamer: BaseStreamer) -> Callable[..., Any]:
+        """The same for ``generate`` with a streamer, which gets each token as soon as it is certain.
+
+        transformers keeps its argument ``streamer`` from functions such as this.
+        """
+
+        def decode(
+            model: Any,
+            input_ids: Tensor,
+            logits_processor: LogitsProcessorList,
+            stopping_criteria: StoppingCriteriaList,
+            generation_config: GenerationConfig,
+            **model_kwargs: Any,
+        ) -> Any:
+            streamer.put(input_ids.cpu())
+            written = self(
+                model,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                streamer,
+                **model_kwargs,
+            )
+            streamer.end()
+            return written
+
+        return decode
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """One call of ``generate``, with the arguments that it prepares.
+
+        Raises:
+            ConfigurationError: beams, or outputs of layers, are asked for, or the model has an encoder.
+        """
+        _check(model, generation_config)
+        text = _Text(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+        with _last_hidden(model) as hidden:
+            passes = Passes(model, model_kwargs)
+            text.take(passes.prompt(input_ids, generation_config)[:, -1:], None)
+            state = hidden()[:, -1]
+            while not text.ended:
+                state = self._pass(text, passes, state, hidden)
+        return text.output(passes.cache)
+
+    def _pass(self, text: _Text, passes: Passes, state: Tensor, hidden: Callable[[], Tensor]) -> Tensor:
+        """Guess, check, and go on; returns the hidden state before the newest token."""
+        started, size = self._clock(), min(self._length.next, passes.room)
+        guesses = self._guess(state, text.ids[:, -1], size)
+        logits = passes.check(torch.cat([text.ids, guesses], 1), size + 1)
+        taken = text.take(logits, guesses)
+        passes.keep(taken)
+        seconds = self._clock() - started
+        self._length.passed(size, seconds)
+        self._seconds.append(seconds)
+        self.passes, self.tokens = self.passes + 1, self.tokens + taken
+        return hidden()[:, taken - 1]
+
+    def _guess(self, state: Tensor, token: Tensor, size: int) -> Tensor:
+        """Int64 ``[B, size]``: tokens after ``token``, which followed the hidden state ``[B, width]``."""
+        state, guesses = state.float(), list[Tensor]()
+        for _ in range(size):
+            state = self._head(state, self._vocabulary.embed(token))
+            token = self._vocabulary.tokens[self._vocabulary.logits(self._head.read(state)).argmax(-1)]
+            guesses.append(token)
+        return torch.stack(guesses, 1) if guesses else token.new_empty(len(token), 0)
+
+
+class _Text:
+    """What is written, and how its next token is chosen; the same steps as in ``generate``."""
+
+    def __init__(
+        self,
+        ids: Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        streamer: BaseStreamer | None,
+    ) -> None:
+        self.ids, self.ended = ids, False
+        self._processors, self._criteria, self._config, self._streamer = (
+            processors,
+            criteria,
+            config,
+            streamer,
+        )
+        self._open = torch.ones(len(ids), dtype=torch.bool, device=ids.device)  # sequences that go on
+        self._pads = any(hasattr(each, "eos_token_id") for each in criteria)
+        self._scores, self._logits = list[Tensor](), list[Tensor]()
+
+    def take(self, logits: Tensor, guesses: Tensor | None) -> int:
+        """Choose tokens from ``[B, T, vocabulary]``, as far as they are the guesses ``[B, T - 1]``.
+
+        Returns:
+            How many.
+        """
+        for at in range(logits.shape[1]):
+            tokens = self._choose(logits[:, at].to(copy=True, dtype=torch.float32, device=self.ids.device))
+            self.ids = torch.cat([self.ids, tokens[:, None]], 1)
+            if self._streamer is not None:
+                self._streamer.put(tokens.cpu())
+            scores = tuple(self._scores) if self._config.output_scores else None
+            going = self._open
+            self._open = going & ~self._criteria(self.ids, scores)
+            self.ended = not self._open.any()
+            wrong = guesses is None or at == guesses.shape[1] or ((tokens != guesses[:, at]) & going).any()
+            if self.ended or wrong:
+                break
+        return at + 1
+
+    def _choose(self, logits: Tensor) -> Tensor:
+        ids: Any = self.ids
+        scores = self._processors(ids, logits.clone() if self._config.output_logits else logits)
+        if self._config.output_scores:
+            self._scores.append(scores)
+        if self._config.output_logits:
+            self._logits.append(logits)
+        if self._config.do_sample:
+            tokens = torch.multinomial(scores.softmax(-1), 1).squeeze(1)
+        else:
+            tokens = scores.argmax(-1)
+        if self._pads:
+            tokens = torch.where(self._open, tokens, self._config.pad_token_id or 0)
+        return tokens
+
+    def output(self, cache: Any) -> Tensor | GenerateDecoderOnlyOutput:
+        """What ``generate`` returns."""
+        if not self._config.return_dict_in_generate:
+            return self.ids
+        scores = tuple(self._scores) if self._config.output_scores else None
+        logits = tuple(self._logits) if self._config.output_logits else None
+        return GenerateDecoderOnlyOutput(
+            sequences=self.ids,  # type: ignore[arg-type]
+            scores=scores,  # type: ignore[arg-type]
+            logits=logits,  # type: ignore[arg-type]
+            past_key_values=cache,
+        )
+
+
+def _check(model: Any, config: GenerationConfig) -> None:
+    """Refuse what goes another way than one token after the other.
+
+    Raises:
+        ConfigurationError: it does.
+    """
+    if config.num_beams and config.num_beams > 1:
+        raise ConfigurationError("a draft does not go with beams: leave out num_beams, or custom_generate")
+    if config.output_attentions or config.output_hidden_states:
+        raise ConfigurationError(
+            "a draft does not return attentions or hidden states: leave these out, or custom_generate"
+        )
+    if model.config.is_encoder_decoder:
+        raise ConfigurationError("a draft does not go with a model that has an encoder and a decoder")
+
+
+@contextmanager
+def _last_hidden(model: Any) -> Iterator[Callable[[], Tensor]]:
+    """Around passes: what returns the last hidden states ``[B, T, width]`` of the newest one."""
+    states: list[Tensor] = []
+
+    def keep(_module: Any, _inputs: Any, outputs: Any) -> None:
+        states[:] = [outputs[0] if isinstance(outputs, tuple) else outputs.last_hidden_state]
+
+    hook = model.base_model.register_forward_hook(keep)
+    try:
+        yield lambda: states[0]
+    finally:
+        hook.remove()

@@ -1,0 +1,214 @@
+"""A draft's folder: its weights, and a card that says for which model and adapter it is.
+
+The folder may be anybody's. A wrong draft cannot change a text, since each token is the model's own choice;
+it can only be slow, so one that was made for another model or adapter is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from peft import get_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
+from torch import Tensor
+
+from shared.command_line import version
+from shared.encoded import UNREADABLE, read_within
+from shared.errors import ConfigurationError, Message, ModelMismatch
+from tenant_sdk.drafts.decoding import Draft
+from tenant_sdk.drafts.head import DraftHead, Vocabulary, head_of
+from tenant_sdk.drafts.length import DraftLength
+from tenant_sdk.model.naming import plain_name
+from tenant_sdk.session.session import Session
+from tenant_sdk.trust.attestation import base_model
+
+CARD, WEIGHTS = "draft.json", "draft.safetensors"
+_CARD_BYTES = 64 << 10
+_HEADER_BYTES = 64 << 10
+_WIDEST = 8  # of the layer between, in widths of the model
+_MOST_GUESSES = 16
+_TOKENS = "tokens"  # the tensor of ids, beside those of the network
+
+
+class DraftCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``draft.json``.
+
+    ``weights`` is the manifest's digest of the base's linear layers, and ``adapter`` that of the adapter's
+    parameters (``adapter_digest``), or empty. ``acceptance``: of the first, second, ... guess: the share of
+    places in held-out text where this guess and all before it were right.
+    """
+
+    symbiosis: str  # version of this SDK
+    model: str
+    weights: str
+    adapter: str
+    width: int
+    hidden: int
+    acceptance: tuple[float, ...]
+    learned_tokens: int
+    held_out_tokens: int
+
+
+def adapter_digest(model: Any) -> str:
+    """SHA-256 of an adapter's parameters as float32 numbers, by their names; empty: there is no adapter.
+
+    Raises:
+        ConfigurationError: several adapters are active.
+    """
+    if not getattr(model, "peft_config", None):
+        return ""
+    active = [*getattr(model, "active_adapters", [model.active_adapter])]
+    if len(active) != 1:
+        raise ConfigurationError(f"a draft is for one adapter, and {len(active)} are active")
+    digest = hashlib.sha256()
+    state = get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=False)
+    for name, values in sorted(state.items()):
+        digest.update(f"{name} {list(values.shape)} ".encode())
+        digest.update(values.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def save_draft(
+    folder: Path,
+    head: DraftHead,
+    tokens: Tensor,
+    model: Any,
+    session: Session,
+    *,
+    acceptance: tuple[float, ...],
+    learned_tokens: int,
+    held_out_tokens: int,
+) -> None:
+    """Write a draft into a folder that exists.
+
+    Args:
+        tokens: int64 ``[S]``: ids that it guesses.
+        model: that it was trained for, with its adapter.
+    """
+    card = DraftCard(
+        symbiosis=version(),
+        model=plain_name(session.manifest.model),
+        weights=plain_name(session.manifest.weights),
+        adapter=adapter_digest(model),
+        width=head.width,
+        hidden=head.hidden,
+        acceptance=tuple(round(share, 4) for share in acceptance),
+        learned_tokens=learned_tokens,
+        held_out_tokens=held_out_tokens,
+    )
+    tensors = {name: each.contiguous() for name, each in head.state_dict().items()}
+    save_file({**tensors, _TOKENS: tokens.cpu().contiguous()}, folder / WEIGHTS)
+    (folder / CARD).write_bytes(msgspec.json.format(msgspec.json.encode(card), indent=2) + b"\n")
+
+
+def read_card(folder: Path) -> DraftCard:
+    """The card of a folder.
+
+    Raises:
+        ConfigurationError: there is none, it is damaged, or it says what cannot be.
+    """
+    if not folder.is_dir():
+        raise ConfigurationError(f"there is no such folder: {folder}; give the one that `draft` wrote")
+    try:
+        card = msgspec.json.decode(read_within(folder / CARD, _CARD_BYTES), type=DraftCard)
+    except FileNotFoundError as error:
+        raise ConfigurationError(f"{folder} holds no draft: there is no {CARD} in it") from error
+    except (OSError, *UNREADABLE) as error:
+        raise ConfigurationError(f"{folder / CARD} is damaged: {error}. Train the draft again") from error
+    shares = card.acceptance
+    if len(shares) > _MOST_GUESSES or not all(0 <= share <= 1 for share in shares):
+        raise ConfigurationError(
+            f"{folder / CARD} is damaged: `acceptance` has {_MOST_GUESSES} shares at most, each from 0 to 1. "
+            "Train the draft again"
+        )
+    return card
+
+
+def load_draft(folder: str | Path, model: Any, session: Session, *, guesses: int | None = None) -> Draft:
+    """A draft for a model, to be given to ``generate`` as ``custom_generate``.
+
+    Args:
+        folder: that `symbiosis-tenant draft` or ``save_draft`` wrote; anybody may have changed it.
+        model: of the session, with the adapter that the draft was trained with, if any.
+        guesses: tokens that each pass checks beside the one that is known; default: as many as measured times
+            and the card's shares suggest.
+
+    Raises:
+        ConfigurationError: there is no draft in the folder, or it is damaged, or the model has no head here.
+        ModelMismatch: it was made for another model, or another adapter.
+    """
+    folder = Path(folder)
+    card = read_card(folder)
+    _check_fits(card, folder, model, session)
+    weight, _ = head_of(base_model(model))
+    head, tokens = _read_weights(folder / WEIGHTS, card, *weight.shape)
+    most = len(card.acceptance)
+    if guesses is not None and not 0 <= guesses <= most:
+        raise ConfigurationError(f"guesses={guesses}: this draft makes from 0 to {most}")
+    length = DraftLength(card.acceptance, most, guesses)
+    return Draft(head.to(weight.device), Vocabulary(base_model(model), tokens), length)
+
+
+def _check_fits(card: DraftCard, folder: Path, model: Any, session: Session) -> None:
+    """Refuse a draft of another base or adapter.
+
+    Raises:
+        ModelMismatch: it is one.
+    """
+    if card.weights != session.manifest.weights:
+        raise ModelMismatch(
+            Message(
+                "the draft in {} was made for {} (weights {}), but this session's base is {} (weights {})",
+                *(str(folder), plain_name(card.model), plain_name(card.weights[:16])),
+                *(plain_name(session.manifest.model), session.manifest.weights[:16]),
+            )
+        )
+    digest = adapter_digest(model)
+    if card.adapter != digest:
+        theirs, ours = ("an adapter" if each else "the base alone" for each in (card.adapter, digest))
+        if card.adapter and digest:
+            theirs = "another adapter"
+        raise ModelMismatch(
+            f"the draft in {folder} was made for {theirs}, and here answers {ours}: train a draft with the "
+            "adapter that answers, or without one"
+        )
+
+
+def _read_weights(file: Path, card: DraftCard, vocabulary: int, width: int) -> tuple[DraftHead, Tensor]:
+    """The network and the ids that it guesses.
+
+    Raises:
+        ConfigurationError: they are not those that the card describes.
+    """
+    if card.width != width or not 1 <= card.hidden <= _WIDEST * width:
+        raise _damaged(file, f"the card says width {card.width} and {card.hidden}, and the model has {width}")
+    with torch.device("meta"):
+        head = DraftHead(width, card.hidden)
+    expected = head.state_dict()
+    most = 4 * sum(each.numel() for each in expected.values()) + 8 * vocabulary + _HEADER_BYTES
+    try:
+        tensors = load(read_within(file, most))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _damaged(file, str(error)) from error
+    tokens = tensors.pop(_TOKENS, torch.empty(0))
+    if {name: each.shape for name, each in tensors.items()} != {
+        name: each.shape for name, each in expected.items()
+    }:
+        raise _damaged(file, "it holds other tensors than the card describes")
+    if not all(each.dtype == torch.float32 and each.isfinite().all() for each in tensors.values()):
+        raise _damaged(file, "its numbers are not finite ones of type float32")
+    if tokens.dtype != torch.int64 or tokens.dim() != 1 or not len(tokens):
+        raise _damaged(file, f"`{_TOKENS}` is no list of token ids")
+    if tokens.min() < 0 or tokens.max() >= vocabulary or len(tokens.unique()) != len(tokens):
+        raise _damaged(file, f"`{_TOKENS}` holds ids that the model does not have, or one twice")
+    head.load_state_dict(tensors, assign=True)
+    return head.eval().requires_grad_(False), tokens
+
+
+def _damaged(file: Path, reason: str) -> ConfigurationError:
+    return ConfigurationError(f"{file} is damaged: {reason}. Train the draft again")

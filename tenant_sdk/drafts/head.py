@@ -1,0 +1,101 @@
+"""A draft head: it guesses the next tokens from the model's last hidden state.
+
+The network is recurrent, as in ReDrafter (Cheng et al. 2024, "Recurrent Drafter for Fast Speculative
+Decoding", section 3) and Hydra (Ankner et al. 2024, section 3). The state begins as the last hidden state of
+a pass. Each step takes the embedding of the token before, and the model's own output head reads the next
+token from the state. The network needs no keys and values, so a prompt costs it nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shared.errors import ConfigurationError, Message
+from tenant_sdk.model.remote_weight import RemoteWeight
+
+WIDENING = 2  # width of the hidden layer, in widths of the model
+
+
+class DraftHead(nn.Module):
+    """One step of the recurrence: a gated feed-forward layer beside the state.
+
+    Args:
+        width: of the model's hidden states.
+        hidden: width of the layer between.
+    """
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.width, self.hidden = width, hidden
+        self.state_norm, self.token_norm, self.output_norm = (nn.RMSNorm(width, eps=1e-6) for _ in range(3))
+        self.up = nn.Linear(2 * width, hidden, bias=False)
+        self.gate = nn.Linear(2 * width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+        nn.init.zeros_(self.down.weight)  # so it begins with the model's own next token
+
+    def forward(self, state: Tensor, token: Tensor) -> Tensor:
+        """The state after a token, from the one before and the token's embedding: ``[..., width]``."""
+        both = torch.cat([self.state_norm(state), self.token_norm(token)], -1)
+        change: Tensor = self.down(functional.silu(self.gate(both)) * self.up(both))
+        return state + change
+
+    def read(self, state: Tensor) -> Tensor:
+        """The hidden state ``[..., width]`` that the model's output head shall read."""
+        normed: Tensor = self.output_norm(state)
+        return normed
+
+
+class Vocabulary:
+    """The model's embeddings, and its output head for those tokens that a draft may guess.
+
+    Frequent tokens alone are guessed (FR-Spec, Zhao et al. 2025): the head is most of a draft's work.
+
+    Args:
+        model: whose embeddings and head are here.
+        tokens: int64 ``[S]``: ids that are guessed.
+
+    Raises:
+        ConfigurationError: the executor computes the head, or the model has none.
+    """
+
+    def __init__(self, model: Any, tokens: Tensor) -> None:
+        weight, bias = head_of(model)
+        self._embeddings = model.get_input_embeddings()
+        self.tokens = tokens.to(weight.device)
+        self._weight = weight[self.tokens].float()
+        self._bias = None if bias is None else bias[self.tokens].float()
+
+    @torch.no_grad()
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings of any tokens, float32."""
+        embedded: Tensor = self._embeddings(ids).float()
+        return embedded
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of the tokens that are guessed: ``[..., S]`` float32, from ``[..., width]``."""
+        return functional.linear(hidden, self._weight, self._bias)
+
+
+def head_of(model: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight ``[vocabulary, width]`` and bias of a model's output head.
+
+    Raises:
+        ConfigurationError: the executor computes it, or there is none.
+    """
+    head = model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    if weight is None:
+        raise ConfigurationError(
+            f"{type(model).__name__} has no output head, from which a draft could be read"
+        )
+    if isinstance(weight, RemoteWeight):
+        raise ConfigurationError(
+            Message(
+                "a draft needs the output head on this machine: leave out {offload_head}", offload_head=True
+            )
+        )
+    return weight.detach(), getattr(head, "bias", None)

@@ -1,0 +1,231 @@
+"""A draft from files: the work of `symbiosis-tenant draft`."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shared.errors import ConfigurationError
+from tenant_sdk.drafts.decoding import Draft
+from tenant_sdk.drafts.folder import adapter_digest, save_draft
+from tenant_sdk.drafts.head import Vocabulary
+from tenant_sdk.drafts.length import DraftLength, tokens_a_pass
+from tenant_sdk.drafts.options import KEPT_FEATURES, DraftOptions
+from tenant_sdk.drafts.training import GUESSES, Features, Trainer, TrainingResult, collect, frequent_tokens
+from tenant_sdk.session.session import Session
+from tenant_sdk.storage import TrainingCheckpoints, check_new_folder, disk_errors, whole_folder
+from tenant_sdk.trust.attestation import base_model
+from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example
+from tenant_sdk.tuning.data import Reader, Say, chat_prompt, has_chat_template, prompt_tokens
+from tenant_sdk.tuning.finetuning import digest_of
+from tenant_sdk.tuning.generation import context_of
+from tenant_sdk.tuning.records import read_text
+from tenant_sdk.tuning.samples import answer_ids
+from tenant_sdk.tuning.sampling import ends_of
+
+_HELD_OUT = 10  # one text of so many
+_STEPS, _BATCH = 400, 8
+_TIMED_PASSES, _TIMED_PROMPT = 6, 16
+
+
+@dataclass(frozen=True)
+class DraftCallbacks:
+    """How the making of a draft tells its user of itself.
+
+    Args:
+        say: called with a line.
+        writing: called while the model answers prompts, with the number that is done, and of all.
+        reading: the same while the model computes the text.
+        training: called with the steps that are done, all of them, and the loss of the first guess.
+    """
+
+    say: Say = lambda _: None
+    writing: Callable[[int, int], None] = lambda *_: None
+    reading: Callable[[int, int], None] = lambda *_: None
+    training: Callable[[int, int, float], None] = lambda *_: None
+
+
+@dataclass(frozen=True)
+class DraftReport:
+    """What a draft promises.
+
+    Attributes:
+        acceptance: see ``DraftCard``.
+        alone: seconds of a pass without guesses, here and now.
+        whole: of a pass with all guesses, and of making them.
+        requests: that wait for each other in a pass; each takes a round trip.
+    """
+
+    acceptance: tuple[float, ...]
+    alone: float
+    whole: float
+    requests: float
+
+    @property
+    def tokens_a_pass(self) -> float:
+        """Tokens that a pass writes, by held-out text."""
+        return tokens_a_pass(self.acceptance)
+
+    @property
+    def pays_from(self) -> float:
+        """Seconds that a round trip must take longer than here for all guesses to pay; 0: they do here."""
+        gain = self.tokens_a_pass
+        if gain <= 1 or not self.requests:
+            return math.inf if self.whole >= self.alone * gain else 0.0
+        return max(0.0, (self.whole / gain - self.alone) / (self.requests * (1 - 1 / gain)))
+
+
+def make_draft(
+    options: DraftOptions, model: Any, tokenizer: Any, session: Session, callbacks: DraftCallbacks
+) -> DraftReport:
+    """Train a draft and save it.
+
+    Args:
+        model: of the session, with the adapter for which the draft is.
+
+    Raises:
+        ConfigurationError: a file is wrong, or there is too little text; or see ``TrainingCheckpoints``.
+        StorageError: the folder cannot be written.
+    """
+    output = check_new_folder(options.output)
+    examples = _read(options, model, tokenizer, callbacks.say)
+    prompts = _prompts(options.prompts, tokenizer)
+    settings = _settings(options, examples, prompts, model, session)
+    checkpoints = TrainingCheckpoints(output, settings, parts=KEPT_FEATURES)
+    checkpoints.begin(resume=options.resume)
+    with disk_errors(checkpoints.folder, "what the model computes", "Then run again."):
+        examples += _answers(options, model, tokenizer, prompts, checkpoints.folder, callbacks.writing)
+        found = collect(
+            model, examples, options.batch_size, kept=checkpoints.folder, progress=callbacks.reading
+        )
+    trained, held_out = _split(found, options.seed)
+    base: Any = base_model(model)
+    vocabulary = Vocabulary(base, frequent_tokens(trained, base.get_input_embeddings().weight.shape[0]))
+    learned = sum(int(each.learned.sum()) for each in trained)
+    callbacks.say(f"{learned:,} tokens to guess, of {len(vocabulary.tokens):,} different ones")
+    epochs = options.epochs or min(40, max(3, math.ceil(_STEPS * _BATCH / len(trained))))
+    result = Trainer(
+        vocabulary, trained, epochs=epochs, seed=options.seed, progress=callbacks.training
+    ).train(held_out)
+    report = _measured(model, result, vocabulary, examples[0], session)
+    with disk_errors(output, "the draft", "Then run again."), whole_folder(output) as folder:
+        save_draft(
+            folder,
+            result.head,
+            vocabulary.tokens,
+            model,
+            session,
+            acceptance=result.acceptance,
+            learned_tokens=learned,
+            held_out_tokens=sum(int(each.learned.sum()) for each in held_out),
+        )
+    checkpoints.remove()
+    return report
+
+
+def _read(options: DraftOptions, model: Any, tokenizer: Any, say: Say) -> list[Example]:
+    reader = Reader(
+        tokenizer,
+        min(options.sequence_length, context_of(model)),
+        options.train_on_prompt,
+        ends=ends_of(model.generation_config, tokenizer),
+        embeddings=model.get_input_embeddings().weight.shape[0],
+        say=say,
+    )
+    return reader.read(options.data)
+
+
+def _prompts(files: Sequence[Path], tokenizer: Any) -> list[list[int]]:
+    """Ids of the prompts of files, one a line; as a user's messages if there is a chat template."""
+    lines = [line.strip() for file in files for line in read_text(file).splitlines() if line.strip()]
+    if has_chat_template(tokenizer):
+        return [chat_prompt(tokenizer, [{"role": "user", "content": line}]) for line in lines]
+    return [prompt_tokens(tokenizer, line) for line in lines]
+
+
+def _settings(
+    options: DraftOptions,
+    examples: Sequence[Example],
+    prompts: Sequence[Sequence[int]],
+    model: Any,
+    session: Session,
+) -> dict[str, Any]:
+    """What must be the same if the work is resumed."""
+    settings = asdict(options)
+    for name in ("output", "data", "prompts", "adapter", "allow_other_base", "resume", "epochs"):
+        del settings[name]
+    texts = digest_of(repr((examples, prompts)).encode())
+    return settings | {
+        "data": texts,
+        "adapter": adapter_digest(model)[:16],
+        "base_model": session.manifest.digest[:16],
+    }
+
+
+def _answers(
+    options: DraftOptions,
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[list[int]],
+    kept: Path,
+    progress: Callable[[int, int], None],
+) -> list[Example]:
+    """The model's own answers to prompts; those that lie in a folder are not written again."""
+    found = list[Example]()
+    room = context_of(model) - max(map(len, prompts), default=0)
+    if prompts and room < options.answer_tokens:
+        raise ConfigurationError("the longest prompt and {answer_tokens} do not fit into the model's context")
+    for at in range(0, len(prompts), options.batch_size):
+        part = prompts[at : at + options.batch_size]
+        file = kept / f"answers-{digest_of(repr(part).encode())}.json"
+        if file.exists():
+            answers: list[list[int]] = json.loads(file.read_text())
+        else:
+            answers = answer_ids(model, tokenizer, part, options.answer_tokens)
+            partial = kept / "partial"
+            partial.write_text(json.dumps(answers))
+            partial.replace(file)
+        for prompt, answer in zip(part, answers, strict=True):
+            found.append({"input_ids": prompt + answer, "labels": [IGNORE_INDEX] * len(prompt) + answer})
+        progress(min(at + len(part), len(prompts)), len(prompts))
+    return found
+
+
+def _split(features: Sequence[Features], seed: int) -> tuple[list[Features], list[Features]]:
+    """Those to learn from, and a tenth that is held out.
+
+    Raises:
+        ConfigurationError: there are fewer than two.
+    """
+    if len(features) < 2:
+        raise ConfigurationError("a draft needs two texts at least, of which one is held out")
+    mixed = random.Random(seed).sample(features, len(features))  # noqa: S311 - an order, no secret
+    held_out = max(1, len(mixed) // _HELD_OUT)
+    return mixed[held_out:], mixed[:held_out]
+
+
+def _measured(
+    model: Any, result: TrainingResult, vocabulary: Vocabulary, example: Example, session: Session
+) -> DraftReport:
+    """Time passes with and without guesses."""
+    ids = torch.tensor([example["input_ids"][:_TIMED_PROMPT]], device=model.device)
+    head, seconds, requests = result.head.to(model.device), dict[int, float](), 0.0
+    most = len(result.acceptance)
+    for guesses in (0, most):
+        length = DraftLength(result.acceptance, GUESSES, guesses)
+        draft = Draft(head, vocabulary, length)
+        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None}
+        tokens = 1 + _TIMED_PASSES * (1 + guesses)
+        model.generate(input_ids=ids, custom_generate=draft, max_new_tokens=tokens, **options)
+        before, passes = session.stats.requests, draft.passes
+        model.generate(input_ids=ids, custom_generate=draft, max_new_tokens=tokens, **options)
+        seconds[guesses] = draft.seconds_a_pass
+        requests = (session.stats.requests - before) / (1 + draft.passes - passes)
+    return DraftReport(result.acceptance, seconds[0], seconds[most], requests)

@@ -1,0 +1,84 @@
+"""Options of a draft's training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from shared.errors import ConfigurationError, Message
+from shared.options import Option
+from tenant_sdk.tuning.options import ReadingOptions
+
+_TEXT, _DRAFT = "Text", "Draft"
+ANSWER_TOKENS = 256
+KEPT_FEATURES = "features-*"  # files that an interrupted training leaves
+
+
+@dataclass(frozen=True)
+class DraftOptions(ReadingOptions):
+    """Options of `symbiosis-tenant draft`.
+
+    Raises:
+        ConfigurationError: a value is out of bounds, or there is no text.
+    """
+
+    output: Annotated[Path, Option(_DRAFT, "New folder for the draft.", unit="FOLDER")]
+    _: KW_ONLY
+    data: Annotated[
+        Sequence[Path],
+        Option(
+            _TEXT,
+            "Text that the draft learns to guess, in the forms of `finetune --data`. Best are answers such "
+            "as the model itself writes.",
+            unit="FILE",
+            single="data",
+        ),
+    ] = ()
+    prompts: Annotated[
+        Sequence[Path],
+        Option(
+            _TEXT,
+            "Text files with one prompt a line. The model answers them, and the draft learns these answers.",
+            unit="FILE",
+            single="prompts",
+        ),
+    ] = ()
+    answer_tokens: Annotated[
+        int, Option(_TEXT, "Tokens of an answer to one of {prompts} at most.", least=8, unit="TOKENS")
+    ] = ANSWER_TOKENS
+    adapter: Annotated[
+        Path | None,
+        Option(
+            _DRAFT, "Folder of the adapter for which the draft is. Default: the base model.", unit="FOLDER"
+        ),
+    ] = None
+    allow_other_base: Annotated[
+        bool, Option(_DRAFT, "Do not refuse an adapter that was made for another model.")
+    ] = False
+    epochs: Annotated[
+        int | None,
+        Option(
+            _DRAFT,
+            "Passes of the draft's training over the text. The executor is not asked again. Default: as many "
+            "as make 400 steps, 3 at least and 40 at most.",
+            least=1,
+            unit="COUNT",
+        ),
+    ] = None
+    batch_size: Annotated[int, Option(_TEXT, "Texts that the model computes at once.", least=1)] = 8
+    seed: Annotated[int, Option(_DRAFT, "Seed of everything random except masks.", unit="NUMBER")] = 0
+    resume: Annotated[
+        bool,
+        Option(
+            _DRAFT,
+            "Continue after an interruption. What the model has computed of the text is not computed again.",
+        ),
+    ] = False
+
+    def __post_init__(self) -> None:
+        """Refuse values out of bounds."""
+        super().__post_init__()
+        if not self.data and not self.prompts:
+            raise ConfigurationError(Message("a draft is trained on text: give {data} or {prompts}"))

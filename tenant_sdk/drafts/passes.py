@@ -1,0 +1,86 @@
+"""Passes of a model over several tokens, of whose keys and values only those of right ones stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig
+
+from shared.compat import cache_name, generation_steps
+from shared.errors import ConfigurationError
+
+
+class Passes:
+    """A prompt, and the passes after it.
+
+    Args:
+        model: with keys and values of tokens; not a PEFT model around it.
+        arguments: for the model, as ``generate`` prepares them.
+
+    Raises:
+        ConfigurationError: this transformers, or this model, cannot check several tokens at once.
+    """
+
+    def __init__(self, model: Any, arguments: dict[str, Any]) -> None:
+        steps = generation_steps()
+        if steps is None:
+            raise ConfigurationError("drafts do not go with this version of transformers: see the log")
+        self._model, self._arguments, self._steps = model, arguments, steps
+        self._outputs: Any = None
+        self._rows = self._length = 0
+        config = model.config.get_text_config(decoder=True)
+        self._positions: int | None = getattr(config, "max_position_embeddings", None)
+
+    @property
+    def cache(self) -> Any:
+        """Keys and values."""
+        return self._arguments.get(cache_name())
+
+    @property
+    def room(self) -> int:
+        """Guesses for which the model has positions."""
+        if self._positions is None:
+            return 1 << 30
+        return max(0, self._positions - self._length - 1)
+
+    def prompt(self, ids: Tensor, config: GenerationConfig) -> Tensor:
+        """Read a prompt ``[B, T]``, from where its keys and values end; logits, of the last token at least.
+
+        Raises:
+            ConfigurationError: the model keeps no keys and values.
+        """
+        self._outputs = self._steps.prompt(self._model, ids, config, self._arguments)
+        self._extend(self._arguments, 0)
+        cache = self.cache
+        if cache is None or not hasattr(cache, "crop"):
+            raise ConfigurationError(
+                f"{type(self._model).__name__} keeps no keys and values that could be forgotten again, as a "
+                "draft needs it: leave out the draft"
+            )
+        # From now on layers with a window keep enough to go back.
+        cache.activate_past_recording()
+        self._length = ids.shape[1]
+        return self._outputs.logits  # type: ignore[no-any-return]
+
+    def check(self, ids: Tensor, rows: int) -> Tensor:
+        """Logits ``[B, rows, vocabulary]`` of the last tokens of a text, of which all but those were read."""
+        arguments = self._extend(dict(self._arguments), rows)
+        if "logits_to_keep" in arguments:
+            arguments["logits_to_keep"] = rows
+        inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=rows, **arguments)
+        self._outputs, self._rows = self._model(**inputs, return_dict=True), rows
+        return self._outputs.logits[:, -rows:]  # type: ignore[no-any-return]
+
+    def keep(self, rows: int) -> None:
+        """Keep the first of the rows of the last check; the others are forgotten."""
+        self.cache.crop(rows - self._rows)
+        self._extend(self._arguments, rows)
+        self._length += rows
+
+    def _extend(self, arguments: dict[str, Any], tokens: int) -> dict[str, Any]:
+        """The same arguments, for so many more tokens."""
+        if tokens == 0:  # the cache alone, which the model may have made
+            found = getattr(self._outputs, cache_name(), None)
+            return arguments if found is None else arguments.update({cache_name(): found}) or arguments
+        return self._steps.extend(self._model, self._outputs, arguments, False, num_new_tokens=tokens)

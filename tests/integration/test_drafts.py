@@ -1,0 +1,405 @@
+"""Drafts: the same text in fewer passes, from a folder that may be anybody's."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import BASE_MODEL, HELD_OUT, here, ok_here
+from conftest import Executor
+from parity import add_lora
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from scipy.stats import chisquare
+from test_long_generation import MASK, PADDED, PLACES, PROMPT, SMALL, save
+from torch import Tensor
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import tenant_sdk
+from provider import serve_in_process
+from shared.errors import ConfigurationError, ModelMismatch
+from tenant_sdk.drafts import decoding
+from tenant_sdk.drafts.decoding import Draft
+from tenant_sdk.drafts.folder import CARD, WEIGHTS, load_draft
+from tenant_sdk.drafts.head import DraftHead, Vocabulary
+from tenant_sdk.drafts.length import DraftLength
+from tenant_sdk.drafts.making import DraftCallbacks, make_draft
+from tenant_sdk.drafts.options import DraftOptions
+from tenant_sdk.session.session import Session
+
+TOKENS = 24
+
+
+def guessing(model: Any, guesses: int = 4, *, seed: int = 0) -> Draft:
+    """A draft whose guesses are seldom right: the text must not depend on them."""
+    width = model.get_input_embeddings().weight.shape[1]
+    torch.manual_seed(seed)
+    head = DraftHead(width, width)
+    torch.nn.init.normal_(head.down.weight)
+    vocabulary = Vocabulary(model, torch.arange(model.get_output_embeddings().weight.shape[0]))
+    return Draft(head, vocabulary, DraftLength((0.5,) * guesses, guesses, guesses))
+
+
+def written(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    torch.manual_seed(7)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, **options}
+    found: Tensor = model.generate(ids, max_new_tokens=TOKENS, **options)
+    return found
+
+
+Opened = Callable[[str], tuple[Session, Any]]
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    """A session with a tiny model, and the model."""
+    sessions: dict[str, tuple[Session, Any]] = {}
+
+    def get(name: str) -> tuple[Session, Any]:
+        if name not in sessions:
+            folder = tmp_path_factory.mktemp(name)
+            save(name, folder)
+            session = tenant_sdk.connect(serve_in_process(folder, numerics="float32"), privacy="plain")
+            sessions[name] = session, session.load_model(progress=False)
+        return sessions[name]
+
+    yield get
+    for session, _ in sessions.values():
+        session.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "mistral", "gemma2", "gemma3", "jamba"])
+def test_greedy_text_is_the_same(name: str, place: str, opened: Opened) -> None:
+    session, model = opened(name)
+    options = session.generate_options(model, **PLACES[place], memory_gib=SMALL)
+    got = written(model, PROMPT, custom_generate=guessing(model), **options)
+    assert torch.equal(got, written(model, PROMPT))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2},
+        {"stop_strings": None, "eos_token_id": list(range(3, 40))},
+        {"output_scores": True, "output_logits": True, "return_dict_in_generate": True},
+    ],
+)
+def test_several_sequences_with_padding(options: dict[str, Any], opened: Opened) -> None:
+    _, model = opened("llama")
+    got, expected = (
+        written(model, PADDED, attention_mask=MASK, **options, **how)
+        for how in ({"custom_generate": guessing(model)}, {})
+    )
+    if isinstance(expected, Tensor):
+        assert torch.equal(got, expected)
+        return
+    assert torch.equal(got.sequences, expected.sequences)
+    for mine, theirs in ((got.scores, expected.scores), (got.logits, expected.logits)):
+        # Several rows at once: the sums of float32 products have other last bits.
+        torch.testing.assert_close(torch.stack(mine), torch.stack(theirs), rtol=1e-4, atol=1e-4)
+
+
+def test_a_context_without_room_for_guesses(opened: Opened) -> None:
+    """GPT-2 has no positions behind the last one."""
+    _, model = opened("gpt2")
+    ids = PROMPT.repeat(1, 4)[:, : 2048 - TOKENS]
+    assert torch.equal(written(model, ids, custom_generate=guessing(model)), written(model, ids))
+
+
+def test_with_an_adapter(opened: Opened) -> None:
+    _, model = opened("qwen2")
+    adapted = add_lora(model)
+    try:
+        got = written(adapted, PROMPT, custom_generate=guessing(model))
+        assert torch.equal(got, written(adapted, PROMPT))
+    finally:
+        adapted.unload()
+
+
+def small() -> Any:
+    torch.manual_seed(2)
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=4,
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def favour_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong sampler: the first guess is twice as likely as the model says."""
+    take = decoding._Text.take
+
+    def wrong(self: Any, logits: Tensor, guesses: Tensor | None) -> int:
+        if guesses is not None and guesses.shape[1]:
+            logits[:, 0].scatter_add_(1, guesses[:, :1], torch.full((len(logits), 1), math.log(2)))
+        return take(self, logits, guesses)
+
+    monkeypatch.setattr(decoding._Text, "take", wrong)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_sampled_text_has_the_models_distribution(right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All texts of four tokens: how often each is written, against the model's probabilities."""
+    if not right:
+        favour_guesses(monkeypatch)
+    model, ids, count = small(), torch.tensor([[1, 2]]), 600
+    head = DraftHead(16, 16)
+    draft = Draft(head, Vocabulary(model, torch.arange(4)), DraftLength((0.5,) * 3, 3, 3))
+    texts = torch.tensor(list(product(range(4), repeat=4)))
+    with torch.no_grad():
+        logits = model(torch.cat([ids.expand(len(texts), -1), texts], 1)).logits[:, 1:-1]
+    each = logits.double().log_softmax(-1).gather(2, texts[..., None]).sum(1).exp().squeeze(-1)
+    found = Counter[tuple[int, ...]]()
+    for seed in range(count):
+        torch.manual_seed(seed)
+        got = model.generate(
+            ids, custom_generate=draft, do_sample=True, top_k=0, max_new_tokens=4, pad_token_id=0
+        )
+        found[tuple(got[0, 2:].tolist())] += 1
+    # Texts that are expected less than five times count as one.
+    often = each * count >= 5
+    observed = torch.tensor([found[tuple(text)] for text in texts.tolist()], dtype=torch.double)
+    rest = [observed[~often].sum(), each[~often].sum() * count]
+    seen = [*observed[often].tolist(), float(rest[0])]
+    wanted = [*(each[often] * count).tolist(), float(rest[1])]
+    likely = chisquare(seen, wanted).pvalue
+    assert draft.tokens > 1.2 * draft.passes
+    if right:
+        assert likely > 1e-4
+    else:
+        assert likely < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_beams": 2}, "beams"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "hidden states"),
+    ],
+)
+def test_other_ways_of_writing_are_refused(options: dict[str, Any], said: str, opened: Opened) -> None:
+    _, model = opened("llama")
+    with pytest.raises(ConfigurationError, match=said):
+        written(model, PROMPT, custom_generate=guessing(model), **options)
+
+
+@pytest.fixture(scope="module")
+def served(serve: Callable[..., Executor]) -> Executor:
+    return serve(BASE_MODEL)
+
+
+@pytest.fixture(scope="module")
+def session(served: Executor) -> Iterator[Session]:
+    with served.connect() as opened_session:
+        yield opened_session
+
+
+@pytest.fixture(scope="module")
+def model(session: Session) -> Any:
+    return session.load_model(progress=False)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(BASE_MODEL)
+
+
+def text_file(folder: Path, count: int) -> Path:
+    """A few of the held-out texts, which the model knows well."""
+    file = folder / "texts.txt"
+    file.write_text("\n".join(HELD_OUT.read_text().splitlines()[:count]))
+    return file
+
+
+@pytest.fixture(scope="module")
+def made(
+    tmp_path_factory: pytest.TempPathFactory, session: Session, model: Any, tokenizer: Any
+) -> tuple[Path, DraftOptions]:
+    """The folder of a draft for the small model, from its own answers, and how it was made."""
+    folder = tmp_path_factory.mktemp("draft")
+    prompts = folder / "prompts.txt"
+    words = ("the man", "a woman", "this house", "the sea", "our king", "that night", "every ship", "my son")
+    begin = ("And then", "In the morning", "He said that", "When", "It was", "After all,")
+    prompts.write_text("\n".join(f"{first} {second}" for first in begin for second in words))
+    options = DraftOptions(folder / "draft", prompts=[prompts], answer_tokens=24, epochs=8)
+    make_draft(options, model, tokenizer, session, DraftCallbacks())
+    return options.output, options
+
+
+def test_a_trained_draft_saves_passes(
+    made: tuple[Path, DraftOptions], session: Session, model: Any, tokenizer: Any
+) -> None:
+    draft = load_draft(made[0], model, session, guesses=3)
+    ids = tokenizer("In the morning the king", return_tensors="pt").input_ids
+    options = {"eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(written(model, ids, custom_generate=draft, **options), written(model, ids, **options))
+    assert draft.tokens > 1.1 * draft.passes
+    assert f"{draft.tokens / draft.passes:.2f} tokens a pass" in str(draft)
+
+
+def test_the_card(made: tuple[Path, DraftOptions], session: Session) -> None:
+    card = json.loads((made[0] / CARD).read_text())
+    assert card["weights"] == session.manifest.weights
+    assert card["adapter"] == ""
+    assert sorted(card["acceptance"], reverse=True) == card["acceptance"]
+    assert 0.1 < card["acceptance"][0] <= 1
+
+
+def other_base(folder: Path) -> None:
+    edit_card(folder, weights="0" * 64)
+
+
+def other_adapter(folder: Path) -> None:
+    edit_card(folder, adapter="0" * 64)
+
+
+def edit_card(folder: Path, **changes: Any) -> None:
+    card = json.loads((folder / CARD).read_text())
+    (folder / CARD).write_text(json.dumps({**card, **changes}))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no card": (lambda folder: (folder / CARD).unlink(), "holds no draft"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "is damaged"),
+    "half a card": (lambda folder: (folder / CARD).write_text("{"), "is damaged"),
+    "half the weights": (
+        lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:5000]),
+        "is damaged",
+    ),
+    "a large file": (lambda folder: os.truncate(folder / WEIGHTS, 1 << 32), "larger than"),
+    "a wide layer": (lambda folder: edit_card(folder, hidden=1 << 40), "width"),
+    "another width": (lambda folder: edit_card(folder, width=7), "width"),
+    "absurd shares": (lambda folder: edit_card(folder, acceptance=[2.0]), "shares"),
+    "many guesses": (lambda folder: edit_card(folder, acceptance=[0.5] * 1000), "shares"),
+    "a tensor less": (
+        lambda folder: edit_weights(folder, lambda each: each.pop("up.weight")),
+        "other tensors",
+    ),
+    "infinite": (
+        lambda folder: edit_weights(folder, lambda each: each["up.weight"].fill_(torch.inf)),
+        "finite",
+    ),
+    "a foreign token": (lambda folder: edit_weights(folder, lambda each: each["tokens"].fill_(-1)), "ids"),
+    "a token twice": (lambda folder: edit_weights(folder, lambda each: each["tokens"].fill_(1)), "twice"),
+    "tokens as floats": (
+        lambda folder: edit_weights(folder, lambda each: each.update(tokens=each["tokens"].float())),
+        "token ids",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGED)
+def test_damaged_drafts_are_refused(
+    fault: str, made: tuple[Path, DraftOptions], tmp_path: Path, session: Session, model: Any
+) -> None:
+    damage, said = DAMAGED[fault]
+    folder = Path(shutil.copytree(made[0], tmp_path / "draft"))
+    damage(folder)
+    with pytest.raises(ConfigurationError, match=said) as refused:
+        load_draft(folder, model, session)
+    assert str(folder) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [(other_base, "session's base is"), (other_adapter, "the base alone")]
+)
+def test_foreign_drafts_are_refused(
+    change: Callable[[Path], None],
+    said: str,
+    made: tuple[Path, DraftOptions],
+    tmp_path: Path,
+    session: Session,
+    model: Any,
+) -> None:
+    folder = Path(shutil.copytree(made[0], tmp_path / "draft"))
+    change(folder)
+    with pytest.raises(ModelMismatch, match=said):
+        load_draft(folder, model, session)
+
+
+def test_a_draft_belongs_to_its_adapter(
+    made: tuple[Path, DraftOptions], session: Session, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Of another adapter, or of the base, it is refused; of the same one from a folder it is not."""
+    adapted = add_lora(session.load_model(progress=False))
+    with pytest.raises(ModelMismatch, match="here answers an adapter"):
+        load_draft(made[0], adapted, session)
+    options = replace(made[1], output=tmp_path / "draft", epochs=1)
+    make_draft(options, adapted, tokenizer, session, DraftCallbacks())
+    load_draft(tmp_path / "draft", adapted, session)
+    tenant_sdk.save_adapter(adapted, tmp_path / "adapter", session)
+    again = tenant_sdk.load_adapter(session.load_model(progress=False), tmp_path / "adapter", session)
+    load_draft(tmp_path / "draft", again, session)
+    next(iter(get_peft_model_state_dict(again).values())).data += 1
+    with pytest.raises(ModelMismatch, match="another adapter"):
+        load_draft(tmp_path / "draft", again, session)
+
+
+def test_an_interrupted_draft_asks_for_nothing_twice(
+    made: tuple[Path, DraftOptions], session: Session, model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """After the interruption the text is not computed again, and the draft is the same."""
+    options = replace(made[1], output=tmp_path / "draft")
+
+    def interrupt(done: int, total: int, loss: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_draft(options, model, tokenizer, session, DraftCallbacks(training=interrupt))
+    asked: list[int] = []
+
+    def before_training(done: int, total: int, loss: float) -> None:
+        asked.append(session.stats.requests)
+
+    before = session.stats.requests
+    with pytest.raises(ConfigurationError, match="go on with resume"):
+        make_draft(options, model, tokenizer, session, DraftCallbacks())
+    make_draft(
+        replace(options, resume=True), model, tokenizer, session, DraftCallbacks(training=before_training)
+    )
+    assert asked[0] == before
+    for name in (CARD, WEIGHTS):
+        assert (tmp_path / "draft" / name).read_bytes() == (made[0] / name).read_bytes()
+
+
+def test_the_commands(served: Executor, tmp_path: Path) -> None:
+    """A draft from plain text, and the same answer with it."""
+    folder = tmp_path / "draft"
+    plainly, shape = ("--privacy", "plain"), ("--sequence-length", 64, "--epochs", 2)
+    out, _ = ok_here("draft", served, "--data", text_file(tmp_path, 60), "--output", folder, *plainly, *shape)
+    assert "tokens a pass" in out
+    assert f"--draft {folder}" in out.replace("\n", "")
+    prompt = ("--prompt", "In the beginning", "--max-new-tokens", 12, *plainly)
+    plain, _ = ok_here("generate", served, *prompt)
+    drafted, told = ok_here("generate", served, *prompt, "--draft", folder)
+    assert drafted == plain
+    assert "tokens a pass" in told
+    refused = here("generate", served, *prompt, "--draft", tmp_path)
+    assert refused.exit_code == 1
+    assert "holds no draft" in str(refused.exception)
