@@ -43,6 +43,8 @@ from shared.errors import (  # noqa: E402
 if TYPE_CHECKING:
     from shared.secrets import Secret
     from tenant_sdk.connection.stats import Stats
+    from tenant_sdk.drafts.decoding import Draft, DraftPace
+    from tenant_sdk.drafts.folder import load_draft
     from tenant_sdk.products.bank_options import NoiseBankOptions
     from tenant_sdk.products.fingerprints import write_fingerprints
     from tenant_sdk.session.opening import connect
@@ -58,6 +60,8 @@ __all__ = [
     "ConfigurationError",
     "ConnectError",
     "ConnectionLost",
+    "Draft",
+    "DraftPace",
     "ExactResume",
     "LongTuning",
     "ModelMismatch",
@@ -78,6 +82,7 @@ __all__ = [
     "WireError",
     "connect",
     "load_adapter",
+    "load_draft",
     "long_tuning",
     "save_adapter",
     "write_fingerprints",
@@ -86,6 +91,8 @@ __all__ = [
 __getattr__, __dir__ = published(
     __name__,
     {
+        "Draft": "tenant_sdk.drafts.decoding",
+        "DraftPace": "tenant_sdk.drafts.decoding",
         "ExactResume": "tenant_sdk.tuning.resuming",
         "LongTuning": "tenant_sdk.tuning.long_sequences",
         "MultiAdapter": "tenant_sdk.tuning.multi_adapter",
@@ -95,6 +102,7 @@ __getattr__, __dir__ = published(
         "Stats": "tenant_sdk.connection.stats",
         "connect": "tenant_sdk.session.opening",
         "load_adapter": "tenant_sdk.tuning.folders",
+        "load_draft": "tenant_sdk.drafts.folder",
         "long_tuning": "tenant_sdk.tuning.long_sequences",
         "save_adapter": "tenant_sdk.tuning.folders",
         "write_fingerprints": "tenant_sdk.products.fingerprints",

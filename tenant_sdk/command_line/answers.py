@@ -60,6 +60,7 @@ def _ready(
     if given.adapter is not None:
         check_adapter_folder(given.adapter)
     with loading():
+        from tenant_sdk.drafts.decoding import DraftPace
         from tenant_sdk.drafts.folder import load_draft, read_card
         from tenant_sdk.sequences.contexts import LongContext, default_place
         from tenant_sdk.session.opening import open_session
@@ -79,7 +80,10 @@ def _ready(
             model = load_adapter(model, given.adapter, session, allow_other_base=given.allow_other_base)
         if context.kv is None:
             place = replace(place, kv=default_place(model))
-        draft = None if given.draft is None else load_draft(given.draft, model, session)
+        draft = None
+        if given.draft is not None:
+            pace = None if given.pace is None else DraftPace(given.pace)
+            draft = load_draft(given.draft, model, session, pace=pace)
         yield _Ready(session, model, tokenizer, place, draft)
 
 

@@ -32,14 +32,28 @@ class AnswerOptions:
             unit="FOLDER",
         ),
     ] = None
+    pace: Annotated[
+        float | None,
+        Option(
+            _PROMPT,
+            "With {draft}: seconds between two passes. Passes then have a constant rate, and an answer has a "
+            "multiple of 32 of them, so their number says little about the text.",
+            least=0,
+            above=True,
+            unit="SECONDS",
+        ),
+    ] = None
     system: Annotated[
         str | None,
         Option(_PROMPT, "System message. Default: that of the model's chat template, if any.", unit="TEXT"),
     ] = None
 
     def __post_init__(self) -> None:
-        """Refuse a text that is not UTF-8."""
+        """Refuse a text that is not UTF-8, and values out of bounds."""
         check_text("system", self.system or "")
+        check_fields(self)
+        if self.pace is not None and self.draft is None:
+            raise ConfigurationError(Message("{pace} needs {draft}"))
 
     @property
     def opening(self) -> list[dict[str, str]]:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -28,6 +29,20 @@ from tenant_sdk.drafts.length import DraftLength
 from tenant_sdk.drafts.passes import Passes
 
 _NEWEST = 5  # passes whose time is kept
+_LATE = 0.1  # of the time between two passes
+
+
+@dataclass(frozen=True)
+class DraftPace:
+    """Passes at a constant rate, in a number that says little about the text.
+
+    Attributes:
+        seconds: between the beginnings of two passes.
+        multiple: an answer's passes are a multiple of this. Passes after its end compute what nobody reads.
+    """
+
+    seconds: float
+    multiple: int = 32
 
 
 class Draft:
@@ -39,11 +54,14 @@ class Draft:
         head: the network.
         vocabulary: of the model.
         length: how many tokens are guessed.
+        pace: of passes; default: as fast as they go, and as many as the text needs.
         clock: seconds; only differences count.
+        sleep: waits for so many seconds.
 
     Attributes:
         passes: of the model after prompts, so far.
         tokens: that these passes wrote, in each sequence.
+        late: passes that began later than the pace wants, since the one before took longer.
         seconds_a_pass: of the newest passes, with the time to guess; their median.
     """
 
@@ -53,10 +71,14 @@ class Draft:
         vocabulary: Vocabulary,
         length: DraftLength,
         *,
+        pace: DraftPace | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._head, self._vocabulary, self._length, self._clock = head, vocabulary, length, clock
-        self.passes = self.tokens = 0
+        self._head, self._vocabulary, self._length = head, vocabulary, length
+        self._pace, self._clock, self._sleep = pace, clock, sleep
+        self.passes = self.tokens = self.late = 0
+        self._due = 0.0  # when the next pass shall begin
         self._seconds = deque[float](maxlen=_NEWEST)
 
     @property
@@ -68,7 +90,8 @@ class Draft:
         if not self.passes:
             return "draft: no pass of the model yet"
         each = self.tokens / self.passes
-        return f"draft: {each:.2f} tokens a pass, in {self.passes} passes of the model after prompts"
+        late = f"; {self.late} of them began later than the pace wants" if self.late else ""
+        return f"draft: {each:.2f} tokens a pass, in {self.passes} passes of the model after prompts{late}"
 
     def streaming(self, streamer: BaseStreamer) -> Callable[..., Any]:
         """The same for ``generate`` with a streamer, which gets each token as soon as it is certain.
@@ -120,13 +143,17 @@ class Draft:
         with _last_hidden(model) as hidden:
             passes = Passes(model, model_kwargs)
             text.take(passes.prompt(input_ids, generation_config)[:, -1:], None)
-            state = hidden()[:, -1]
+            state, before = hidden()[:, -1], self.passes
+            self._due = self._clock()
             while not text.ended:
                 state = self._pass(text, passes, state, hidden)
+            while self._pace is not None and (self.passes - before) % self._pace.multiple:
+                self._fill(text, passes)
         return text.output(passes.cache)
 
     def _pass(self, text: _Text, passes: Passes, state: Tensor, hidden: Callable[[], Tensor]) -> Tensor:
         """Guess, check, and go on; returns the hidden state before the newest token."""
+        self._keep_pace()
         started, size = self._clock(), min(self._length.next, passes.room)
         guesses = self._guess(state, text.ids[:, -1], size)
         logits = passes.check(torch.cat([text.ids, guesses], 1), size + 1)
@@ -137,6 +164,26 @@ class Draft:
         self._seconds.append(seconds)
         self.passes, self.tokens = self.passes + 1, self.tokens + taken
         return hidden()[:, taken - 1]
+
+    def _fill(self, text: _Text, passes: Passes) -> None:
+        """A pass after the end of a text, which looks like those before."""
+        self._keep_pace()
+        size = min(self._length.next, passes.room)
+        passes.check(torch.cat([text.ids, text.ids[:, -1:].expand(-1, size)], 1), size + 1)
+        passes.keep(0)
+        self.passes += 1
+
+    def _keep_pace(self) -> None:
+        """Wait until the next pass is due."""
+        if self._pace is None:
+            return
+        left = self._due - self._clock()
+        if left > 0:
+            self._sleep(left)
+        elif left < -_LATE * self._pace.seconds:
+            self.late += 1
+            self._due = self._clock()
+        self._due += self._pace.seconds
 
     def _guess(self, state: Tensor, token: Tensor, size: int) -> Tensor:
         """Int64 ``[B, size]``: tokens after ``token``, which followed the hidden state ``[B, width]``."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from shared.command_line import version
 from shared.encoded import UNREADABLE, read_within
 from shared.errors import ConfigurationError, Message, ModelMismatch
-from tenant_sdk.drafts.decoding import Draft
+from tenant_sdk.drafts.decoding import Draft, DraftPace
 from tenant_sdk.drafts.head import DraftHead, Vocabulary, head_of
 from tenant_sdk.drafts.length import DraftLength
 from tenant_sdk.model.naming import plain_name
@@ -129,7 +129,14 @@ def read_card(folder: Path) -> DraftCard:
     return card
 
 
-def load_draft(folder: str | Path, model: Any, session: Session, *, guesses: int | None = None) -> Draft:
+def load_draft(
+    folder: str | Path,
+    model: Any,
+    session: Session,
+    *,
+    guesses: int | None = None,
+    pace: DraftPace | None = None,
+) -> Draft:
     """A draft for a model, to be given to ``generate`` as ``custom_generate``.
 
     Args:
@@ -137,6 +144,7 @@ def load_draft(folder: str | Path, model: Any, session: Session, *, guesses: int
         model: of the session, with the adapter that the draft was trained with, if any.
         guesses: tokens that each pass checks beside the one that is known; default: as many as measured times
             and the card's shares suggest.
+        pace: of passes; default: as fast as they go.
 
     Raises:
         ConfigurationError: there is no draft in the folder, or it is damaged, or the model has no head here.
@@ -151,7 +159,7 @@ def load_draft(folder: str | Path, model: Any, session: Session, *, guesses: int
     if guesses is not None and not 0 <= guesses <= most:
         raise ConfigurationError(f"guesses={guesses}: this draft makes from 0 to {most}")
     length = DraftLength(card.acceptance, most, guesses)
-    return Draft(head.to(weight.device), Vocabulary(base_model(model), tokens), length)
+    return Draft(head.to(weight.device), Vocabulary(base_model(model), tokens), length, pace=pace)
 
 
 def _check_fits(card: DraftCard, folder: Path, model: Any, session: Session) -> None:

@@ -29,7 +29,7 @@ import tenant_sdk
 from provider import serve_in_process
 from shared.errors import ConfigurationError, ModelMismatch
 from tenant_sdk.drafts import decoding
-from tenant_sdk.drafts.decoding import Draft
+from tenant_sdk.drafts.decoding import Draft, DraftPace
 from tenant_sdk.drafts.folder import CARD, WEIGHTS, load_draft
 from tenant_sdk.drafts.head import DraftHead, Vocabulary
 from tenant_sdk.drafts.length import DraftLength
@@ -201,6 +201,59 @@ def test_other_ways_of_writing_are_refused(options: dict[str, Any], said: str, o
     _, model = opened("llama")
     with pytest.raises(ConfigurationError, match=said):
         written(model, PROMPT, custom_generate=guessing(model), **options)
+
+
+def test_a_pace_hides_how_many_passes_a_text_needs(opened: Opened) -> None:
+    """Passes begin at equal distances, and their number is a multiple; the text is the same."""
+    session, model = opened("llama")
+    now, begun = [0.0], list[float]()
+
+    def clock() -> float:
+        now[0] += 0.01  # what is computed takes time
+        return now[0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        begun.append(now[0])
+
+    plain = guessing(model)
+    draft = Draft(
+        plain._head,
+        plain._vocabulary,
+        DraftLength((0.5,) * 2, 2, 2),
+        pace=DraftPace(1.0, 16),
+        clock=clock,
+        sleep=sleep,
+    )
+    before = session.stats.requests
+    expected = written(model, PROMPT, custom_generate=plain)
+    needed = session.stats.requests - before
+    for ids in (PROMPT, PROMPT[:, :40]):
+        begun.clear()
+        passes, before = draft.passes, session.stats.requests
+        options = session.generate_options(model)
+        got = written(model, ids, custom_generate=draft, **options)
+        assert torch.equal(got, expected if ids is PROMPT else written(model, ids))
+        assert draft.passes - passes == 32
+        assert session.stats.requests - before >= needed
+        apart = torch.tensor(begun).diff()
+        assert torch.allclose(apart, torch.ones(len(apart)), atol=0.05)
+    assert draft.late == 0
+
+
+def test_passes_that_are_slower_than_the_pace_are_counted(opened: Opened) -> None:
+    _, model = opened("llama")
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 5.0
+        return now[0]
+
+    plain = guessing(model)
+    draft = Draft(plain._head, plain._vocabulary, plain._length, pace=DraftPace(1.0, 4), clock=clock)
+    written(model, PROMPT, custom_generate=draft)
+    assert draft.late >= draft.passes - 1
+    assert "later than the pace" in str(draft)
 
 
 @pytest.fixture(scope="module")
