@@ -18,7 +18,16 @@ from tenant_sdk.drafts.folder import adapter_digest, save_draft
 from tenant_sdk.drafts.head import Vocabulary
 from tenant_sdk.drafts.length import DraftLength, tokens_a_pass
 from tenant_sdk.drafts.options import KEPT_FEATURES, DraftOptions
-from tenant_sdk.drafts.training import GUESSES, Features, Trainer, TrainingResult, collect, frequent_tokens
+from tenant_sdk.drafts.training import (
+    BATCH,
+    GUESSES,
+    Features,
+    Places,
+    Trainer,
+    TrainingResult,
+    collect,
+    frequent_tokens,
+)
 from tenant_sdk.session.session import Session
 from tenant_sdk.storage import TrainingCheckpoints, check_new_folder, disk_errors, whole_folder
 from tenant_sdk.trust.attestation import base_model
@@ -31,7 +40,7 @@ from tenant_sdk.tuning.samples import answer_ids
 from tenant_sdk.tuning.sampling import ends_of
 
 _HELD_OUT = 10  # one text of so many
-_STEPS, _BATCH = 400, 8
+_STEPS, _MOST_EPOCHS = 1500, 12
 _TIMED_PASSES, _TIMED_PROMPT = 6, 16
 
 
@@ -110,10 +119,10 @@ def make_draft(
     vocabulary = Vocabulary(base, frequent_tokens(trained, base.get_input_embeddings().weight.shape[0]))
     learned = sum(int(each.learned.sum()) for each in trained)
     callbacks.say(f"{learned:,} tokens to guess, of {len(vocabulary.tokens):,} different ones")
-    epochs = options.epochs or min(40, max(3, math.ceil(_STEPS * _BATCH / len(trained))))
-    result = Trainer(
-        vocabulary, trained, epochs=epochs, seed=options.seed, progress=callbacks.training
-    ).train(held_out)
+    places = Places(trained)
+    epochs = options.epochs or min(_MOST_EPOCHS, max(1, round(_STEPS * BATCH / len(places.starts))))
+    trainer = Trainer(vocabulary, places, epochs=epochs, seed=options.seed, progress=callbacks.training)
+    result = trainer.train(Places(held_out))
     report = _measured(model, result, vocabulary, examples[0], session)
     with disk_errors(output, "the draft", "Then run again."), whole_folder(output) as folder:
         save_draft(

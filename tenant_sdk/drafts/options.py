@@ -61,8 +61,8 @@ class DraftOptions(ReadingOptions):
         int | None,
         Option(
             _DRAFT,
-            "Passes of the draft's training over the text. The executor is not asked again. Default: as many "
-            "as make 400 steps, 3 at least and 40 at most.",
+            "Passes of the draft's training over the text. The executor is not asked again. Default: from 1 "
+            "for long texts to 12 for short ones.",
             least=1,
             unit="COUNT",
         ),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.utils.rnn import pad_sequence
 
 from shared.errors import ConfigurationError
 from tenant_sdk.drafts.head import WIDENING, DraftHead, Vocabulary
@@ -32,8 +31,9 @@ from tenant_sdk.tuning.data import collate
 GUESSES = 5  # that a draft learns to make
 _FADING = 0.8  # weight of each guess's loss, in those of the one before
 _VOCABULARY = 8192  # tokens that are guessed at most
-_RATE, _WARMUP, _DECAY = 2e-3, 20, 0.01
-_BATCH = 8
+_THINNING = 0.5  # of the places of a guess, the part at which the next one is learned
+_RATE, _WARMUP, _DECAY = 1e-3, 50, 0.01
+BATCH = 256  # places
 
 
 @dataclass(frozen=True)
@@ -116,13 +116,47 @@ def frequent_tokens(features: Sequence[Features], vocabulary: int) -> Tensor:
     return found[counts[found] > 0]
 
 
+class Places:
+    """The places of several texts from which guesses can begin, one after the other.
+
+    Args:
+        features: of the texts.
+
+    Attributes:
+        ids: int64 ``[N]``, of all texts.
+        hidden: bfloat16 ``[N, width]``.
+        learned: bool ``[N]``.
+        reach: int64 ``[N]``: how many tokens behind the next one can be guessed from here.
+    """
+
+    def __init__(self, features: Sequence[Features]) -> None:
+        self.ids, self.hidden, self.learned = (
+            torch.cat([getattr(each, name) for each in features]) for name in ("ids", "hidden", "learned")
+        )
+        self.reach = torch.cat([_reach(each.learned) for each in features])
+
+    @property
+    def starts(self) -> Tensor:
+        """Int64 ``[P]``: places from which one token at least can be guessed."""
+        return (self.reach > 0).nonzero().squeeze(1)
+
+
+def _reach(learned: Tensor) -> Tensor:
+    """See ``Places``: tokens t + 2, t + 3, ... as long as they are learned."""
+    reach = torch.zeros(len(learned), dtype=torch.int64)
+    for at in range(len(learned) - 3, -1, -1):
+        if learned[at + 2]:
+            reach[at] = min(GUESSES, 1 + int(reach[at + 1]))
+    return reach
+
+
 @dataclass(frozen=True)
 class TrainingResult:
     """A trained network.
 
     Attributes:
         acceptance: of held-out text; see ``DraftCard``.
-        losses: of each pass over the data, in nats a token of the first guess.
+        losses: of each pass over the places, in nats a token of the first guess.
     """
 
     head: DraftHead
@@ -132,11 +166,11 @@ class TrainingResult:
 
 
 class Trainer:
-    """Trains a draft from features.
+    """Trains a draft.
 
     Args:
         vocabulary: of the model.
-        features: to learn from.
+        places: to learn from.
         epochs: passes over them.
         seed: of the network and of the order.
         progress: called with the steps that are done, all of them, and the loss of the first guess.
@@ -145,34 +179,32 @@ class Trainer:
     def __init__(
         self,
         vocabulary: Vocabulary,
-        features: Sequence[Features],
+        places: Places,
         *,
         epochs: int,
         seed: int,
         progress: Callable[[int, int, float], None] = lambda *_: None,
     ) -> None:
-        self._vocabulary, self._features, self._epochs = vocabulary, features, epochs
-        self._order, self._progress = torch.Generator().manual_seed(seed), progress
-        width = features[0].hidden.shape[1]
+        self._vocabulary, self._places, self._epochs = vocabulary, places, epochs
+        self._random, self._progress = torch.Generator().manual_seed(seed), progress
+        width = places.hidden.shape[1]
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self._head = DraftHead(width, WIDENING * width)
 
-    def train(self, held_out: Sequence[Features]) -> TrainingResult:
-        """All passes over the data; then the shares of right guesses in held-out features."""
-        started = time.perf_counter()
-        steps = self._epochs * math.ceil(len(self._features) / _BATCH)
+    def train(self, held_out: Places) -> TrainingResult:
+        """All passes over the places; then the shares of right guesses in held-out text."""
+        started, starts = time.perf_counter(), self._places.starts
+        steps = self._epochs * math.ceil(len(starts) / BATCH)
         optimizer = torch.optim.AdamW(self._head.parameters(), lr=_RATE, weight_decay=_DECAY)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min(1.0, (step + 1) / _WARMUP) * (1 - step / steps)
         )
         losses, step = list[float](), 0
         for _ in range(self._epochs):
-            total, count = 0.0, 0
-            for batch in self._batches():
+            total, order = 0.0, starts[torch.randperm(len(starts), generator=self._random)]
+            for batch in order.split(BATCH):
                 guessed = self._losses(batch)
-                if not guessed:
-                    continue
                 loss = sum((_FADING**at * each for at, each in enumerate(guessed)), torch.zeros(()))
                 optimizer.zero_grad()
                 loss.backward()
@@ -180,57 +212,37 @@ class Trainer:
                 optimizer.step()
                 schedule.step()
                 first = guessed[0].item()
-                step, total, count = step + 1, total + first, count + 1
+                step, total = step + 1, total + first * len(batch)
                 self._progress(step, steps, first)
-            losses.append(total / max(count, 1))
+            losses.append(total / len(starts))
         self._head.eval().requires_grad_(False)
         shares = acceptance(self._head, self._vocabulary, held_out)
         return TrainingResult(self._head, shares, tuple(losses), time.perf_counter() - started)
 
-    def _batches(self) -> Iterator[list[Features]]:
-        order = torch.randperm(len(self._features), generator=self._order).tolist()
-        for at in range(0, len(order), _BATCH):
-            yield [self._features[each] for each in order[at : at + _BATCH]]
+    def _losses(self, at: Tensor) -> list[Tensor]:
+        """Cross entropy of each guess with the model's own distribution, from some places.
 
-    def _losses(self, batch: Sequence[Features]) -> list[Tensor]:
-        """Cross entropy of each guess with the model's own distribution, where something is learned."""
-        ids, hidden, learned = padded(batch)
-        with torch.no_grad():
-            teacher = self._vocabulary.logits(hidden)
-        losses = []
-        for at, state in enumerate(states(self._head, self._vocabulary, ids, hidden, GUESSES)):
-            # The state behind token t + 1 + at guesses token t + 2 + at.
-            places = learned[:, at + 2 :]
-            if not places.any():
+        All guesses train the same network, so each is learned at a part of the places of the one before.
+        """
+        places, vocabulary, losses = self._places, self._vocabulary, list[Tensor]()
+        state = places.hidden[at].float()
+        for guess in range(GUESSES):
+            kept = places.reach[at] > guess
+            if guess:
+                kept &= torch.rand(len(at), generator=self._random) < _THINNING
+            at, state = at[kept], state[kept]
+            if not len(at):
                 break
-            logits = self._vocabulary.logits(self._head.read(state[:, : places.shape[1]][places]))
-            wanted = teacher[:, at + 1 : at + 1 + places.shape[1]][places].softmax(-1)
+            state = self._head(state, vocabulary.embed(places.ids[at + 1 + guess]))
+            with torch.no_grad():
+                wanted = vocabulary.logits(places.hidden[at + 1 + guess].float()).softmax(-1)
+            logits = vocabulary.logits(self._head.read(state))
             losses.append(-(wanted * logits.log_softmax(-1)).sum(-1).mean())
         return losses
 
 
-def padded(batch: Sequence[Features]) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, float32 hidden states and learned places of several texts, padded at the end."""
-    ids, hidden, learned = (
-        pad_sequence([getattr(each, name) for each in batch], batch_first=True)
-        for name in ("ids", "hidden", "learned")
-    )
-    return ids, hidden.float(), learned
-
-
-def states(
-    head: DraftHead, vocabulary: Vocabulary, ids: Tensor, hidden: Tensor, guesses: int
-) -> Iterator[Tensor]:
-    """For each guess: states ``[B, T, width]``; row t goes on from the hidden state of token t."""
-    state = hidden
-    for at in range(min(guesses, ids.shape[1] - 1)):
-        tokens = functional.pad(ids[:, at + 1 :], (0, at + 1))
-        state = head(state, vocabulary.embed(tokens))
-        yield state
-
-
 @torch.no_grad()
-def acceptance(head: DraftHead, vocabulary: Vocabulary, features: Sequence[Features]) -> tuple[float, ...]:
+def acceptance(head: DraftHead, vocabulary: Vocabulary, places: Places) -> tuple[float, ...]:
     """The shares of passes in which the first, second, ... guess and those before are the model's choice.
 
     The model's choice is its most likely token behind the text. Places behind a token that is not its choice
@@ -239,21 +251,24 @@ def acceptance(head: DraftHead, vocabulary: Vocabulary, features: Sequence[Featu
     Raises:
         ConfigurationError: there is no place that counts.
     """
+    tokens = vocabulary.tokens.cpu()
+    parts = places.hidden.split(BATCH)
+    chosen = torch.cat([tokens[vocabulary.logits(part.float()).argmax(-1)] for part in parts])
+    agrees = functional.pad(places.ids[1:] == chosen[:-1], (1, 0))  # the token is the model's choice
     right, counted = torch.zeros(GUESSES), torch.zeros(GUESSES)
-    for each in features:
-        ids, hidden, learned = padded([each])
-        chosen = vocabulary.tokens.cpu()[vocabulary.logits(hidden).argmax(-1)]  # row t: of token t + 1
-        agree = functional.pad(ids[:, 1:] == chosen[:, :-1], (1, 0)) & learned  # row t: token t is the choice
-        so_far = agree[:, 1:]  # row t goes on from the hidden state of token t, with token t + 1
-        for at, state in enumerate(states(head, vocabulary, ids, hidden, GUESSES)):
-            # Guess `at` of row t is of token t + 2 + at.
-            width = ids.shape[1] - at - 2
-            so_far = so_far[:, :width].clone()
-            guess = vocabulary.tokens.cpu()[vocabulary.logits(head.read(state[:, :width])).argmax(-1)]
-            counted[at] += so_far.sum()
-            so_far &= guess == chosen[:, at + 1 : at + 1 + width]
-            right[at] += so_far.sum()
-            so_far &= agree[:, at + 2 :]  # behind another token stands another text than the model's
+    for at in places.starts.split(BATCH):
+        state = places.hidden[at].float()
+        for guess in range(GUESSES):
+            # Behind another token than the model's choice stands another text than the model's.
+            kept = (places.reach[at] > guess) & agrees[at + 1 + guess]
+            at, state = at[kept], state[kept]
+            if not len(at):
+                break
+            state = head(state, vocabulary.embed(places.ids[at + 1 + guess]))
+            found = tokens[vocabulary.logits(head.read(state)).argmax(-1)] == chosen[at + 1 + guess]
+            counted[guess] += len(at)
+            right[guess] += found.sum()
+            at, state = at[found], state[found]
     if not counted[0]:
         raise ConfigurationError(
             "a draft needs held-out text that the model would write itself: answers of the model, or texts "

@@ -294,7 +294,7 @@ def made(
     words = ("the man", "a woman", "this house", "the sea", "our king", "that night", "every ship", "my son")
     begin = ("And then", "In the morning", "He said that", "When", "It was", "After all,")
     prompts.write_text("\n".join(f"{first} {second}" for first in begin for second in words))
-    options = DraftOptions(folder / "draft", prompts=[prompts], answer_tokens=24, epochs=8)
+    options = DraftOptions(folder / "draft", prompts=[prompts], answer_tokens=24, epochs=12)
     make_draft(options, model, tokenizer, session, DraftCallbacks())
     return options.output, options
 
