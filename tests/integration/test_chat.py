@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import pytest
 from commands import BASE_MODEL, SECONDS, at, here, ok_here, start
 from conftest import Executor
+from drafting import guessing
 from transformers import AutoTokenizer
 
 from shared.errors import ConfigurationError, Message
@@ -73,6 +74,17 @@ def tokenizer(talkative: Path) -> Any:
 def talk(model: Any, tokenizer: Any, session: Session, kv: str, **options: Any) -> Chat:
     resumed = partial(LongContext(kv).resumed, model, session.manifest.groups)
     return Chat(model, tokenizer, SHORT, resumed=resumed, **options)
+
+
+def test_a_draft_writes_the_same_conversation(model: Any, tokenizer: Any, session: Session) -> None:
+    """Its passes go on from the keys and values of the turns before."""
+    draft = guessing(model)
+    for kv in ("device", "host", "disk"):
+        plain, drafted = talk(model, tokenizer, session, kv), talk(model, tokenizer, session, kv, draft=draft)
+        for said in ("In the beginning", "And then?", "Why?"):
+            assert drafted.ask(said).text == plain.ask(said).text
+        assert drafted.messages == plain.messages
+    assert draft.passes
 
 
 def rows(session: Session, ask: Callable[[], Any]) -> int:

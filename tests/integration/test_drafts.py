@@ -17,6 +17,7 @@ import pytest
 import torch
 from commands import BASE_MODEL, HELD_OUT, here, ok_here
 from conftest import Executor
+from drafting import Knowing, guessing
 from parity import add_lora
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
@@ -38,16 +39,6 @@ from tenant_sdk.drafts.options import DraftOptions
 from tenant_sdk.session.session import Session
 
 TOKENS = 24
-
-
-def guessing(model: Any, guesses: int = 4, *, seed: int = 0) -> Draft:
-    """A draft whose guesses are seldom right: the text must not depend on them."""
-    width = model.get_input_embeddings().weight.shape[1]
-    torch.manual_seed(seed)
-    head = DraftHead(width, width)
-    torch.nn.init.normal_(head.down.weight)
-    vocabulary = Vocabulary(model, torch.arange(model.get_output_embeddings().weight.shape[0]))
-    return Draft(head, vocabulary, DraftLength((0.5,) * guesses, guesses, guesses))
 
 
 def written(model: Any, ids: Tensor, **options: Any) -> Tensor:
@@ -83,8 +74,12 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
 def test_greedy_text_is_the_same(name: str, place: str, opened: Opened) -> None:
     session, model = opened(name)
     options = session.generate_options(model, **PLACES[place], memory_gib=SMALL)
-    got = written(model, PROMPT, custom_generate=guessing(model), **options)
-    assert torch.equal(got, written(model, PROMPT))
+    expected = written(model, PROMPT)
+    draft = Knowing(model, expected, PROMPT.shape[1] + 1)
+    assert torch.equal(written(model, PROMPT, custom_generate=draft, **options), expected)
+    assert draft.tokens > 2.5 * draft.passes
+    options = session.generate_options(model, **PLACES[place])
+    assert torch.equal(written(model, PROMPT, custom_generate=guessing(model), **options), expected)
 
 
 @pytest.mark.parametrize(
@@ -146,12 +141,12 @@ def small() -> Any:
 
 
 def favour_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong sampler: the first guess is twice as likely as the model says."""
+    """A wrong sampler: the first guess is four times as likely as the model says."""
     take = decoding._Text.take
 
     def wrong(self: Any, logits: Tensor, guesses: Tensor | None) -> int:
         if guesses is not None and guesses.shape[1]:
-            logits[:, 0].scatter_add_(1, guesses[:, :1], torch.full((len(logits), 1), math.log(2)))
+            logits[:, 0].scatter_add_(1, guesses[:, :1], torch.full((len(logits), 1), math.log(4)))
         return take(self, logits, guesses)
 
     monkeypatch.setattr(decoding._Text, "take", wrong)
@@ -216,17 +211,9 @@ def test_a_pace_hides_how_many_passes_a_text_needs(opened: Opened) -> None:
         now[0] += seconds
         begun.append(now[0])
 
-    plain = guessing(model)
-    draft = Draft(
-        plain._head,
-        plain._vocabulary,
-        DraftLength((0.5,) * 2, 2, 2),
-        pace=DraftPace(1.0, 16),
-        clock=clock,
-        sleep=sleep,
-    )
+    draft = guessing(model, 2, pace=DraftPace(1.0, 16), clock=clock, sleep=sleep)
     before = session.stats.requests
-    expected = written(model, PROMPT, custom_generate=plain)
+    expected = written(model, PROMPT, custom_generate=guessing(model))
     needed = session.stats.requests - before
     for ids in (PROMPT, PROMPT[:, :40]):
         begun.clear()
@@ -249,8 +236,7 @@ def test_passes_that_are_slower_than_the_pace_are_counted(opened: Opened) -> Non
         now[0] += 5.0
         return now[0]
 
-    plain = guessing(model)
-    draft = Draft(plain._head, plain._vocabulary, plain._length, pace=DraftPace(1.0, 4), clock=clock)
+    draft = guessing(model, pace=DraftPace(1.0, 4), clock=clock)
     written(model, PROMPT, custom_generate=draft)
     assert draft.late >= draft.passes - 1
     assert "later than the pace" in str(draft)

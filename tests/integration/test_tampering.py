@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import RING, Executor
+from drafting import guessing
 from intercepting_proxy import Change, InterceptingProxy, Message
 from memory_sources import Entropy
 from parity import add_lora, fixed_result, gradients, loss_of, token_ids
@@ -149,6 +150,28 @@ def test_a_wrong_answer_is_noticed(name: str, who: str, direction: Direction, st
     assert all(url in message for url in urls)
     assert "layers.1.self_attn.o_proj" in message
     assert f"{direction.name.lower()} product of group {TARGET}" in message
+
+
+def test_a_pass_that_checks_guesses_is_checked_too(step: Any) -> None:
+    session, model, middle, _ = step("provider")
+    with session:
+        base = model.get_base_model().eval()
+        options = {
+            "custom_generate": guessing(base, 3),
+            "max_new_tokens": 12,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
+        base.generate(token_ids()[:1], do_sample=False, **options)
+        middle.changes.append(
+            lambda message, body: (
+                put((1, 0), lambda value: value ^ 1)(message, body)
+                if (message.fields.group, message.fields.rows) == (TARGET, 4)
+                else body
+            )
+        )
+        with pytest.raises(VerificationError):
+            base.generate(token_ids()[:1], do_sample=False, **options)
 
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
