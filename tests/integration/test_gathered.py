@@ -15,7 +15,6 @@ from test_workers import SECONDS, answered, compare, engine_of, requests
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from provider.engine.engine import Engine
-from provider.engine.latency import Shape
 from provider.executor.base import BaseExecutor
 from provider.workers.gathered import GatheredLane, GatheredLatency
 from provider.workers.link import Assignment
@@ -24,6 +23,7 @@ from shared.errors import SymbiosisError, WireError
 from shared.latency import LinearLatency
 from shared.wire.header import Direction
 from shared.wire.messages import GroupInfo, Member
+from shared.wire.protocol import GroupShape
 
 GROUP = GroupInfo(64, (Member("layers.0.mlp.gate_proj", 96, "model.layers.0.mlp.gate_proj.weight"),))
 
@@ -99,7 +99,7 @@ def test_rows_of_several_tenants_in_one_batch(both: Sharded) -> None:
 
 def test_windows_are_worth_a_gather() -> None:
     """A product that gathers for longer than a window is long has rows all the same."""
-    latency = GatheredLatency([Shape(4, (4,))])
+    latency = GatheredLatency([GroupShape(4, (4,))])
     latency.set(0, Direction.FORWARD, LinearLatency(fixed=0.5, per_row=0.001))
     assert latency.rows(0, Direction.FORWARD, 1, 0.25) == 500
     assert latency.rows(0, Direction.FORWARD, 1, 2.5) == 2000
