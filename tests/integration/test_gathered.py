@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from lanes import submitted
 from test_workers import SECONDS, answered, compare, engine_of, requests
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -82,7 +83,7 @@ def test_rows_of_several_tenants_in_one_batch(both: Sharded) -> None:
     wrong[2, 0] = torch.nan
     sent = [payload + 1, wrong, payload[:2], payload * 2, payload[:1]]
     futures = [
-        engine.submit_threadsafe(str(tenant), tenant, header._replace(rows=len(rows)), rows)
+        submitted(engine, str(tenant), tenant, header._replace(rows=len(rows)), rows)
         for tenant, rows in enumerate(sent)
     ]
     with pytest.raises(WireError, match="NaN"):
@@ -93,7 +94,7 @@ def test_rows_of_several_tenants_in_one_batch(both: Sharded) -> None:
             for block, wanted in zip(future.result(SECONDS).blocks, expected, strict=True):
                 torch.testing.assert_close(block, wanted, atol=2 * tolerance, rtol=tolerance)
     with pytest.raises(WireError, match="NaN"):  # a batch in which there is nothing to multiply
-        engine.submit_threadsafe("a", 1, header, wrong).result(SECONDS)
+        submitted(engine, "a", 1, header, wrong).result(SECONDS)
     compare(executor, engine, 3, tolerance)
 
 
