@@ -10,7 +10,7 @@ from typing import Any
 from provider.catalog.discovery import groups_of_architecture
 from provider.engine.latency import LatencyModel
 from provider.engine.profiling import PROFILE_ROWS, shapes_of
-from provider.executor.stripes import Stripe
+from provider.executor.stripes import OutputStripe
 from provider.planning.capacity import COPIED_BYTES_PER_SECOND, WORKER_SECONDS, PlacedLanes
 from provider.planning.options import Assumed, check_shapes
 from provider.workers.planner import Device, Placement, place
@@ -143,7 +143,7 @@ def plan_layout(
     check_stripes(groups, stripes)
     check_lanes(groups, len(names), stripes)
     shapes = shapes_of(groups)
-    widest = Stripe(stripes - 1, stripes)
+    widest = OutputStripe(stripes - 1, stripes)
     own = [
         GroupShape(shape.inputs, tuple(len(range(width)[widest.of(width)]) for width in shape.outputs))
         for shape in shapes

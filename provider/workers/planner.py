@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from provider.executor.memory_check import gib
-from provider.executor.stripes import Stripe
+from provider.executor.stripes import OutputStripe
 from shared.errors import Argument, ConfigurationError, Message, Placeholder
 from shared.wire.protocol import GroupShape
 
@@ -89,16 +89,16 @@ class Placement:
         shape, stripe = self.shapes[group], self._stripe(worker)
         return GroupShape(shape.inputs, tuple(_width(outputs, stripe) for outputs in shape.outputs))
 
-    def _stripe(self, worker: int) -> Stripe:
-        return Stripe(worker % self.stripes, self.stripes)
+    def _stripe(self, worker: int) -> OutputStripe:
+        return OutputStripe(worker % self.stripes, self.stripes)
 
 
-def _width(outputs: int, stripe: Stripe) -> int:
+def _width(outputs: int, stripe: OutputStripe) -> int:
     part = stripe.of(outputs)
     return int(part.stop - part.start)
 
 
-def stripe_size(shape: GroupShape, stripe: Stripe) -> int:
+def stripe_size(shape: GroupShape, stripe: OutputStripe) -> int:
     """Elements of a stripe of a group's weight."""
     return shape.inputs * sum(_width(outputs, stripe) for outputs in shape.outputs)
 
@@ -140,7 +140,7 @@ class _Lanes:
             room[device.name] -= self._weight_bytes * size
 
     def _sizes(self, shape: GroupShape) -> list[int]:
-        return [stripe_size(shape, Stripe(index, self._stripes)) for index in range(self._stripes)]
+        return [stripe_size(shape, OutputStripe(index, self._stripes)) for index in range(self._stripes)]
 
 
 _Choice = Callable[[_Lanes, GroupShape, list[int]], Decision]

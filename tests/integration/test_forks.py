@@ -38,7 +38,7 @@ from shared.wire.header import Operation, RequestClass
 from tenant_sdk import ConnectionLost, NoiseBankOptions
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
 from tenant_sdk.products.bank_masks import BankMasks
-from tenant_sdk.products.masks import Masks, NoMasks, OneTimeMasks
+from tenant_sdk.products.masks import MaskGenerator, NoMasks, OneTimeMasks
 
 pytest_plugins = ("ring_fixtures",)
 
@@ -140,7 +140,7 @@ def test_a_child_of_a_channel_that_broke_does_not_connect_again(llama: Executor)
         in_child(lambda: refused(lambda: remote.connection.channel, lambda: session.load_tokenizer()))
 
 
-MASKS: dict[str, Callable[[], Masks]] = {
+MASKS: dict[str, Callable[[], MaskGenerator]] = {
     "one-time": lambda: OneTimeMasks(SHAPES, [MemorySource()], budget_bytes=1 << 20, entropy=Entropy()),
     "bank": lambda: BankMasks(SHAPES, MemoryBank(), NoiseBankOptions(masks=4), Entropy()),
     "none": lambda: NoMasks(SHAPES),
