@@ -109,7 +109,7 @@ class Tenant(threading.Thread):
         asked = [self._ask() for _ in range(self.window)]
         with ThreadPoolExecutor(1) as threads:
             taking = threads.submit(self._lose, asked)
-            self.session.executor.channel.close()
+            self.session.executor.connection.channel.close()
             taking.result()
 
     def _lose(self, asked: list[Asked]) -> None:

@@ -147,7 +147,7 @@ def measure_verification(rounds: int) -> dict[str, list[float]]:
 
 def wire_bytes(session: tenant_sdk.Session) -> tuple[int, int]:
     """Bytes that the provider's connection has sent and received, as TCP counts them."""
-    sock = session.executor.channel._sock
+    sock = session.executor.connection.channel._sock
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
     sent, received = struct.unpack_from("<QQ", info, 120)
     return sent, received

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from operator import truediv
@@ -30,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from provider.config import FLOATS
-from provider.engine.engine import Engine
+from provider.engine.engine import Completion, Engine
 from provider.engine.profiling import profiled
 from provider.engine.scheduler import Opportunistic
 from provider.executor.base import BaseExecutor
@@ -68,6 +69,16 @@ def requests(manifest: Manifest, rows: int) -> list[tuple[Header, torch.Tensor]]
     return made
 
 
+def product(engine: Engine, tenant: str, header: Header, payload: torch.Tensor) -> None:
+    """Wait until a request of a tenant is answered."""
+    answered: Future[Completion | Exception] = Future()
+    engine.loop.call_soon_threadsafe(
+        lambda: engine.submit(tenant, tenant, header, payload, answered.set_result)
+    )
+    if isinstance(answer := answered.result(), Exception):
+        raise answer
+
+
 def products_per_second(
     engine: Engine, manifest: Manifest, callers: int, rows: int, seconds: float, *, together: bool = False
 ) -> float:
@@ -77,7 +88,7 @@ def products_per_second(
         begin = 0 if together else caller * len(asked) // callers
         while True:
             for header, payload in asked[begin:] + asked[:begin]:
-                engine.submit_threadsafe(f"tenant-{caller}", caller, header, payload).result()
+                product(engine, f"tenant-{caller}", header, payload)
                 done[caller] += 1
                 if time.perf_counter() > ends[0]:
                     return

@@ -39,7 +39,7 @@ from sharding import LOADS, SHAPES
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from provider.engine.latency import LatencyModel, Shape
+from provider.engine.latency import LatencyModel
 from provider.engine.scheduler import Opportunistic
 from provider.planning.capacity import PlacedLanes, pass_steps
 from provider.planning.layout import WorkerLayout, plan_layout, read_groups
@@ -80,7 +80,7 @@ class Cluster:
     """
 
     way: str
-    shapes: Sequence[Shape]
+    shapes: Sequence[GroupShape]
     latency: LatencyModel
     devices: int
     link: NetworkLink
@@ -146,14 +146,13 @@ def simulated(
 
 def curves(layers: int) -> list[dict[str, Any]]:
     """Forecasts of all ways, on all numbers of devices."""
-    shapes = [Shape(*each) for each in LAYER] * layers
-    wire = [GroupShape(shape.inputs, shape.outputs, planes=1) for shape in shapes]
+    shapes = [GroupShape(*each, planes=1) for each in LAYER] * layers
     latency, found = latency_of(DEVICE, WEIGHT_BYTES, shapes, None), []
     costs = Costs(0.0, 0.0, TENANT_SECONDS)
     asker = NetworkLink(0.0, LINK.bytes_per_second)  # all rows pass it once, whoever multiplies them
     for name, (rows, what) in WORK.items():
         directions = [Direction.FORWARD] if rows == 1 else [Direction.FORWARD, Direction.BACKWARD]
-        steps = pass_steps(wire, NUMBER_BYTES, directions)
+        steps = pass_steps(shapes, NUMBER_BYTES, directions)
         for devices in COUNTS:
             for way in COLOURS:
                 cluster = Cluster(way, shapes, latency, devices, LINK)

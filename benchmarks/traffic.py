@@ -23,7 +23,7 @@ USES = {"decoding": (Direction.FORWARD,), "tuning": (Direction.FORWARD, Directio
 
 def shapes(layers: int, width: int, keys: int, inner: int, planes: int) -> list[GroupShape]:
     """The groups of a model: q with k and v, o, gate with up, down."""
-    block = [(width, [width, keys, keys]), (width, [width]), (width, [inner, inner]), (inner, [width])]
+    block = [(width, (width, keys, keys)), (width, (width,)), (width, (inner, inner)), (inner, (width,))]
     return [GroupShape(inputs, outputs, planes=planes) for inputs, outputs in block] * layers
 
 

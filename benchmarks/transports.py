@@ -46,7 +46,7 @@ console = Console(width=None if sys.stdout.isatty() else 120)
 def trips(session: tenant_sdk.Session, rows: int) -> dict[str, Callable[[], object]]:
     """The two ways to ask."""
     remote, x = session.executor, torch.randn(rows, WIDTH)
-    channel = remote.channel
+    channel = remote.connection.channel
 
     def through_channel() -> None:
         asked = Operation.EFFECT, GROUP, Direction.FORWARD, 1, [x], RequestClass.UNDECLARED

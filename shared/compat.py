@@ -26,7 +26,7 @@ T = TypeVar("T")
 WebsocketMask = Callable[[bytes | bytearray | memoryview, bytes], bytes]
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Grouped = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-Products = tuple[Multiply, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]]
+MultiplyAndAdd = tuple[Multiply, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]]
 
 
 def _tried(
@@ -150,7 +150,7 @@ def _linear_add(total: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -
 
 
 @cache
-def onednn_products() -> Products | None:
+def onednn_products() -> MultiplyAndAdd | None:
     """oneDNN's ``mm`` and ``addmm`` of float32 on the CPU, which torch's compiler calls for linear layers.
 
     None where torch's own are as good or these cannot be used: without oneDNN, or without MKL, which torch
@@ -159,7 +159,7 @@ def onednn_products() -> Products | None:
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return None
 
-    def right(products: Products) -> bool:
+    def right(products: MultiplyAndAdd) -> bool:
         multiply, multiply_add = products
         for count in (1, 4):  # small integers: exact in any order
             rows = (torch.arange(count * 6.0) % 5 - 2).view(count, 6)

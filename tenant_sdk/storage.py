@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
-from shared.errors import ConfigurationError, Message, StorageError
-from shared.ownership import check_tree
+from shared.errors import ConfigurationError, StorageError
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
 _BLOCK_BYTES = 1 << 20
@@ -175,132 +172,3 @@ def whole_folder(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-class TrainingCheckpoints:
-    """The folder beside an output where a training leaves what it needs to go on after a crash.
-
-    Args:
-        output: of the training; the folder is its sibling ``NAME.checkpoints``.
-        settings: what must be the same when a training is resumed.
-        parts: pattern of the names of other files that are kept for a resumed training.
-    """
-
-    def __init__(self, output: Path, settings: Mapping[str, Any], *, parts: str = "") -> None:
-        self.folder = output.with_name(output.name + ".checkpoints")
-        self._settings_file = self.folder / "settings.json"
-        self._settings, self._parts = dict(settings), parts
-        self._resumed = False
-
-    def check(self, *, resume: bool) -> None:
-        """Whether a training can begin, or go on, so far as that shows without its settings.
-
-        Raises:
-            ConfigurationError: an interrupted training would be overwritten, or there is none to resume; or
-                the folder is not this user's alone.
-        """
-        check_tree(self.folder)
-        if not resume and (self._whole() or (self._parts and any(self.folder.glob(self._parts)))):
-            raise ConfigurationError(
-                "{} holds an interrupted training; go on with {resume}, or remove it first",
-                str(self.folder),
-                resume=True,
-            )
-        if resume and not self._settings_file.is_file():
-            raise ConfigurationError(
-                "there is nothing to resume: no {}; leave out {resume}", str(self._settings_file)
-            )
-
-    def kept(self, name: str) -> Any:
-        """A setting of the interrupted training; None: there is none."""
-        return (_read_json(self._settings_file) or {}).get(name)
-
-    def keep(self, name: str, value: Any) -> None:
-        """Note a figure that a resumed training need not measure again."""
-        kept = {**(_read_json(self._settings_file) or {}), name: value}
-        with disk_errors(self.folder, "a figure", "Then run again."):
-            self._write(kept)
-
-    def _write(self, settings: Mapping[str, Any]) -> None:
-        """As a whole or not at all: this process may be killed meanwhile."""
-        partial = self._settings_file.with_suffix(".partial")
-        partial.write_text(json.dumps(settings, indent=1))
-        partial.replace(self._settings_file)
-
-    def begin(self, *, resume: bool) -> Path | None:
-        """Make the folder, or look into the one of an interrupted training.
-
-        Returns:
-            The checkpoint to resume from; None to start at the beginning.
-
-        Raises:
-            ConfigurationError: an interrupted training would be overwritten, or there is none to
-                resume, or it had other settings.
-        """
-        self.check(resume=resume)
-        self._resumed = resume
-        if not resume:
-            with disk_errors(self.folder, "checkpoints", "Then run again."):
-                self.folder.mkdir(mode=0o700, exist_ok=True)
-                check_tree(self.folder)  # somebody else may have made it just now
-                self._write(self._settings)
-            return None
-        before = _read_json(self._settings_file)
-        if before is None:
-            raise ConfigurationError(
-                "{} cannot be read; remove {} and leave out {resume}",
-                *(str(self._settings_file), str(self.folder)),
-            )
-        other = [name for name, value in self._settings.items() if before.get(name) != value]
-        if other:
-            changes = (f"{name} was {before.get(name)}, now {self._settings[name]}" for name in other)
-            raise ConfigurationError(
-                "{resume} needs the options of the interrupted training; these differ: {}",
-                ", ".join(changes),
-                resume=True,
-            )
-        return self._newest()
-
-    @contextmanager
-    def resumable(self) -> Iterator[None]:
-        """Note with whatever ends the training inside how far it came, where that is, and how to go on.
-
-        Not with an error that a file or an option is to blame for: it would end the same command again.
-        """
-        try:
-            yield
-        except ConfigurationError:
-            raise
-        except BaseException as error:
-            if newest := self._newest():
-                how = Message("run the same training again")
-                if not self._resumed:
-                    how = Message("run the same training with {resume}", resume=True)
-                what = "step {} is kept in {}; to go on from it, {}"
-                error.add_note(Message(what, _step(newest), str(self.folder), how))
-            raise
-
-    def _newest(self) -> Path | None:
-        return max(self._whole(), key=_step, default=None)
-
-    def _whole(self) -> list[Path]:
-        """The checkpoints that are complete: the Trainer writes its state last."""
-        found = [path for path in self.folder.glob("checkpoint-*") if re.fullmatch("[0-9]+", path.name[11:])]
-        states = [(path, _read_json(path / "trainer_state.json") or {}) for path in found]
-        return [path for path, state in states if state.get("global_step") == _step(path)]
-
-    def remove(self) -> None:
-        """The training is complete: its checkpoints are of no more use."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("checkpoint-"))
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None

@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import torch
 from raw_peers import SECONDS
 
-from provider.engine.engine import Engine
+from provider.engine.engine import Completion, Engine
 from provider.engine.lanes import BatchResult, ProcessLane, RowRange
 from provider.executor.base import BaseExecutor
 from provider.observe.metrics import Metrics
 from provider.session.tenant import Service
+from shared.wire.header import Header
+
+
+def submitted(
+    engine: Engine, tenant: str, session: Hashable, header: Header, payload: torch.Tensor
+) -> Future[Completion]:
+    """Have an engine compute a request's product; from any thread but the loop's."""
+    future: Future[Completion] = Future()
+
+    def completed(answer: Completion | Exception) -> None:
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+
+    engine.loop.call_soon_threadsafe(lambda: engine.submit(tenant, session, header, payload, completed))
+    return future
 
 
 class HeldLane(ProcessLane):

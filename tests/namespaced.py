@@ -30,7 +30,7 @@ def in_child(session: tenant_sdk.Session, told: int) -> None:
     masks = session.products._masks  # type: ignore[attr-defined]
     for what, action in {
         "take": lambda: masks.take(ProductKey(0, Direction.FORWARD, 1), 1),
-        "ping": lambda: session.executor.channel.ping(),
+        "ping": lambda: session.executor.connection.channel.ping(),
         "product": lambda: session.groups[0].plain_product(Direction.FORWARD, 1, (torch.ones(1, 64),)),
     }.items():
         try:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-from provider.engine.latency import LatencyModel, Shape
+from provider.engine.latency import LatencyModel
 from provider.engine.scheduler import Batch, BatchKey, Policy, QueuedRequest, rows_of
 from shared.wire.header import Direction, RequestClass
+from shared.wire.protocol import GroupShape
 
 GROUPS = 8
-SHAPES = [Shape(1000, (500, 500))] * GROUPS
+SHAPES = [GroupShape(1000, (500, 500))] * GROUPS
 # A product takes a millisecond, and every row 0.1 more.
 FIXED, PER_ROW = 1e-3, 1e-4
 DECODE, PREFILL, FINETUNING = RequestClass.DECODE, RequestClass.PREFILL, RequestClass.FINETUNING

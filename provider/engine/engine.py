@@ -177,21 +177,6 @@ class Engine:
         except Exception as error:
             self._fail(error)
 
-    def submit_threadsafe(
-        self, tenant: str, session: Hashable, header: Header, payload: torch.Tensor
-    ) -> Future[Completion]:
-        """The same from any other thread."""
-        future: Future[Completion] = Future()
-
-        def completed(done: Completion | Exception) -> None:
-            if isinstance(done, Exception):
-                future.set_exception(done)
-            else:
-                future.set_result(done)
-
-        self.loop.call_soon_threadsafe(lambda: self.submit(tenant, session, header, payload, completed))
-        return future
-
     def session_ended(self, tenant: str, session: Hashable) -> None:
         """A session has ended, and asks no more; in the loop's thread.
 

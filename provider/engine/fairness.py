@@ -15,7 +15,7 @@ from __future__ import annotations
 LEAD = 8.0
 
 
-class Counters:
+class VirtualTokenCounters:
     """One counter a tenant, and how many requests of it wait."""
 
     def __init__(self) -> None:

@@ -7,27 +7,14 @@ takes as long as its weight takes to arrive from memory; every further row adds 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from shared.latency import LinearLatency
 from shared.wire.header import member_indices
+from shared.wire.protocol import GroupShape
 
 # Guesses for a shape that was never measured, of an ordinary processor.
 GUESSED_BYTES_PER_SECOND = 1e10
 GUESSED_PRODUCTS_PER_SECOND = 2.5e10
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Widths of a group, which decide how long its products take."""
-
-    inputs: int
-    outputs: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Elements of the weight."""
-        return self.inputs * sum(self.outputs)
 
 
 class LatencyModel:
@@ -39,9 +26,9 @@ class LatencyModel:
         shapes: of all groups, in the manifest's order.
     """
 
-    def __init__(self, shapes: Sequence[Shape]) -> None:
+    def __init__(self, shapes: Sequence[GroupShape]) -> None:
         self.shapes = list(shapes)
-        self._lines: dict[tuple[Shape, int], LinearLatency] = {}
+        self._lines: dict[tuple[GroupShape, int], LinearLatency] = {}
 
     def line(self, group: int, direction: int) -> LinearLatency:
         """The line of a group and direction."""

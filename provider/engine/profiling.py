@@ -5,18 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
-from provider.engine.latency import LatencyModel, Shape
+from provider.engine.latency import LatencyModel
 from provider.executor.products import GroupExecutor
 from shared.latency import LinearLatency
 from shared.wire.header import Direction
 from shared.wire.messages import GroupInfo, Manifest
+from shared.wire.protocol import GroupShape
 
 PROFILE_ROWS = 128
 
 
-def shapes_of(groups: Iterable[GroupInfo]) -> list[Shape]:
+def shapes_of(groups: Iterable[GroupInfo]) -> list[GroupShape]:
     """The shapes of groups."""
-    return [Shape(group.inputs, tuple(member.outputs for member in group.members)) for group in groups]
+    return [GroupShape(group.inputs, tuple(member.outputs for member in group.members)) for group in groups]
 
 
 def profile(
@@ -32,7 +33,7 @@ def profile(
         Lines of one group of each shape.
     """
     lines: dict[tuple[int, Direction], LinearLatency] = {}
-    alike: dict[Shape, list[int]] = {}
+    alike: dict[GroupShape, list[int]] = {}
     for number, shape in zip(groups, shapes_of(groups.values()), strict=True):
         alike.setdefault(shape, []).append(number)
     for shape, numbers in alike.items():

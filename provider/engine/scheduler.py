@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from provider.engine.fairness import LEAD, Counters
+from provider.engine.fairness import LEAD, VirtualTokenCounters
 from provider.engine.latency import LatencyModel
 from provider.executor.tiles import TILE, tile_of
 from shared.wire.header import Direction, RequestClass
@@ -227,7 +227,7 @@ class Opportunistic:
         self._active = _Active(ACTIVE_SECONDS)
         self._last_decode = -math.inf
         self._interactive = _Active(INTERACTIVE_SECONDS)
-        self.counters = Counters()
+        self.counters = VirtualTokenCounters()
 
     def add(self, work: QueuedRequest, now: float) -> None:
         """See Policy."""

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from provider.executor.loading import LoadedGroup
-from provider.executor.stripes import Gathering, Stripe
+from provider.executor.stripes import Gathering, OutputStripe
 from provider.executor.weights import FloatWeight
 from shared.checkpoint import Checkpoint
 from shared.memory import FreedMemory
@@ -69,7 +69,7 @@ class GatheredWeight:
         finally:
             self._sharded.reshard()
 
-    def striped(self, stripe: Stripe) -> GatheredWeight:
+    def striped(self, stripe: OutputStripe) -> GatheredWeight:
         """See GroupWeight.
 
         Raises:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from provider.executor.stripes import Stripe
+from provider.executor.stripes import OutputStripe
 from provider.executor.weights import FloatWeight, GroupWeight, RingWeight
 from shared.checkpoint import Checkpoint
 from shared.errors import ConfigurationError
@@ -32,7 +32,7 @@ class LoadedGroup(NamedTuple):
     info: GroupInfo
     scales: torch.Tensor | None = None
 
-    def cut(self, stripe: Stripe | None) -> LoadedGroup:
+    def cut(self, stripe: OutputStripe | None) -> LoadedGroup:
         """With a stripe of the weight's outputs alone; None: all of them."""
         return self if stripe is None else self._replace(weight=self.weight.striped(stripe))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from provider.executor.loading import LoadedGroup, Numerics
-from provider.executor.stripes import Stripe
+from provider.executor.stripes import OutputStripe
 from shared.devices import Pipeline, to_device, to_host
 from shared.errors import WireError
 from shared.ring.mask_stream import MaskStream
@@ -46,7 +46,7 @@ class GroupExecutor:
         groups: Mapping[int, LoadedGroup],
         numerics: str,
         device: torch.device,
-        stripe: Stripe | None = None,
+        stripe: OutputStripe | None = None,
     ) -> None:
         Numerics.named(numerics)  # refuses others
         self._wire_dtype = DTYPE_NAMES[wire_dtypes(numerics)[0]]

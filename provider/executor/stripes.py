@@ -16,7 +16,7 @@ import msgspec
 _ROUND = 32  # outputs that kernels like to multiply together
 
 
-class Stripe(msgspec.Struct, frozen=True):
+class OutputStripe(msgspec.Struct, frozen=True):
     """The ``index``-th of ``count`` shares of each layer's outputs."""
 
     index: int

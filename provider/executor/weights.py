@@ -11,7 +11,7 @@ from typing import Protocol, Self
 
 import torch
 
-from provider.executor.stripes import Stripe
+from provider.executor.stripes import OutputStripe
 from provider.executor.tiles import TILE, tile_of
 from shared.compat import onednn_products
 from shared.ring.product import PlaneProducts
@@ -45,7 +45,7 @@ class GroupWeight(Protocol):
         """
         ...
 
-    def striped(self, stripe: Stripe) -> Self:
+    def striped(self, stripe: OutputStripe) -> Self:
         """A copy with a share of each member's outputs alone."""
         ...
 
@@ -103,7 +103,7 @@ class FloatWeight:
             return list(mm(blocks[0], self._weight.T).split(self._widths, 1))
         return [mm(blocks[0], self._parts[i].T)[:rows] for i in member_indices(members)]
 
-    def striped(self, stripe: Stripe) -> FloatWeight:
+    def striped(self, stripe: OutputStripe) -> FloatWeight:
         """See GroupWeight."""
         parts = [part[stripe.of(len(part))] for part in self._parts]
         return FloatWeight(torch.cat(parts), [len(part) for part in parts])
@@ -156,7 +156,7 @@ class RingWeight:
         self._products.matmul(direction, members, rows, out)
         return [out]
 
-    def striped(self, stripe: Stripe) -> RingWeight:
+    def striped(self, stripe: OutputStripe) -> RingWeight:
         """See GroupWeight."""
         parts = [part[:, stripe.of(part.shape[1])] for part in self._planes.split(self._widths, 1)]
         return RingWeight(torch.cat(parts, 1), [part.shape[1] for part in parts])

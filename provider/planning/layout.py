@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from provider.catalog.discovery import groups_of_architecture
-from provider.engine.latency import LatencyModel, Shape
+from provider.engine.latency import LatencyModel
 from provider.engine.profiling import PROFILE_ROWS, shapes_of
-from provider.executor.stripes import Stripe
+from provider.executor.stripes import OutputStripe
 from provider.planning.capacity import COPIED_BYTES_PER_SECOND, WORKER_SECONDS, PlacedLanes
 from provider.planning.options import Assumed, check_shapes
 from provider.workers.planner import Device, Placement, place
@@ -143,9 +143,9 @@ def plan_layout(
     check_stripes(groups, stripes)
     check_lanes(groups, len(names), stripes)
     shapes = shapes_of(groups)
-    widest = Stripe(stripes - 1, stripes)
+    widest = OutputStripe(stripes - 1, stripes)
     own = [
-        Shape(shape.inputs, tuple(len(range(width)[widest.of(width)]) for width in shape.outputs))
+        GroupShape(shape.inputs, tuple(len(range(width)[widest.of(width)]) for width in shape.outputs))
         for shape in shapes
     ]
     asked = [name for name in names if not {name, name.partition(":")[0]} & assumed.keys()]
@@ -170,7 +170,7 @@ def plan_layout(
     return WorkerLayout(tuple(groups), numerics, placement, latency, doubts, misfit, processes)
 
 
-def _doubts(devices: Sequence[Device], assumed: Assumed, own: Sequence[Shape]) -> tuple[str, ...]:
+def _doubts(devices: Sequence[Device], assumed: Assumed, own: Sequence[GroupShape]) -> tuple[str, ...]:
     found = []
     for name in dict.fromkeys(device.name for device in devices if not device.measured):
         source = (

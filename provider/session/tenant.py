@@ -17,9 +17,9 @@ from provider.engine.engine import Completion, Engine
 from provider.executor.base import BaseExecutor
 from provider.observe.metrics import Metrics
 from provider.observe.transcript import TranscriptWriter
-from provider.session.downloads import Downloads
 from provider.session.quota import Quotas
 from shared.errors import SymbiosisError, WireError
+from shared.fair_threads import FairThreads
 from shared.wire.header import PRODUCTS, Header, Operation, RequestClass
 from shared.wire.messages import ErrorInfo, Fetch, Hello, Manifest, decode, encode
 from shared.wire.protocol import ExecutorProtocol
@@ -54,8 +54,9 @@ class Service:
     metrics: Metrics
     quotas: Quotas = field(default_factory=Quotas)
     transcript: TranscriptWriter | None = None
-    # Parameters and files are read here: the loop's thread waits for no disk.
-    downloads: Downloads = field(default_factory=Downloads)
+    # Parameters and files are read here, one after the other: the loop's thread waits for no disk. A row of
+    # a quantised expert costs what the whole expert does: a tenant that asks for many waits for them alone.
+    downloads: FairThreads = field(default_factory=partial(FairThreads, 1, "downloads"))
 
     @classmethod
     def of(cls, executor: BaseExecutor, transcript: TranscriptWriter | None = None) -> Service:
@@ -70,7 +71,7 @@ class Service:
     def close(self) -> None:
         """End the engine; nobody may have a session."""
         self.engine.close()
-        self.downloads.close()
+        self.downloads.shutdown(wait=False, cancel_futures=True)
 
 
 class TenantSession:
@@ -205,7 +206,7 @@ class TenantSession:
         self._admitted[id(header)] = header, answer, size
         self._under_way.add(id(header))
         loop = service.engine.loop
-        service.downloads.submit(self._tenant, read).add_done_callback(
+        service.downloads.submit_for(self._tenant, read).add_done_callback(
             lambda future: loop.call_soon_threadsafe(partial(self._read, header, answer, future))
         )
 

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from provider.engine.loop import Loop
-from provider.executor.stripes import Gathering, Stripe
+from provider.executor.stripes import Gathering, OutputStripe
 from provider.workers.memory import Segment
 from shared.errors import WireError
 from shared.latency import LinearLatency
@@ -53,7 +53,7 @@ class Assignment(msgspec.Struct, frozen=True):
     device: str
     threads: int
     groups: dict[int, GroupInfo]
-    stripe: Stripe | None = None
+    stripe: OutputStripe | None = None
     digest: bool = False
     gathering: Gathering | None = None
 

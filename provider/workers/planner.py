@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from provider.engine.latency import Shape
 from provider.executor.memory_check import gib
-from provider.executor.stripes import Stripe
+from provider.executor.stripes import OutputStripe
 from shared.errors import Argument, ConfigurationError, Message, Placeholder
+from shared.wire.protocol import GroupShape
 
 REFERENCE_ROWS = 128  # of the product by which devices are compared; profiling measures as many
 
@@ -64,7 +64,7 @@ class Placement:
         decisions: for each group.
     """
 
-    shapes: tuple[Shape, ...]
+    shapes: tuple[GroupShape, ...]
     devices: tuple[Device, ...]
     weight_bytes: int
     stripes: int
@@ -84,21 +84,21 @@ class Placement:
         sizes = (stripe_size(self.shapes[group], self._stripe(worker)) for group in self.groups(worker))
         return float(self.weight_bytes * sum(sizes))
 
-    def shape(self, group: int, worker: int) -> Shape:
+    def shape(self, group: int, worker: int) -> GroupShape:
         """Of what a worker has of a group."""
         shape, stripe = self.shapes[group], self._stripe(worker)
-        return Shape(shape.inputs, tuple(_width(outputs, stripe) for outputs in shape.outputs))
+        return GroupShape(shape.inputs, tuple(_width(outputs, stripe) for outputs in shape.outputs))
 
-    def _stripe(self, worker: int) -> Stripe:
-        return Stripe(worker % self.stripes, self.stripes)
+    def _stripe(self, worker: int) -> OutputStripe:
+        return OutputStripe(worker % self.stripes, self.stripes)
 
 
-def _width(outputs: int, stripe: Stripe) -> int:
+def _width(outputs: int, stripe: OutputStripe) -> int:
     part = stripe.of(outputs)
     return int(part.stop - part.start)
 
 
-def stripe_size(shape: Shape, stripe: Stripe) -> int:
+def stripe_size(shape: GroupShape, stripe: OutputStripe) -> int:
     """Elements of a stripe of a group's weight."""
     return shape.inputs * sum(_width(outputs, stripe) for outputs in shape.outputs)
 
@@ -115,18 +115,18 @@ class _Lanes:
     def __len__(self) -> int:
         return len(self._lanes)
 
-    def done(self, lane: int, shape: Shape) -> float:
+    def done(self, lane: int, shape: GroupShape) -> float:
         """When a lane would be done if it had this group too: of its workers the last counts."""
         own = zip(self._lanes[lane], self._sizes(shape), strict=True)
         return self._seconds[lane] + max(device.seconds(size, self._weight_bytes) for device, size in own)
 
-    def remaining(self, lane: int, shape: Shape) -> float:
+    def remaining(self, lane: int, shape: GroupShape) -> float:
         """Bytes that would be left where it is the tightest; below 0: there is no room."""
         room = dict(self._room)
         self._take(room, lane, shape)
         return min(room[device.name] for device in self._lanes[lane])
 
-    def put(self, lane: int, shape: Shape) -> None:
+    def put(self, lane: int, shape: GroupShape) -> None:
         """It has this group now."""
         self._seconds[lane] = self.done(lane, shape)
         self._take(self._room, lane, shape)
@@ -135,18 +135,18 @@ class _Lanes:
         """As people may read it."""
         return f"worker {lane}" if self._stripes == 1 else f"workers {lane}.0 to {lane}.{self._stripes - 1}"
 
-    def _take(self, room: dict[str, float], lane: int, shape: Shape) -> None:
+    def _take(self, room: dict[str, float], lane: int, shape: GroupShape) -> None:
         for device, size in zip(self._lanes[lane], self._sizes(shape), strict=True):
             room[device.name] -= self._weight_bytes * size
 
-    def _sizes(self, shape: Shape) -> list[int]:
-        return [stripe_size(shape, Stripe(index, self._stripes)) for index in range(self._stripes)]
+    def _sizes(self, shape: GroupShape) -> list[int]:
+        return [stripe_size(shape, OutputStripe(index, self._stripes)) for index in range(self._stripes)]
 
 
-_Choice = Callable[[_Lanes, Shape, list[int]], Decision]
+_Choice = Callable[[_Lanes, GroupShape, list[int]], Decision]
 
 
-def _by_speed(lanes: _Lanes, shape: Shape, roomy: list[int]) -> Decision:
+def _by_speed(lanes: _Lanes, shape: GroupShape, roomy: list[int]) -> Decision:
     if len(lanes) == 1:
         return Decision(0, "there is no other place")
     order = sorted(range(len(lanes)), key=lambda lane: (lanes.done(lane, shape), lane))
@@ -156,13 +156,13 @@ def _by_speed(lanes: _Lanes, shape: Shape, roomy: list[int]) -> Decision:
     return Decision(lane, f"{lanes.name(order[0])} would be done sooner with it, but has no room")
 
 
-def _by_room(lanes: _Lanes, shape: Shape, roomy: list[int]) -> Decision:
+def _by_room(lanes: _Lanes, shape: GroupShape, roomy: list[int]) -> Decision:
     lane = min(roomy, key=lambda lane: (lanes.remaining(lane, shape), lane))
     return Decision(lane, "it leaves the least room there: by speed alone, not everything had found some")
 
 
 def _fill(
-    shapes: Sequence[Shape], devices: Sequence[Device], weight_bytes: int, stripes: int, choose: _Choice
+    shapes: Sequence[GroupShape], devices: Sequence[Device], weight_bytes: int, stripes: int, choose: _Choice
 ) -> dict[int, Decision]:
     """Decisions for as many groups as find room."""
     lanes, found = _Lanes(devices, weight_bytes, stripes), dict[int, Decision]()
@@ -175,17 +175,17 @@ def _fill(
 
 
 def _placed(
-    shapes: Sequence[Shape], devices: Sequence[Device], weight_bytes: int, stripes: int
+    shapes: Sequence[GroupShape], devices: Sequence[Device], weight_bytes: int, stripes: int
 ) -> dict[int, Decision]:
     found = _fill(shapes, devices, weight_bytes, stripes, _by_speed)
     return found if len(found) == len(shapes) else _fill(shapes, devices, weight_bytes, stripes, _by_room)
 
 
-def _in_turns(shapes: Sequence[Shape], found: dict[int, Decision]) -> dict[int, Decision]:
+def _in_turns(shapes: Sequence[GroupShape], found: dict[int, Decision]) -> dict[int, Decision]:
     """The same, groups of one shape exchanged so that lanes have done alike at any place of a pass."""
     counts = Counter(shapes)
     several = [group for group, shape in enumerate(shapes) if counts[shape] > 1]
-    left, total = defaultdict[Shape, list[Decision]](list), Counter[int]()
+    left, total = defaultdict[GroupShape, list[Decision]](list), Counter[int]()
     for group in several:
         left[shapes[group]].append(found[group])
         total[found[group].lane] += shapes[group].size
@@ -203,7 +203,7 @@ def _in_turns(shapes: Sequence[Shape], found: dict[int, Decision]) -> dict[int, 
 
 
 def place(
-    shapes: Sequence[Shape], devices: Sequence[Device], *, weight_bytes: int, stripes: int = 1
+    shapes: Sequence[GroupShape], devices: Sequence[Device], *, weight_bytes: int, stripes: int = 1
 ) -> Placement:
     """Decide where each group goes; the same for the same arguments.
 
@@ -225,7 +225,7 @@ def place(
 
 
 def _refusal(
-    shapes: Sequence[Shape], devices: Sequence[Device], weight_bytes: int, stripes: int, placed: int
+    shapes: Sequence[GroupShape], devices: Sequence[Device], weight_bytes: int, stripes: int, placed: int
 ) -> Message:
     def fits(devices: Sequence[Device], weight_bytes: int, stripes: int) -> bool:
         return len(_placed(shapes, devices, weight_bytes, stripes)) == len(shapes)

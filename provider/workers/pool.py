@@ -21,7 +21,7 @@ from provider.engine.latency import LatencyModel
 from provider.engine.profiling import shapes_of
 from provider.engine.scheduler import Opportunistic, Policy
 from provider.executor.loading import Numerics
-from provider.executor.stripes import Stripe
+from provider.executor.stripes import OutputStripe
 from provider.workers.distributed import WaitForRank, announce_end
 from provider.workers.gathered import GatheredLane, GatheredLatency
 from provider.workers.lane import WorkerLane
@@ -243,7 +243,7 @@ class WorkerPool:
         whole = Assignment(str(checkpoint.folder), numerics, devices[0], threads, own, digest=digest)
         if sharding.fsdp:
             return GatheredLane(str(number), whole, len(devices), self._expected)
-        cut = [Stripe(index, stripes) if stripes > 1 else None for index in range(stripes)]
+        cut = [OutputStripe(index, stripes) if stripes > 1 else None for index in range(stripes)]
         assignments = [
             replace(whole, stripe=stripe, device=device) for stripe, device in zip(cut, devices, strict=True)
         ]

@@ -18,7 +18,6 @@ from provider.engine.latency import (
     GUESSED_BYTES_PER_SECOND,
     GUESSED_PRODUCTS_PER_SECOND,
     LatencyModel,
-    Shape,
 )
 from provider.engine.profiling import profile
 from provider.executor.loading import LoadedGroup, Numerics, device_of
@@ -32,6 +31,7 @@ from shared.latency import LinearLatency
 from shared.ring.fixed_point import LARGEST
 from shared.wire.header import RINGS, Direction
 from shared.wire.messages import GroupInfo, Member
+from shared.wire.protocol import GroupShape
 
 # Of an accelerator that is not here, a second: bytes, and multiplications on the ring, each eight of int8.
 GUESSED_ACCELERATOR = (1e12, 1e13)
@@ -62,7 +62,7 @@ class SurveyRequest(msgspec.Struct, frozen=True):
 
 
 def survey(
-    devices: Sequence[str], numerics: str, shapes: Sequence[Shape], threads: int = 0
+    devices: Sequence[str], numerics: str, shapes: Sequence[GroupShape], threads: int = 0
 ) -> list[DeviceSurvey]:
     """Measure products of each different shape on each different device, in this process; takes seconds.
 
@@ -92,7 +92,7 @@ def survey(
 
 
 def survey_in_subprocess(
-    devices: Sequence[str], numerics: str, shapes: Sequence[Shape]
+    devices: Sequence[str], numerics: str, shapes: Sequence[GroupShape]
 ) -> list[DeviceSurvey]:
     """The same in a process of its own, which leaves nothing behind on the devices.
 
@@ -125,7 +125,7 @@ def devices_of(
     groups: Sequence[GroupInfo],
     weight_bytes: int,
     found: Sequence[DeviceSurvey] = (),
-    shapes: Sequence[Shape] = (),
+    shapes: Sequence[GroupShape] = (),
     assumed: Mapping[str, Sequence[float]] | None = None,
 ) -> list[Device]:
     """Devices as the planner wants them: measured where they were, else with guesses.
@@ -163,7 +163,7 @@ def devices_of(
 
 
 def latency_of(
-    device: Device, weight_bytes: int, shapes: Sequence[Shape], found: DeviceSurvey | None
+    device: Device, weight_bytes: int, shapes: Sequence[GroupShape], found: DeviceSurvey | None
 ) -> LatencyModel:
     """A model for shapes: of the lines measured of these same shapes, or of the device's two rates."""
     model = LatencyModel(shapes)
@@ -179,7 +179,7 @@ def latency_of(
 
 def _rates(
     lines: Sequence[tuple[tuple[float, float], tuple[float, float]]],
-    shapes: Sequence[Shape],
+    shapes: Sequence[GroupShape],
     weight_bytes: int,
 ) -> tuple[float, float]:
     """Bytes and multiplications a second, of all shapes together."""
@@ -189,9 +189,9 @@ def _rates(
 
 
 def _measured(
-    shapes: Sequence[Shape], numerics: str, device: torch.device
+    shapes: Sequence[GroupShape], numerics: str, device: torch.device
 ) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-    known: dict[Shape, tuple[tuple[float, float], tuple[float, float]]] = {}
+    known: dict[GroupShape, tuple[tuple[float, float], tuple[float, float]]] = {}
     for shape, count in Counter(shapes).items():
         parts = min(-(-shape.size // MEASURED_ELEMENTS), min(shape.outputs))
         widths = tuple(outputs // parts for outputs in shape.outputs)
@@ -227,7 +227,7 @@ def weight_bytes_of(numerics: str) -> int:
 def main() -> None:
     """Entry point."""
     wish = msgspec.json.decode(sys.stdin.buffer.read(), type=SurveyRequest)
-    shapes = [Shape(inputs, outputs) for inputs, outputs in wish.shapes]
+    shapes = [GroupShape(inputs, outputs) for inputs, outputs in wish.shapes]
     sys.stdout.buffer.write(msgspec.json.encode(survey(wish.devices, wish.numerics, shapes)))
 
 

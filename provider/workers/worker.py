@@ -23,7 +23,7 @@ from provider.engine.profiling import profile
 from provider.executor.loading import Numerics, device_of
 from provider.executor.memory_check import memory_errors
 from provider.executor.products import GroupExecutor, check_finite
-from provider.executor.stripes import ALONE, Stripe
+from provider.executor.stripes import ALONE, OutputStripe
 from provider.workers.batch import BatchLayout, WorkerBatch
 from provider.workers.link import (
     ASSIGNMENT,
@@ -111,7 +111,7 @@ class Worker:
         self._pinned: set[int] = set()  # memory, by number; none has that of another
         self._device = torch.device("cpu")
         self._shapes: dict[int, GroupShape] = {}
-        self._stripe, self._gathering = Stripe(0, 1), ALONE
+        self._stripe, self._gathering = OutputStripe(0, 1), ALONE
 
     def run(self) -> None:
         """Until the other end closes.

@@ -7,7 +7,7 @@ whether it will serve such a request, the tenant's whether it waits for such an 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -44,21 +44,30 @@ class RequestWidths(NamedTuple):
     answer_widths: tuple[int, ...]  # of the answer's
 
 
+@dataclass(frozen=True)
 class GroupShape:
     """Widths of one group.
 
-    Args:
+    Attributes:
         inputs: D.
         outputs: O of each member.
         planes: on the ring how many a weight has, else 0.
+        plan: the widths of requests in a direction with a bit mask of members.
     """
 
-    def __init__(self, inputs: int, outputs: Sequence[int], *, planes: int = 0) -> None:
-        self.inputs = inputs
-        self.outputs = tuple(outputs)
-        self.planes = planes
+    inputs: int
+    outputs: tuple[int, ...]
+    planes: int = 0
+    plan: Callable[[int, int], RequestWidths] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
         # Few combinations occur; the bound is for a peer that would try all of them.
-        self.plan = lru_cache(maxsize=64)(self._plan)
+        object.__setattr__(self, "plan", lru_cache(maxsize=64)(self._plan))
+
+    @property
+    def size(self) -> int:
+        """Elements of the weight, in one plane."""
+        return self.inputs * sum(self.outputs)
 
     @classmethod
     def of(cls, info: GroupInfo, numerics: str) -> GroupShape:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 @options.command_line.takes
 def draft(making: DraftOptions, own: ModelOptions, connection: options.SessionOptions) -> None:
     """Train a draft, which guesses tokens so that a pass of the model writes several; text stays here."""
-    from tenant_sdk.storage import TrainingCheckpoints, check_adapter_folder, check_new_folder
+    from tenant_sdk.storage import check_adapter_folder, check_new_folder
+    from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
     from tenant_sdk.tuning.records import check_data
 
     output = check_new_folder(making.output)

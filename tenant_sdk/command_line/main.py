@@ -61,7 +61,8 @@ def _root(
 @options.command_line.takes
 def finetune(training: TrainingOptions, own: ModelOptions, connection: options.SessionOptions) -> None:
     """Train an adapter on files; the text, the adapter and its gradients stay on this machine."""
-    from tenant_sdk.storage import TrainingCheckpoints, check_new_folder
+    from tenant_sdk.storage import check_new_folder
+    from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
     from tenant_sdk.tuning.records import check_data, spoken_to
 
     TrainingCheckpoints(check_new_folder(training.output), {}).check(resume=training.resume)

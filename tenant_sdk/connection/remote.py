@@ -129,11 +129,6 @@ class RemoteExecutor:
         """Whether answers of a group come over a network."""
         return self._parts.of(group).latest.piece_bytes > 0
 
-    @property
-    def channel(self) -> Channel:
-        """The open channel, of several the first; see ``ReconnectingConnection.channel``."""
-        return self.connection.channel
-
     def submit(
         self,
         operation: Operation,

@@ -29,8 +29,9 @@ from tenant_sdk.drafts.training import (
     frequent_tokens,
 )
 from tenant_sdk.session.session import Session
-from tenant_sdk.storage import TrainingCheckpoints, check_new_folder, disk_errors, whole_folder
+from tenant_sdk.storage import check_new_folder, disk_errors, whole_folder
 from tenant_sdk.trust.attestation import base_model
+from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
 from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example
 from tenant_sdk.tuning.data import Reader, Say, chat_prompt, has_chat_template, prompt_tokens
 from tenant_sdk.tuning.finetuning import digest_of

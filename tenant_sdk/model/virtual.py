@@ -26,7 +26,7 @@ from shared.wire.websocket import own
 from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.model.recording import answered
 from tenant_sdk.model.remote_weight import RemoteWeight
-from tenant_sdk.products.products import Products
+from tenant_sdk.products.products import PrivacyMode
 
 DRAFT_TOKENS = 16  # assisted decoding looks at as many of one sequence at once; more are a prompt
 
@@ -59,7 +59,7 @@ class Group:
     others joins them again.
     """
 
-    def __init__(self, identity: int, info: GroupInfo, products: Products, model: str = "") -> None:
+    def __init__(self, identity: int, info: GroupInfo, products: PrivacyMode, model: str = "") -> None:
         self.identity = identity
         self.info = info
         self.model = model  # the executor's digest

@@ -19,7 +19,7 @@ from tenant_sdk.connection.channel import Entropy
 from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.products.forecast import ProductKey
 from tenant_sdk.products.mask_sources import MaskSource
-from tenant_sdk.products.masks import Mask, Masks
+from tenant_sdk.products.masks import Mask, MaskGenerator
 
 
 @dataclass
@@ -30,7 +30,7 @@ class _Bank:
     used: int = 0
 
 
-class BankMasks(Masks):
+class BankMasks(MaskGenerator):
     """Privacy mode ``noise-bank`` on the ring: K uniform masks for each kind, one picked secretly a row.
 
     The same weakness as with floats: a mask that serves twice shows the difference of two rows, and
@@ -62,7 +62,7 @@ class BankMasks(Masks):
         *,
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> Mask:
-        """See Masks."""
+        """See MaskGenerator."""
         self._fork_guard.check()
         with self._lock:
             bank, now = self._banks.get(key), self._clock()
@@ -88,7 +88,7 @@ class BankMasks(Masks):
         self._banks = {}
 
     def close(self) -> None:
-        """See Masks."""
+        """See MaskGenerator."""
         if self._fork_guard.in_child:
             return
         self._banks.clear()

@@ -11,7 +11,7 @@ from shared.errors import ModelMismatch
 from shared.wire.header import Direction, RequestClass, member_indices
 from shared.wire.messages import GroupInfo
 from tenant_sdk.connection.remote import PendingProduct
-from tenant_sdk.products.products import Products, WrappedProducts
+from tenant_sdk.products.products import PrivacyMode, WrappedProducts
 
 ROWS_BYTES = 1 << 22  # of unit rows, or of their products, when a weight is asked for
 
@@ -53,7 +53,7 @@ class KeptProducts(WrappedProducts):
         weights: by group, of each member [O, D], all of one dtype, in which products are computed.
     """
 
-    def __init__(self, inner: Products, weights: Mapping[int, Sequence[torch.Tensor]]) -> None:
+    def __init__(self, inner: PrivacyMode, weights: Mapping[int, Sequence[torch.Tensor]]) -> None:
         super().__init__(inner)
         self._weights = weights
 
@@ -65,7 +65,7 @@ class KeptProducts(WrappedProducts):
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> PendingProduct:
-        """See Products."""
+        """See PrivacyMode."""
         weights = self._weights.get(group)
         if weights is None:
             return self._inner.submit(group, direction, members, rows, request_class)

@@ -59,7 +59,7 @@ class Mask(Protocol):
         ...
 
 
-class Masks(Protocol):
+class MaskGenerator(Protocol):
     """Where masks come from: one implementation for each privacy mode.
 
     In a forked child there are none: ``take`` raises ConnectionLost, and ``close`` does nothing.
@@ -98,7 +98,7 @@ class Masks(Protocol):
         return  # by default there is nothing to do
 
 
-class NoMasks(Masks):
+class NoMasks(MaskGenerator):
     """Privacy mode ``plain``: the mask is zero."""
 
     sources = 0
@@ -113,7 +113,7 @@ class NoMasks(Masks):
         *,
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> Mask:
-        """See Masks."""
+        """See MaskGenerator."""
         self._fork_guard.check()
         plan = self._shapes[key.group].plan(key.direction, key.members)
         return _NoMask(torch.zeros((rows, plan.request_columns), dtype=torch.int32))
@@ -290,7 +290,7 @@ class OneTimeMasks:
         *,
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> Mask:
-        """See Masks. Never waits.
+        """See MaskGenerator. Never waits.
 
         Raises:
             ConnectionLost: the session is closed, or this process is not the one that opened it.
@@ -324,7 +324,7 @@ class OneTimeMasks:
         return OneTimeMask(masks[0] if len(masks) == 1 else torch.cat(masks), parts)
 
     def note_request(self, key: ProductKey, rows: int) -> None:
-        """See Masks."""
+        """See MaskGenerator."""
         with self._changed:
             self._forecast.note_request(key, rows)
             missing = max(rows, self._forecast.batch_of(key, self.batch_rows))
@@ -337,7 +337,7 @@ class OneTimeMasks:
 
     @property
     def sources(self) -> int:
-        """See Masks."""
+        """See MaskGenerator."""
         return len(self._sources)
 
     @property
@@ -347,7 +347,7 @@ class OneTimeMasks:
 
     @property
     def rows_ahead(self) -> int:
-        """See Masks."""
+        """See MaskGenerator."""
         with self._changed:
             return sum(self._stock.values())
 
@@ -476,7 +476,7 @@ class OneTimeMasks:
         self._store = {}
 
     def close(self) -> None:
-        """See Masks."""
+        """See MaskGenerator."""
         if self._fork_guard.in_child:
             return
         with self._changed:

@@ -23,7 +23,7 @@ from tenant_sdk.connection.channel import Entropy
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
 from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.products.mask_sources import MaskSource
-from tenant_sdk.products.products import Products
+from tenant_sdk.products.products import PrivacyMode
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _Bank:
     next: Future[_Bank] | None = None
 
 
-class NoiseBank(Products):
+class NoiseBank(PrivacyMode):
     """Privacy mode ``noise-bank``.
 
     A row x is sent as ``x + a n_k`` with k drawn secretly for every row, and ``a (n_k W)`` is
@@ -82,7 +82,7 @@ class NoiseBank(Products):
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> PendingProduct:
-        """See ``tenant_sdk.products.products.Products``.
+        """See ``tenant_sdk.products.products.PrivacyMode``.
 
         Raises:
             ConnectionLost: this is a forked child.

@@ -10,7 +10,7 @@ from shared.wire.header import Direction, Operation, RequestClass
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
 
 
-class Products(Protocol):
+class PrivacyMode(Protocol):
     """One privacy mode: products without showing the executor more than it must. ``session.products``."""
 
     def submit(
@@ -56,7 +56,7 @@ class Products(Protocol):
         return  # by default there is nothing to do
 
 
-class PlainProducts(Products):
+class PlainProducts(PrivacyMode):
     """No mask: the executor sees every activation. The baseline for speed, no protection at all."""
 
     def __init__(self, remote: RemoteExecutor) -> None:
@@ -70,23 +70,23 @@ class PlainProducts(Products):
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> PendingProduct:
-        """See Products."""
+        """See PrivacyMode."""
         return self._remote.submit(Operation.PRODUCT, group, direction, members, rows, request_class)
 
 
 class WrappedProducts:
     """What a mode around another one has of it."""
 
-    def __init__(self, inner: Products) -> None:
+    def __init__(self, inner: PrivacyMode) -> None:
         self._inner = inner
 
     @property
     def rows_ahead(self) -> int:
-        """See Products."""
+        """See PrivacyMode."""
         return self._inner.rows_ahead
 
     def close(self) -> None:
-        """See Products."""
+        """See PrivacyMode."""
         self._inner.close()
 
 
@@ -98,7 +98,7 @@ class PaddedProducts(WrappedProducts):
         least: the smallest number of rows sent.
     """
 
-    def __init__(self, inner: Products, least: int) -> None:
+    def __init__(self, inner: PrivacyMode, least: int) -> None:
         super().__init__(inner)
         self._least = least
 
@@ -110,7 +110,7 @@ class PaddedProducts(WrappedProducts):
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> PendingProduct:
-        """See Products."""
+        """See PrivacyMode."""
         count = rows[0].shape[0]
         more = (1 << (max(count, self._least) - 1).bit_length()) - count
         sent = [torch.nn.functional.pad(block, (0, 0, 0, more)) for block in rows]
@@ -118,6 +118,6 @@ class PaddedProducts(WrappedProducts):
         return PendingProduct(lambda: [result[:count] for result in pending.result()])
 
 
-def padded(products: Products, pad_rows: int) -> Products:
+def padded(products: PrivacyMode, pad_rows: int) -> PrivacyMode:
     """A mode that hides row numbers too, if ``pad_rows`` is not 0; see ``connect``."""
     return PaddedProducts(products, pad_rows) if pad_rows else products

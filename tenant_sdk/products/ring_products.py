@@ -29,7 +29,7 @@ from tenant_sdk.connection.channel import copy_error
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor, check_shapes
 from tenant_sdk.products.answer_bits import AnswerBits
 from tenant_sdk.products.forecast import ProductKey
-from tenant_sdk.products.masks import Mask, Masks
+from tenant_sdk.products.masks import Mask, MaskGenerator
 from tenant_sdk.products.rounded import RoundedFingerprint, expected_sums, wrong_rows
 from tenant_sdk.products.verification import Fingerprint, transposed
 from tenant_sdk.products.verifier import Verifier
@@ -126,7 +126,7 @@ class RingProducts:
     def __init__(
         self,
         remote: RemoteExecutor,
-        masks: Masks,
+        masks: MaskGenerator,
         verifier: Verifier | None,
         scales: Callable[[int], torch.Tensor],
         unpredictable: Collection[int] = (),
@@ -153,7 +153,7 @@ class RingProducts:
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> PendingProduct:
-        """See ``tenant_sdk.products.products.Products``.
+        """See ``tenant_sdk.products.products.PrivacyMode``.
 
         Raises:
             VerificationError: a wrong answer, now or earlier in this session.
@@ -421,7 +421,7 @@ class RingProducts:
 
     @property
     def rows_ahead(self) -> int:
-        """See Products."""
+        """See PrivacyMode."""
         return self._masks.rows_ahead
 
     def _widths(self, key: ProductKey) -> list[int]:
@@ -438,5 +438,5 @@ class RingProducts:
         return made
 
     def close(self) -> None:
-        """See Products."""
+        """See PrivacyMode."""
         self._masks.close()

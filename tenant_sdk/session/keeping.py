@@ -23,7 +23,7 @@ from shared.wire.traffic import TokenBytes
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.urls import replicas_of
 from tenant_sdk.products.kept_groups import KeptProducts, group_weights
-from tenant_sdk.products.products import Products
+from tenant_sdk.products.products import PrivacyMode
 from tenant_sdk.session.options import TRAINING, SessionConfig
 from tenant_sdk.session.weight_cache import WeightCache
 from tenant_sdk.trust.operators import SYSTEM
@@ -35,7 +35,7 @@ MAX_COPIES = 16  # of a weight among them
 
 Shape = tuple[int, ...]  # inputs, and outputs of each member
 # Products that are asked for weights, or what has the weights of a group's members, [O, D] each.
-WeightSource = Products | Callable[[int], list[torch.Tensor]]
+WeightSource = PrivacyMode | Callable[[int], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ class Kept:
 
 def keep_groups(
     config: SessionConfig,
-    products: Products,
+    products: PrivacyMode,
     origin: WeightSource,
     executor: RemoteExecutor,
     token_bytes: Callable[[list[GroupShape], tuple[Direction, ...]], TokenBytes],
-) -> tuple[Products, Kept]:
+) -> tuple[PrivacyMode, Kept]:
     """Measure groups, choose some within the budget, and ask for their weights.
 
     For generation it keeps those that save most time, and for training those that save most bytes: on most
@@ -158,7 +158,7 @@ def _size(shape: Shape, dtype: torch.dtype) -> int:
 
 
 def _measured(
-    products: Products, infos: Mapping[int, GroupInfo], dtype: torch.dtype, budget: int, *, training: bool
+    products: PrivacyMode, infos: Mapping[int, GroupInfo], dtype: torch.dtype, budget: int, *, training: bool
 ) -> dict[Shape, tuple[float, float]]:
     """Seconds of a token in groups of each shape, there and here.
 
@@ -180,7 +180,7 @@ def _measured(
     return found
 
 
-def _fastest(products: Products, groups: Iterable[int], shape: Shape, *, training: bool) -> float:
+def _fastest(products: PrivacyMode, groups: Iterable[int], shape: Shape, *, training: bool) -> float:
     """Seconds of a token: of one row forward, or of many forward and backward.
 
     Args:
@@ -222,5 +222,5 @@ def _weights(
     return weights
 
 
-def _product(products: Products, group: int, members: int, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+def _product(products: PrivacyMode, group: int, members: int, rows: list[torch.Tensor]) -> list[torch.Tensor]:
     return products.submit(group, Direction.FORWARD, members, rows, RequestClass.FINETUNING).result()

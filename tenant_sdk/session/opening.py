@@ -25,9 +25,9 @@ from tenant_sdk.products.bank_masks import BankMasks
 from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.products.fingerprints import StoredFingerprints
 from tenant_sdk.products.mask_sources import ExecutorSource, LocalRing, LocalSource, MaskSource, OwnCheckpoint
-from tenant_sdk.products.masks import Masks, NoMasks, OneTimeMasks
+from tenant_sdk.products.masks import MaskGenerator, NoMasks, OneTimeMasks
 from tenant_sdk.products.noise_bank import NoiseBank
-from tenant_sdk.products.products import PlainProducts, Products, padded
+from tenant_sdk.products.products import PlainProducts, PrivacyMode, padded
 from tenant_sdk.products.ring_products import RingProducts
 from tenant_sdk.products.verification import Fingerprints, IntegerProduct, LiveFingerprints
 from tenant_sdk.products.verifier import Verifier
@@ -159,10 +159,10 @@ def _products(
     remotes: list[RemoteExecutor],
     sources: list[Source],
     stored: StoredFingerprints | None,
-) -> Products:
+) -> PrivacyMode:
     """How products are masked, asked for and checked."""
     provider = remotes[0]
-    inner: Products
+    inner: PrivacyMode
     if provider.ring:
         local = next((source for source in sources if isinstance(source, LocalRing)), None)
         scales = _agreed_scales(remotes, stored.scales if stored else local.scales if local else None)
@@ -179,7 +179,7 @@ def _products(
     return inner
 
 
-def _masks(config: SessionConfig, provider: RemoteExecutor, sources: list[Source]) -> Masks:
+def _masks(config: SessionConfig, provider: RemoteExecutor, sources: list[Source]) -> MaskGenerator:
     if config.privacy == "one-time":
         return OneTimeMasks(
             provider.shapes,

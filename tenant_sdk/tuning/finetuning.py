@@ -35,7 +35,6 @@ from tenant_sdk.session.session import Session
 from tenant_sdk.storage import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
-    TrainingCheckpoints,
     check_new_folder,
     disk_errors,
     free_megabytes,
@@ -49,6 +48,7 @@ from tenant_sdk.tuning.adapters import (
     options_of,
     other_ranks,
 )
+from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
 from tenant_sdk.tuning.conversations import Example, TemplateDate
 from tenant_sdk.tuning.data import Reader, Say, collate, collate_packed, trained_tokens
 from tenant_sdk.tuning.folders import load_adapter, save_adapter

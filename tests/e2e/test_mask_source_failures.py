@@ -231,7 +231,7 @@ def test_closing_while_a_connection_is_opened_again(
             return opened[0]
 
         monkeypatch.setattr(remote.connection, "_find", single_replica(open_slowly, name))
-        remote.channel.close()
+        remote.connection.channel.close()
         with ThreadPoolExecutor(1) as threads, pytest.raises(ConnectionLost):
             remote.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones((1, 64))]).result()
     assert opened[0].broken

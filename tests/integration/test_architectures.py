@@ -170,7 +170,8 @@ def test_nothing_frozen_is_held_anywhere(executor: Any) -> None:
         gc.collect()
         before = _storages()
         model = session.load_model(progress=False)
-        session.executor.channel.ping()  # the executor is in this process, and has let go of what it sent
+        # The executor is in this process, and has let go of what it sent.
+        session.executor.connection.channel.ping()
         gc.collect()
         come = sum(size for at, size in _storages().items() if at not in before)
         frozen = sum(layer.weight.numel() * 4 for layer in virtual_layers(model).values())

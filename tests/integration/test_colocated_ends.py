@@ -263,7 +263,7 @@ def test_an_executor_that_is_killed_and_the_next_one_that_drains(
         with pytest.raises(RequestTimeout, match="no progress"):
             product(impatient)
         waiting = [threads.submit(product, session, rows) for rows in (1, 3000)]
-        eventually(lambda: sum(p.waited for p in session.executor.channel._pending.values()) == 2)
+        eventually(lambda: sum(p.waited for p in session.executor.connection.channel._pending.values()) == 2)
         first.process.kill()
         for future in waiting:
             assert isinstance(error_of(future), ConnectionLost)
@@ -277,7 +277,7 @@ def test_an_executor_that_is_killed_and_the_next_one_that_drains(
         assert torch.equal(product(session), expected)  # it connects again
         product(session, 3000)
         assert memories(second.process.pid) == 1
-        channel = session.executor.channel
+        channel = session.executor.connection.channel
         second.process.terminate()
         assert second.process.wait(SECONDS) == 0
         assert "stopped\n" in second.log.read_text()

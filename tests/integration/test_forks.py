@@ -38,7 +38,7 @@ from shared.wire.header import Operation, RequestClass
 from tenant_sdk import ConnectionLost, NoiseBankOptions
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
 from tenant_sdk.products.bank_masks import BankMasks
-from tenant_sdk.products.masks import Masks, NoMasks, OneTimeMasks
+from tenant_sdk.products.masks import MaskGenerator, NoMasks, OneTimeMasks
 
 pytest_plugins = ("ring_fixtures",)
 
@@ -96,7 +96,7 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
         linear = model.model.layers[0].self_attn.q_proj
         layer, rows, remote = linear._group, torch.arange(128.0).view(2, 64), session.executor
         under_way = remote.submit_piece(
-            remote.channel, Operation.PRODUCT, 0, FORWARD, 1, [rows], RequestClass.UNDECLARED
+            remote.connection.channel, Operation.PRODUCT, 0, FORWARD, 1, [rows], RequestClass.UNDECLARED
         )
         remote.submit(Operation.PRODUCT, 0, FORWARD, 1, [rows + 128]).result()  # the one before is sent
         channels, requests = open_channels(), session.stats.requests
@@ -136,11 +136,11 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
 def test_a_child_of_a_channel_that_broke_does_not_connect_again(llama: Executor) -> None:
     with llama.connect() as session:
         remote = session.executor
-        remote.channel._break(ConnectionLost("broken for the test"))
-        in_child(lambda: refused(lambda: remote.channel, lambda: session.load_tokenizer()))
+        remote.connection.channel._break(ConnectionLost("broken for the test"))
+        in_child(lambda: refused(lambda: remote.connection.channel, lambda: session.load_tokenizer()))
 
 
-MASKS: dict[str, Callable[[], Masks]] = {
+MASKS: dict[str, Callable[[], MaskGenerator]] = {
     "one-time": lambda: OneTimeMasks(SHAPES, [MemorySource()], budget_bytes=1 << 20, entropy=Entropy()),
     "bank": lambda: BankMasks(SHAPES, MemoryBank(), NoiseBankOptions(masks=4), Entropy()),
     "none": lambda: NoMasks(SHAPES),

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from lanes import submitted
 from test_workers import SECONDS, answered, compare, engine_of, requests
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from provider.engine.engine import Engine
-from provider.engine.latency import Shape
 from provider.executor.base import BaseExecutor
 from provider.workers.gathered import GatheredLane, GatheredLatency
 from provider.workers.link import Assignment
@@ -24,6 +24,7 @@ from shared.errors import SymbiosisError, WireError
 from shared.latency import LinearLatency
 from shared.wire.header import Direction
 from shared.wire.messages import GroupInfo, Member
+from shared.wire.protocol import GroupShape
 
 GROUP = GroupInfo(64, (Member("layers.0.mlp.gate_proj", 96, "model.layers.0.mlp.gate_proj.weight"),))
 
@@ -82,7 +83,7 @@ def test_rows_of_several_tenants_in_one_batch(both: Sharded) -> None:
     wrong[2, 0] = torch.nan
     sent = [payload + 1, wrong, payload[:2], payload * 2, payload[:1]]
     futures = [
-        engine.submit_threadsafe(str(tenant), tenant, header._replace(rows=len(rows)), rows)
+        submitted(engine, str(tenant), tenant, header._replace(rows=len(rows)), rows)
         for tenant, rows in enumerate(sent)
     ]
     with pytest.raises(WireError, match="NaN"):
@@ -93,13 +94,13 @@ def test_rows_of_several_tenants_in_one_batch(both: Sharded) -> None:
             for block, wanted in zip(future.result(SECONDS).blocks, expected, strict=True):
                 torch.testing.assert_close(block, wanted, atol=2 * tolerance, rtol=tolerance)
     with pytest.raises(WireError, match="NaN"):  # a batch in which there is nothing to multiply
-        engine.submit_threadsafe("a", 1, header, wrong).result(SECONDS)
+        submitted(engine, "a", 1, header, wrong).result(SECONDS)
     compare(executor, engine, 3, tolerance)
 
 
 def test_windows_are_worth_a_gather() -> None:
     """A product that gathers for longer than a window is long has rows all the same."""
-    latency = GatheredLatency([Shape(4, (4,))])
+    latency = GatheredLatency([GroupShape(4, (4,))])
     latency.set(0, Direction.FORWARD, LinearLatency(fixed=0.5, per_row=0.001))
     assert latency.rows(0, Direction.FORWARD, 1, 0.25) == 500
     assert latency.rows(0, Direction.FORWARD, 1, 2.5) == 2000

@@ -25,8 +25,8 @@ from shared.errors import (
     StorageError,
     SymbiosisError,
 )
-from tenant_sdk.storage import TrainingCheckpoints
 from tenant_sdk.tuning import finetuning
+from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
 from tenant_sdk.tuning.options import TrainingOptions
 from tenant_sdk.tuning.progress import TrainingStep
 

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from conftest import RING, Executor
+from lanes import submitted
 from parity import fixed_result, load_local, token_ids, virtual_layers
 from quantised import needs_rules, quantise
 from ring_sessions import MASKINGS, Executors, session_in
@@ -115,7 +116,7 @@ def test_workers_make_their_own(
     engine = pool.engine()
     try:
         for header, payload in requests(executor, 3):
-            (got,) = engine.submit_threadsafe("a", 1, header, payload).result(SECONDS).blocks[:1]
+            (got,) = submitted(engine, "a", 1, header, payload).result(SECONDS).blocks[:1]
             blocks = executor.blocks(header, payload)
             (expected,) = executor.compute(header.group, header.direction, header.members, blocks)[:1]
             if expected.dtype == torch.int32:

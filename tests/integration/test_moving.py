@@ -304,7 +304,7 @@ def test_another_model_is_refused_and_named(
     caplog.clear()
     with caplog.at_level(logging.WARNING, "tenant_sdk"), reach(same) as session:
         session.executor.connection._find = _found(reach, same, other)
-        session.executor.channel._break(ConnectionLost("broken for the test"))
+        session.executor.connection.channel._break(ConnectionLost("broken for the test"))
         assert all(
             map(torch.equal, product(session), expected)
         )  # the other one was tried: nothing is known of it

@@ -290,7 +290,7 @@ class Windows:
         asked = list(threads.map(self._submit, kinds))
         self._draw.shuffle(asked)
         if leave is not None:
-            self._session.executor.channel.push()
+            self._session.executor.connection.channel.push()
             for _ in range(min(len(asked), self._draw.randrange(4))):
                 self._take(asked.pop())
         taken = [threads.submit(self._take, each) for each in asked]
@@ -328,7 +328,7 @@ class Windows:
 
 def break_off(session: Session) -> None:
     """The connection is gone without a word, also under TLS, and the session has noticed."""
-    channel: Any = session.executor.channel
+    channel: Any = session.executor.connection.channel
     socket.socket.shutdown(channel._sock, socket.SHUT_RDWR)
     with pytest.raises(ConnectionLost):
         channel.ping()

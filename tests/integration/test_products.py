@@ -127,7 +127,7 @@ def test_an_error_keeps_no_rows_in_memory(llama: Executor, broken: bool) -> None
             gone.append(weakref.ref(rows))
             pending = session.products.submit(0, FORWARD, 1, [rows])
             if broken:
-                session.executor.channel.close()
+                session.executor.connection.channel.close()
             pending.result()
 
         gc.collect()

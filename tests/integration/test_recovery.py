@@ -270,7 +270,7 @@ def test_a_token_that_is_no_longer_good_ends_it(
     with Executor(server.url, token, tls_dir / "ca.pem").connect(patience=600.0) as session:
         product(session)
         tokens.remove("me")
-        session.executor.channel.close()
+        session.executor.connection.channel.close()
         with pytest.raises(AuthenticationError):
             product(session)
     server.drain(SECONDS)
@@ -308,11 +308,11 @@ def test_a_child_waits_for_nobody(executors: ExecutorFactory, monkeypatch: pytes
     provider, source, _ = executors("llama")
     with one_time(provider, source, patience=600.0) as session:
         expected = product(session)
-        channel = session.executor.channel
+        channel = session.executor.connection.channel
         channel._break(ConnectionLost("broken for the test"))
 
         def tried() -> None:
-            refused(lambda: product(session), lambda: session.executor.channel)
+            refused(lambda: product(session), lambda: session.executor.connection.channel)
             assert not waited
 
         in_child(tried)

@@ -66,7 +66,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Cut:
 
 def test_on_one_machine_nothing_is_cut(executors: ExecutorFactory) -> None:
     with executors("llama")[0].connect() as session:
-        assert session.executor.channel.piece_bytes == 0
+        assert session.executor.connection.channel.piece_bytes == 0
 
 
 def floats(session: Session, key: ProductKey, seed: int = 0) -> list[torch.Tensor]:
@@ -203,7 +203,7 @@ def test_a_connection_that_dies_between_two_pieces(
     with captured_requests() as sent, one_time(middle.executor, source, mask_budget_mib=0) as session:
         rows = [torch.ones((ROWS, 64))]  # all the same, so that they differ by their masks alone
         expected = session.products.submit(*QKV.product, rows).result()
-        first = session.executor.channel
+        first = session.executor.connection.channel
 
         def cut_off(self: Channel) -> None:
             push(self)
@@ -217,7 +217,7 @@ def test_a_connection_that_dies_between_two_pieces(
         with pytest.raises(ConnectionLost):
             session.products.submit(*QKV.product, rows).result()
         assert same(session.products.submit(*QKV.product, rows).result(), expected)
-        assert session.executor.channel is not first
+        assert session.executor.connection.channel is not first
     hidden = [body[at : at + 256] for body in products(sent) for at in range(0, len(body), 256)]
     assert len(hidden) > 2 * ROWS
     assert len(set(hidden)) == len(hidden)

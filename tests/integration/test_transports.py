@@ -149,7 +149,7 @@ def test_requests_over_the_limits(
         x = torch.randn(1050, 64)
         torch.testing.assert_close(product(session, x)[0], x @ weight.T, atol=1e-5, rtol=1e-4)
         assert session.stats.requests == 11
-        channel = session.executor.channel
+        channel = session.executor.connection.channel
 
         def header(rows: int) -> Callable[[TenantProtocol], Header]:
             shape = GroupShape(64, (64, 32, 32))
@@ -176,7 +176,7 @@ def test_errors_have_their_type_and_leave_the_session_open(
             ({"rows": 0}, "zero_rows"),
             ({"dtype": 6}, "dtype"),
         ):
-            channel = session.executor.channel
+            channel = session.executor.connection.channel
 
             def header(protocol: TenantProtocol, wrong: dict[str, int] = wrong) -> Header:
                 request = Header(
@@ -190,8 +190,8 @@ def test_errors_have_their_type_and_leave_the_session_open(
             assert caught.value.code == code
         with pytest.raises(RequestRefused, match="non_finite"):
             product(session, torch.full((1, 64), torch.nan))
-        session.executor.channel.ping()
-        assert not session.executor.channel.broken
+        session.executor.connection.channel.ping()
+        assert not session.executor.connection.channel.broken
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -230,7 +230,7 @@ def test_draining_answers_what_has_arrived(
 ) -> None:
     one, lane = held(everywhere, checkpoint("llama"))
     with one.connect(transport) as session:
-        channel = session.executor.channel  # the session itself would open a new one
+        channel = session.executor.connection.channel  # the session itself would open a new one
         under_way = threads.submit(product, session, torch.ones(1, 64))
         assert lane.busy.wait(SECONDS)
         drained = threads.submit(one.end)
@@ -263,7 +263,7 @@ def test_an_engine_that_was_closed_answers_nobody_of_this_process(
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_forked_process_sends_nothing(transport: str, llama_everywhere: TransportServers) -> None:
     with llama_everywhere.connect(transport) as session:
-        channel = session.executor.channel
+        channel = session.executor.connection.channel
 
         def child() -> None:
             refused(lambda: product(session, torch.ones(1, 64)), channel.ping)
@@ -282,7 +282,7 @@ def test_closing_while_others_wait(
     session = one.connect(transport)
     futures = [threads.submit(product, session, torch.ones(1, 64)) for _ in range(4)]
     assert lane.busy.wait(SECONDS)
-    eventually(lambda: sum(p.waited for p in session.executor.channel._pending.values()) == 4)
+    eventually(lambda: sum(p.waited for p in session.executor.connection.channel._pending.values()) == 4)
     session.close()
     lane.go.set()  # where the executor is a call, that one is carried through
     for future in futures:

@@ -20,6 +20,7 @@ import msgspec
 import pytest
 import torch
 from conftest import RING
+from lanes import submitted
 from safetensors.torch import load_file, save_file
 
 from provider.engine.engine import Engine
@@ -99,7 +100,7 @@ def test_the_manifest_is_that_of_one_process(both: tuple[BaseExecutor, Engine, W
 def compare(executor: BaseExecutor, engine: Engine, rows: int, tolerance: float) -> None:
     """Everything is asked for at once, and answered as one process answers it; 0.0: to the bit."""
     asked = list(requests(executor, rows))
-    futures = [engine.submit_threadsafe("a", 1, header, payload) for header, payload in asked]
+    futures = [submitted(engine, "a", 1, header, payload) for header, payload in asked]
     for (header, payload), future in zip(asked, futures, strict=True):
         blocks = executor.blocks(header, payload)
         expected = executor.compute(header.group, header.direction, header.members, blocks)
@@ -129,7 +130,7 @@ def test_batches_of_answers_of_all_widths(both: tuple[BaseExecutor, Engine, Work
             (whole,) = executor.compute(header.group, header.direction, header.members, blocks)
             for each in (engine, alone):
                 asked = [header._replace(answer_bits=bits) for bits in 2 * ANSWER_BITS]
-                futures = [each.submit_threadsafe("a", 1, one, payload) for one in asked]
+                futures = [submitted(each, "a", 1, one, payload) for one in asked]
                 for one, future in zip(asked, futures, strict=True):
                     answer = torch.cat([block.reshape(-1) for block in future.result(SECONDS).blocks])
                     assert torch.equal(answer, take_upper_bits(whole, one.answer_bits).view(-1))
@@ -142,7 +143,7 @@ def answered(engine: Engine, header: Header, payload: torch.Tensor) -> tuple[tor
     lost = 0
     for _ in range(60):  # for a second each, if the worker is away
         try:
-            return engine.submit_threadsafe("a", 1, header, payload).result(SECONDS).blocks[0], lost
+            return submitted(engine, "a", 1, header, payload).result(SECONDS).blocks[0], lost
         except WireError as error:
             if error.code not in ("unavailable", "restarting"):
                 raise
@@ -276,7 +277,7 @@ def test_a_worker_without_memory_to_start_is_tried_again_with_pauses(
             assert time.monotonic() < deadline
             said.add(pool.not_ready())
             header, payload = next((h, p) for h, p in served if pool.lane_of[h.group] == 1)
-            engine.submit_threadsafe("a", 1, header, payload).result(SECONDS)
+            submitted(engine, "a", 1, header, payload).result(SECONDS)
         assert any("ended while it loaded its share" in why and "memory" in why for why in said)
         assert pauses == list(process.BACK_OFF[:3])
         assert (lost.restarts, other.restarts) == (3, 0)

@@ -271,7 +271,7 @@ def substituted(kernel: Kernel, network: Any, allocate: Callable[..., Any]) -> I
         "tenant_sdk.products.masks.ThreadPoolExecutor": pool,
         "tenant_sdk.products.masks.Condition": partial(Condition, kernel),
         "tenant_sdk.products.masks.Thread": thread,
-        "provider.session.downloads.ThreadPoolExecutor": pool,
+        "shared.fair_threads.ThreadPoolExecutor": pool,
         "provider.session.tenant.time": clock,
         "provider.session.tenant.new_payload": allocate,
         "provider.serve.websocket_connection.time": clock,

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from provider.engine.engine import Engine
-from provider.engine.fairness import Counters
+from provider.engine.fairness import VirtualTokenCounters
 from provider.engine.lanes import ProcessLane
 from provider.session.quota import Quotas, _Account
 from shared.errors import RequestRefused
@@ -265,5 +265,5 @@ def a_request_outlives_patience() -> Iterator[None]:
 
 @trial("tokens more", "flood")
 def shares_are_not_counted() -> Iterator[None]:
-    with mock.patch.object(Counters, "charge"):
+    with mock.patch.object(VirtualTokenCounters, "charge"):
         yield

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from provider.engine.latency import LatencyModel, Shape
+from provider.engine.latency import LatencyModel
 from provider.planning.capacity import PlacedLanes, Tenants, plan
 from provider.planning.kept import ROUND_TRIPS, SHARES, kept_forecasts
 from provider.planning.options import NetworkLink
@@ -16,8 +16,7 @@ from provider.workers.survey import latency_of
 from shared.wire.header import Direction
 from shared.wire.protocol import GroupShape
 
-SHAPES = [Shape(64, (64, 64)), Shape(64, (64,))] * 4
-WIRE = [GroupShape(shape.inputs, shape.outputs, planes=1) for shape in SHAPES]
+SHAPES = [GroupShape(64, (64, 64), planes=1), GroupShape(64, (64,), planes=1)] * 4
 FAST, SLOW = Device("a", 1e9, 2e6, 4e6), Device("b", 1e9, 1e6, 2e6)
 
 
@@ -59,7 +58,7 @@ def test_what_the_policy_learns_changes_no_product() -> None:
     before = copy.deepcopy([near.latency[worker].line(0, Direction.FORWARD) for worker in range(2)])
     found = plan(
         near,
-        WIRE,
+        SHAPES,
         itemsize=4,
         link=NetworkLink(1e-3, 1e6),
         tenants=Tenants(4, 8),
@@ -76,7 +75,7 @@ def test_what_the_policy_learns_changes_no_product() -> None:
 def test_what_is_kept_saves_round_trips_and_bytes() -> None:
     """Far away, tokens a second are as many times as many as there are fewer requests."""
     _, near = lanes(1, FAST)
-    found = kept_forecasts(near, WIRE, range(8), itemsize=4, sources=1)
+    found = kept_forecasts(near, SHAPES, range(8), itemsize=4, sources=1)
     assert [each.size for each in found] == 2 * [int(share * 4 * 8 * 8192 * 0.75) for share in SHARES]
     none, _, quarter, half, everything = found[len(SHARES) :]
     assert none.requests == [8] * len(ROUND_TRIPS)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lanes import submitted
 
 from provider.engine.engine import AWAY_SECONDS, Completion, Engine
 from provider.engine.lanes import BatchResult, ProcessLane, RowRange
@@ -106,7 +107,7 @@ def test_everybody_gets_their_own_answer(
         for _ in range(5):
             asked = [request(base, draw) for _ in range(4)]  # together, and answered in any order
             before = [payload.clone() for _, payload in asked]
-            futures = [engine.submit_threadsafe(f"tenant {number % 5}", number, *each) for each in asked]
+            futures = [submitted(engine, f"tenant {number % 5}", number, *each) for each in asked]
             for (header, payload), original, future in zip(asked, before, futures, strict=True):
                 done = future.result(800)
                 got, expected = joined(done), alone(base, header, original)
@@ -182,10 +183,10 @@ def waiting(engine: Engine, count: int) -> None:
 
 def test_what_arrives_during_a_product_shares_the_next(counted: Counted) -> None:
     engine, lane, base = counted
-    first = engine.submit_threadsafe("first", 0, *rows_of_group_0(base, 1))
+    first = submitted(engine, "first", 0, *rows_of_group_0(base, 1))
     assert lane.entered.wait(800)
     asked = [rows_of_group_0(base, 1 + i, i) for i in range(6)]
-    later = [engine.submit_threadsafe(f"tenant {i}", i, *each) for i, each in enumerate(asked)]
+    later = [submitted(engine, f"tenant {i}", i, *each) for i, each in enumerate(asked)]
     waiting(engine, 7)
     lane.go.set()
     first.result(800)
@@ -199,12 +200,12 @@ def test_a_session_has_many_requests_under_way_and_an_early_answer(counted: Coun
     """A row behind a large request of the same session does not wait for all of it."""
     engine, lane, base = counted
     order: list[str] = []
-    first = engine.submit_threadsafe("a", 1, *rows_of_group_0(base, 1))
+    first = submitted(engine, "a", 1, *rows_of_group_0(base, 1))
     assert lane.entered.wait(800)
     large, small = rows_of_group_0(base, 4000), rows_of_group_0(base, 1, 7)
     futures = {
-        "large": engine.submit_threadsafe("a", 1, *large),
-        "small": engine.submit_threadsafe("a", 1, *small),
+        "large": submitted(engine, "a", 1, *large),
+        "small": submitted(engine, "a", 1, *small),
     }
     for name, future in futures.items():
         future.add_done_callback(lambda _, name=name: order.append(name))  # type: ignore[misc]
@@ -220,12 +221,10 @@ def test_a_product_without_memory_fails_whoever_asked_for_too_much(counted: Coun
     """Not those who shared it."""
     engine, lane, base = counted
     lane.most = 10
-    first = engine.submit_threadsafe("first", 0, *rows_of_group_0(base, 1))
+    first = submitted(engine, "first", 0, *rows_of_group_0(base, 1))
     assert lane.entered.wait(800)
     asked = [rows_of_group_0(base, rows, rows) for rows in (3, 16, 4)]
-    later = [
-        engine.submit_threadsafe(f"tenant {header.rows}", 0, header, payload) for header, payload in asked
-    ]
+    later = [submitted(engine, f"tenant {header.rows}", 0, header, payload) for header, payload in asked]
     waiting(engine, 4)
     lane.go.set()
     first.result(800)
@@ -237,7 +236,7 @@ def test_a_product_without_memory_fails_whoever_asked_for_too_much(counted: Coun
     assert engine.waiting == 0
     header, payload = rows_of_group_0(base, 5)
     assert torch.equal(
-        joined(engine.submit_threadsafe("next", 0, header, payload).result(800)), alone(base, header, payload)
+        joined(submitted(engine, "next", 0, header, payload).result(800)), alone(base, header, payload)
     )
 
 
@@ -249,8 +248,7 @@ def test_rows_that_are_no_numbers_fail_alone(checkpoint: Callable[[str], Path], 
     header = Header(Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.float32], 0, 1, 2, width, 1)
     good, bad = torch.ones(2, width), torch.full((2, width), torch.nan)
     asked = [
-        engine.submit_threadsafe(f"tenant {i}", 0, header, rows)
-        for i, rows in enumerate((good, good, bad, good))
+        submitted(engine, f"tenant {i}", 0, header, rows) for i, rows in enumerate((good, good, bad, good))
     ]
     waiting(engine, 4)
     lane.go.set()
@@ -267,7 +265,7 @@ def test_a_divided_request_that_fails_leaves_nothing_behind(
     base = BaseExecutor(checkpoint("llama"), numerics="ring")
     engine = engines(base, lambda _: policy(base))
     chat, large = rows_of_group_0(base, 1), rows_of_group_0(base, 100)
-    engine.submit_threadsafe("chat", 0, *chat).result(800)  # somebody decodes: products are short
+    submitted(engine, "chat", 0, *chat).result(800)  # somebody decodes: products are short
     honest = base.compute
 
     def once(*_: object) -> list[torch.Tensor]:
@@ -281,10 +279,10 @@ def test_a_divided_request_that_fails_leaves_nothing_behind(
 
     base.compute = second_fails  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
-        engine.submit_threadsafe("large", 0, *large).result(800)
+        submitted(engine, "large", 0, *large).result(800)
     base.compute = honest  # type: ignore[method-assign]
     assert engine.waiting == 0
-    assert len(joined(engine.submit_threadsafe("large", 0, *large).result(800)))
+    assert len(joined(submitted(engine, "large", 0, *large).result(800)))
 
 
 def test_a_scheduler_that_fails_keeps_nobody_waiting(ring: BaseExecutor, engines: Engines) -> None:
@@ -299,11 +297,11 @@ def test_a_scheduler_that_fails_keeps_nobody_waiting(ring: BaseExecutor, engines
     broken = Broken(LatencyModel(shapes_of(ring.manifest.groups)))
     engine = engines(ring, lambda _: broken)
     asked = rows_of_group_0(ring, 2)
-    for each in [engine.submit_threadsafe(f"tenant {i}", i, *asked) for i in range(4)]:
+    for each in [submitted(engine, f"tenant {i}", i, *asked) for i in range(4)]:
         with pytest.raises(RuntimeError, match="the scheduler failed"):
             each.result(800)
     broken.fails = False
-    assert len(engine.submit_threadsafe("next", 0, *asked).result(800).blocks) == 1
+    assert len(submitted(engine, "next", 0, *asked).result(800).blocks) == 1
 
 
 def test_who_was_multiplied_gets_the_answer_though_the_scheduler_fails(
@@ -314,7 +312,7 @@ def test_who_was_multiplied_gets_the_answer_though_the_scheduler_fails(
             raise ZeroDivisionError
 
     engine = engines(ring, lambda _: Broken(LatencyModel(shapes_of(ring.manifest.groups))))
-    asked = [engine.submit_threadsafe(f"tenant {i}", i, *rows_of_group_0(ring, 2)) for i in range(4)]
+    asked = [submitted(engine, f"tenant {i}", i, *rows_of_group_0(ring, 2)) for i in range(4)]
     errors = [each.exception(60) for each in asked]
     assert None in errors
     assert all(error is None or "the scheduler failed" in str(error) for error in errors)
@@ -323,10 +321,10 @@ def test_who_was_multiplied_gets_the_answer_though_the_scheduler_fails(
 def test_who_leaves_is_not_multiplied(counted: Counted) -> None:
     """What a lane has comes back to it all the same, and is nobody's answer."""
     engine, lane, base = counted
-    with_lane = engine.submit_threadsafe("a", 1, *rows_of_group_0(base, 1))
+    with_lane = submitted(engine, "a", 1, *rows_of_group_0(base, 1))
     assert lane.entered.wait(800)
-    waits = engine.submit_threadsafe("a", 1, *rows_of_group_0(base, 5))
-    others = engine.submit_threadsafe("b", 2, *rows_of_group_0(base, 3))
+    waits = submitted(engine, "a", 1, *rows_of_group_0(base, 5))
+    others = submitted(engine, "b", 2, *rows_of_group_0(base, 3))
     waiting(engine, 3)
     engine.loop.call_soon_threadsafe(lambda: engine.session_ended("a", 1))
     with pytest.raises(ConnectionResetError):
@@ -343,9 +341,9 @@ def test_who_leaves_is_not_multiplied(counted: Counted) -> None:
 def test_answers_hold_no_memory_of_others(counted: Counted) -> None:
     """A tenant that does not read its answer keeps that one alone in memory."""
     engine, lane, base = counted
-    first = engine.submit_threadsafe("first", 0, *rows_of_group_0(base, 1))
+    first = submitted(engine, "first", 0, *rows_of_group_0(base, 1))
     assert lane.entered.wait(800)
-    later = [engine.submit_threadsafe(f"tenant {rows}", 0, *rows_of_group_0(base, rows)) for rows in (1, 200)]
+    later = [submitted(engine, f"tenant {rows}", 0, *rows_of_group_0(base, rows)) for rows in (1, 200)]
     waiting(engine, 3)
     lane.go.set()
     first.result(800)
@@ -358,14 +356,12 @@ def test_two_lanes_have_batches_under_way_together(ring: BaseExecutor) -> None:
     lanes = [CountedLane(ring), ProcessLane(ring)]
     latency = LatencyModel(shapes_of(ring.manifest.groups))
     engine = Engine(lanes, Opportunistic(latency), latency, lane_of=lambda group: group % 2)
-    held = engine.submit_threadsafe("a", 0, *rows_of_group_0(ring, 1))
+    held = submitted(engine, "a", 0, *rows_of_group_0(ring, 1))
     assert lanes[0].entered.wait(800)  # type: ignore[attr-defined]
     width = ring.manifest.groups[1].inputs
     header = Header(Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.int32], 1, 1, 3, width, 1)
     rows = MaskStream(bytes(32)).draw(3, width)
-    assert torch.equal(
-        joined(engine.submit_threadsafe("a", 0, header, rows).result(800)), alone(ring, header, rows)
-    )
+    assert torch.equal(joined(submitted(engine, "a", 0, header, rows).result(800)), alone(ring, header, rows))
     assert not held.done()
     lanes[0].go.set()  # type: ignore[attr-defined]
     held.result(800)
@@ -396,7 +392,7 @@ def test_a_batch_that_waits_for_another_took_only_its_own_time(base: BaseExecuto
     policy = make_policy("none", latency, LatencyObjective())
     policy.finished = lambda batch, took, now: seconds.append(took)  # type: ignore[method-assign]
     engine = Engine([lane], policy, latency, clock=lambda: now[0])
-    futures = [engine.submit_threadsafe(name, name, *rows_of_group_0(base, 3)) for name in "ab"]
+    futures = [submitted(engine, name, name, *rows_of_group_0(base, 3)) for name in "ab"]
     assert lane.full.wait(800)
     for at, (batch, future), asked in zip((1.0, 1.5), lane.under_way, futures, strict=True):
         now[0] = at
@@ -421,11 +417,11 @@ def test_who_waits_for_a_lane_that_is_away_is_told(base: BaseExecutor) -> None:
     now, lane = [0.0], AwayLane(base)
     latency = LatencyModel(shapes_of(base.manifest.groups))
     engine = Engine([lane], Opportunistic(latency), latency, clock=lambda: now[0])
-    early = engine.submit_threadsafe("a", 0, *rows_of_group_0(base, 3))
+    early = submitted(engine, "a", 0, *rows_of_group_0(base, 3))
     wait_for(engine)
     now[0] = 0.5
     header, payload = rows_of_group_0(base, 2)
-    late = engine.submit_threadsafe("b", 1, header, payload)
+    late = submitted(engine, "b", 1, header, payload)
     wait_for(engine)
     assert not early.done()
     now[0] = 1.2
@@ -455,7 +451,7 @@ def test_a_session_that_ends_while_it_is_told_concerns_nobody_else(ring: BaseExe
         engine.loop.call_soon_threadsafe(lambda: engine.submit("a", 0, header, payload, breaks))
     wait_for(engine)
     now[0] = 0.5
-    other = engine.submit_threadsafe("b", 1, header, payload)
+    other = submitted(engine, "b", 1, header, payload)
     wait_for(engine)
     now[0] = 1.2
     wait_for(engine)

@@ -16,7 +16,7 @@ from provider.engine.lanes import ProcessLane, Request, RowRange
 from provider.executor.base import BaseExecutor
 from provider.executor.loading import NUMERICS, LoadedGroup
 from provider.executor.products import GroupExecutor
-from provider.executor.stripes import Stripe
+from provider.executor.stripes import OutputStripe
 from shared.checkpoint import Checkpoint
 from shared.devices import pin
 from shared.errors import ConfigurationError
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def share_of(
-    folder: Path, numerics: str, device: torch.device = CPU, stripe: Stripe | None = None
+    folder: Path, numerics: str, device: torch.device = CPU, stripe: OutputStripe | None = None
 ) -> GroupExecutor:
     """An executor of some groups of a checkpoint."""
     checkpoint = Checkpoint(folder)
@@ -78,7 +78,7 @@ def test_stripes_together_give_the_answers_of_the_whole(
     """On the ring to the bit: forward each writes its columns, backward what they give adds up."""
     folder, generator = checkpoint("llama"), torch.Generator().manual_seed(count)
     whole = share_of(folder, numerics)
-    stripes = [share_of(folder, numerics, stripe=Stripe(index, count)) for index in range(count)]
+    stripes = [share_of(folder, numerics, stripe=OutputStripe(index, count)) for index in range(count)]
     groups = discover(Checkpoint(folder)).groups
     tolerance = {"float32": 1e-5, "bfloat16": 0.05}.get(numerics, 0.0)  # sums in another order
     for group, direction, rows in product(SHARE, (Direction.FORWARD, Direction.BACKWARD), (1, 3, 17)):
@@ -220,8 +220,8 @@ def test_a_gpu_answers_into_pinned_memory(checkpoint: Callable[[str], Path], num
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-@pytest.mark.parametrize("stripe", [None, Stripe(1, 2)])
-def test_a_gpu_is_only_told_to(checkpoint: Callable[[str], Path], stripe: Stripe | None) -> None:
+@pytest.mark.parametrize("stripe", [None, OutputStripe(1, 2)])
+def test_a_gpu_is_only_told_to(checkpoint: Callable[[str], Path], stripe: OutputStripe | None) -> None:
     """Several products are begun before the first is waited for."""
     here = share_of(checkpoint("llama"), "ring")
     there = share_of(checkpoint("llama"), "ring", torch.device("cuda"), stripe)

@@ -28,6 +28,7 @@ SUBPACKAGES = {
         "options",
         "command_line",
         "forks",
+        "fair_threads",
         "kept_groups",
         "latency",
         "log_rate_limit",

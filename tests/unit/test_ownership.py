@@ -25,7 +25,7 @@ from tenant_sdk.command_line.main import app
 from tenant_sdk.connection.handshake import client_context
 from tenant_sdk.products.fingerprints import StoredFingerprints
 from tenant_sdk.session.profiles import Secret, read_profile
-from tenant_sdk.storage import TrainingCheckpoints
+from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
 
 OTHER = 54321  # a user and group that nobody has
 NOBODY = 0xFFFFFFFF  # of an entry that names no user

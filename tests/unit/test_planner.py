@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from provider.engine.latency import Shape
 from provider.workers.planner import Device, Placement, place
 from shared.errors import ConfigurationError
+from shared.wire.protocol import GroupShape
 
 INF = float("inf")
 
@@ -17,25 +17,30 @@ def device(name: str = "cuda:0", memory: float = INF, speed: float = 1.0) -> Dev
     return Device(name, memory, speed * 1e10, speed * 1e11)
 
 
-def placed(shapes: list[Shape], *devices: Device, weight_bytes: int = 2, stripes: int = 1) -> Placement:
+def placed(shapes: list[GroupShape], *devices: Device, weight_bytes: int = 2, stripes: int = 1) -> Placement:
     return place(shapes, devices, weight_bytes=weight_bytes, stripes=stripes)
 
 
 def test_equal_devices_have_equal_parts_the_largest_first() -> None:
-    shapes = [Shape(4, (4,)), Shape(4, (8,)), Shape(4, (4,)), Shape(4, (16,))]
+    shapes = [GroupShape(4, (4,)), GroupShape(4, (8,)), GroupShape(4, (4,)), GroupShape(4, (16,))]
     assert placed(shapes, device("a"), device("b")).lane_of == [1, 1, 1, 0]
 
 
 def test_a_device_twice_as_fast_has_twice_the_products() -> None:
-    shapes = [Shape(1024, (512, 512))] * 60
+    shapes = [GroupShape(1024, (512, 512))] * 60
     lanes = placed(shapes, device("a", speed=2), device("b"), device("c")).lane_of
     assert [lanes.count(lane) for lane in range(3)] == [30, 15, 15]
 
 
 def test_a_pass_asks_one_worker_after_the_other() -> None:
     """Tenants that all begin at once would else go from worker to worker together."""
-    layer = [Shape(64, (64, 64, 64)), Shape(64, (64,)), Shape(64, (172, 172)), Shape(172, (64,))]
-    shapes = [*layer * 8, Shape(64, (1600,))]
+    layer = [
+        GroupShape(64, (64, 64, 64)),
+        GroupShape(64, (64,)),
+        GroupShape(64, (172, 172)),
+        GroupShape(172, (64,)),
+    ]
+    shapes = [*layer * 8, GroupShape(64, (1600,))]
     found = placed(shapes, device("a"), device("b"))
     whole = [sum(shapes[group].size for group in found.groups(worker)) for worker in range(2)]
     assert max(whole) / sum(whole) < 0.52  # with the head, which one of them has
@@ -46,7 +51,7 @@ def test_a_pass_asks_one_worker_after_the_other() -> None:
 
 
 def test_memory_goes_before_speed_and_the_reason_says_so() -> None:
-    shapes = [Shape(100, (100,))] * 10
+    shapes = [GroupShape(100, (100,))] * 10
     found = placed(shapes, device("a", memory=2 * 30_000, speed=9), device("b"))
     assert [found.lane_of.count(lane) for lane in range(2)] == [3, 7]
     reasons = [decision.reason for decision in found.decisions]
@@ -59,14 +64,14 @@ def test_memory_goes_before_speed_and_the_reason_says_so() -> None:
 
 def test_what_fits_only_packed_tightly_is_packed() -> None:
     """By speed each would have a 3 and a 2, and the last 2 nobody."""
-    shapes = [Shape(1, (size,)) for size in (3, 3, 2, 2, 2)]
+    shapes = [GroupShape(1, (size,)) for size in (3, 3, 2, 2, 2)]
     found = placed(shapes, device("a", 12), device("b", 12), weight_bytes=2)
     assert found.lane_of == [0, 0, 1, 1, 1]
     assert "it leaves the least room there" in found.decisions[0].reason
 
 
 def test_devices_of_one_name_share_its_memory() -> None:
-    shapes = [Shape(10, (10,))] * 4
+    shapes = [GroupShape(10, (10,))] * 4
     assert placed(shapes, device("cpu", 800), device("cpu", 800)).lane_of == [0, 1, 0, 1]
     with pytest.raises(ConfigurationError, match=r"cpu has 0\.00 GiB for weights; 3 of 4 find room"):
         placed(shapes, device("cpu", 799), device("cpu", 799))
@@ -80,7 +85,7 @@ def test_devices_of_one_name_share_its_memory() -> None:
 def test_never_over_a_devices_memory(
     sizes: list[tuple[int, int]], devices: list[tuple[int, float]], stripes: int
 ) -> None:
-    shapes = [Shape(inputs, (outputs, outputs)) for inputs, outputs in sizes]
+    shapes = [GroupShape(inputs, (outputs, outputs)) for inputs, outputs in sizes]
     named = [
         device(str(i), memory, speed) for i, (memory, speed) in enumerate(devices) for _ in range(stripes)
     ]
@@ -99,7 +104,7 @@ def test_never_over_a_devices_memory(
 
 
 def test_stripes_are_as_wide_as_the_last_and_as_slow_as_the_slowest() -> None:
-    shapes = [Shape(8, (100,))] * 6
+    shapes = [GroupShape(8, (100,))] * 6
     found = placed(shapes, device("a"), device("b"), device("c", speed=0.1), device("d"), stripes=2)
     assert [found.lane_of.count(lane) for lane in range(2)] == [5, 1]
     assert found.shape(0, 0).outputs == (32,)
@@ -125,7 +130,7 @@ def test_stripes_are_as_wide_as_the_last_and_as_slow_as_the_slowest() -> None:
 def test_what_would_fit_is_said(
     devices: list[tuple[str, float]], stripes: int, weight_bytes: int, said: str
 ) -> None:
-    shapes = [Shape(1, (50,))]
+    shapes = [GroupShape(1, (50,))]
     with pytest.raises(ConfigurationError) as caught:
         placed(shapes, *(device(*each) for each in devices), stripes=stripes, weight_bytes=weight_bytes)
     assert said in str(caught.value)
@@ -133,6 +138,6 @@ def test_what_would_fit_is_said(
 
 
 def test_parts_that_would_fit_are_said() -> None:
-    shapes = [Shape(1, (50,))] * 4
+    shapes = [GroupShape(1, (50,))] * 4
     with pytest.raises(ConfigurationError, match=r"3 hosts or more could serve a part each \(part=k/3\)"):
         placed(shapes, device("cpu", 150))

@@ -25,7 +25,7 @@ from simulated import (
     work,
 )
 
-from provider.engine.latency import LatencyModel, Shape
+from provider.engine.latency import LatencyModel
 from provider.engine.scheduler import (
     INTERACTIVE_SECONDS,
     PRODUCT_SECONDS,
@@ -46,6 +46,7 @@ from provider.engine.scheduler import (
 )
 from shared.latency import LinearLatency
 from shared.wire.header import Direction, RequestClass
+from shared.wire.protocol import GroupShape
 
 # -- who comes along -------------------------------------------------------------------------------
 
@@ -432,6 +433,6 @@ def test_one_interrupted_product_does_not_mislead_it() -> None:
 
 
 def test_members_take_their_part_of_the_time() -> None:
-    made = LatencyModel([Shape(100, (300, 100))])
+    made = LatencyModel([GroupShape(100, (300, 100))])
     assert made.seconds(0, 1, 0b10, 50) == pytest.approx(made.seconds(0, 1, 0b11, 50) / 4)
     assert made.rows(0, 1, 0b10, 1.0) > made.rows(0, 1, 0b11, 1.0)

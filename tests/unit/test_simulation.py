@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from provider.engine.latency import LatencyModel, Shape
+from provider.engine.latency import LatencyModel
 from provider.engine.scheduler import Opportunistic, Policy, Unbatched
 from provider.planning.capacity import pass_steps
 from provider.planning.options import NetworkLink, parse_assumed, parse_network
@@ -54,7 +54,7 @@ def forecast(
 
 
 def opportunistic() -> Opportunistic:
-    model = LatencyModel([Shape(10, (10, 20))] * GROUPS)
+    model = LatencyModel([GroupShape(10, (10, 20))] * GROUPS)
     for direction in (Direction.FORWARD, Direction.BACKWARD):
         line = model.line(0, direction)
         line.fixed, line.per_row = 1e-3, 1e-4

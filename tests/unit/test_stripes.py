@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from provider.executor.stripes import ALONE, Gathering, Stripe
+from provider.executor.stripes import ALONE, Gathering, OutputStripe
 from provider.workers.lane import _sum
 
 
@@ -14,7 +14,7 @@ from provider.workers.lane import _sum
 def test_every_output_is_with_one_stripe(widths: list[int], count: int) -> None:
     owners = torch.zeros(2 * sum(widths), dtype=torch.int64)
     for index in range(count):
-        for columns in Stripe(index, count).columns(widths, 2):
+        for columns in OutputStripe(index, count).columns(widths, 2):
             assert columns.stop > columns.start
             owners[columns] += 1
     assert owners.eq(1).all()

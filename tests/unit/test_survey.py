@@ -14,7 +14,6 @@ from commands import BASE_MODEL
 from typer.testing import CliRunner
 
 from provider.cli import _introduce, app
-from provider.engine.latency import Shape
 from provider.engine.profiling import shapes_of
 from provider.planning import tables
 from provider.planning.layout import described, plan_layout, read_groups
@@ -24,8 +23,9 @@ from provider.workers.survey import GUESSED_ACCELERATOR, devices_of, latency_of,
 from provider.workers.world import World
 from shared.errors import CheckpointError, ConfigurationError
 from shared.wire.header import Direction
+from shared.wire.protocol import GroupShape
 
-SHAPES = [Shape(64, (32, 32)), Shape(32, (64,)), Shape(64, (32, 32))]
+SHAPES = [GroupShape(64, (32, 32)), GroupShape(32, (64,)), GroupShape(64, (32, 32))]
 
 
 @pytest.mark.parametrize("numerics", ["ring", "ring-fine", "float32", "bfloat16"])
@@ -47,7 +47,7 @@ def test_large_shapes_are_measured_by_a_part(monkeypatch: pytest.MonkeyPatch) ->
         "_synthetic",
         lambda info, *more: asked.append(sum(m.outputs for m in info.members)) or make(info, *more),
     )
-    survey(["cpu"], "ring", [Shape(64, (48, 16))])
+    survey(["cpu"], "ring", [GroupShape(64, (48, 16))])
     assert asked == [16]
 
 

@@ -1,0 +1,68 @@
+"""Threads that clients share by turns."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
+from typing import Any
+
+
+class FairThreads:
+    """Threads: each client has one at a time, and the one that waited longest is next.
+
+    Args:
+        count: threads; with two, one client's long work leaves one to the others.
+        name: of the threads.
+    """
+
+    def __init__(self, count: int, name: str = "") -> None:
+        self._threads, self._free = ThreadPoolExecutor(count, thread_name_prefix=name), count
+        self._lock = threading.Lock()
+        # In the order of the turns.
+        self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], None]]]] = {}
+        self._busy = set[str]()
+
+    def submit_for(self, client: str, work: Callable[[], Any]) -> Future[Any]:
+        """Do a client's work when it is the client's turn; work that is cancelled before is left out."""
+        future = Future[Any]()
+
+        def run() -> None:
+            try:
+                if future.set_running_or_notify_cancel():
+                    try:
+                        future.set_result(work())
+                    except BaseException as error:  # the caller gets it
+                        future.set_exception(error)
+            finally:
+                with self._lock:
+                    self._free += 1
+                    self._busy.discard(client)
+                    self._start()
+
+        with self._lock:
+            self._waiting.setdefault(client, deque()).append((future, run))
+            self._start()
+        return future
+
+    def _start(self) -> None:
+        """Begin what may begin; with the lock."""
+        for client in [each for each in self._waiting if each not in self._busy]:
+            if not self._free:
+                return
+            work = self._waiting.pop(client)
+            self._threads.submit(work.popleft()[1])
+            self._free -= 1
+            self._busy.add(client)
+            if work:
+                self._waiting[client] = work  # behind the others
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """See concurrent.futures; what waits for its turn is cancelled."""
+        with self._lock:
+            for future, _ in chain.from_iterable(self._waiting.values()):
+                future.cancel()
+            self._waiting.clear()
+        self._threads.shutdown(wait=wait, cancel_futures=cancel_futures)
