@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -22,11 +22,11 @@ class FairThreads:
         self._threads, self._free = ThreadPoolExecutor(count, thread_name_prefix=name), count
         self._lock = threading.Lock()
         # In the order of the turns.
-        self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], None]]]] = {}
+        self._waiting: dict[str, dict[Future[Any], Callable[[], None]]] = {}
         self._busy = set[str]()
 
     def submit_for(self, client: str, work: Callable[[], Any]) -> Future[Any]:
-        """Do a client's work when it is the client's turn; work that is cancelled before is left out."""
+        """Do a client's work when it is the client's turn; work that is cancelled before is forgotten."""
         future = Future[Any]()
 
         def run() -> None:
@@ -43,26 +43,37 @@ class FairThreads:
                     self._start()
 
         with self._lock:
-            self._waiting.setdefault(client, deque()).append((future, run))
+            self._waiting.setdefault(client, {})[future] = run
             self._start()
+        future.add_done_callback(partial(self._forget, client))
         return future
+
+    def _forget(self, client: str, done: Future[Any]) -> None:
+        """What was cancelled waits no more, and keeps nothing that its caller gave it."""
+        if done.cancelled():
+            with self._lock:
+                works = self._waiting.get(client, {})
+                works.pop(done, None)
+                if not works:
+                    self._waiting.pop(client, None)
 
     def _start(self) -> None:
         """Begin what may begin; with the lock."""
         for client in [each for each in self._waiting if each not in self._busy]:
             if not self._free:
                 return
-            work = self._waiting.pop(client)
-            self._threads.submit(work.popleft()[1])
+            works = self._waiting.pop(client)
+            self._threads.submit(works.pop(next(iter(works))))
             self._free -= 1
             self._busy.add(client)
-            if work:
-                self._waiting[client] = work  # behind the others
+            if works:
+                self._waiting[client] = works  # behind the others
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """See concurrent.futures; what waits for its turn is cancelled."""
         with self._lock:
-            for future, _ in chain.from_iterable(self._waiting.values()):
-                future.cancel()
+            waiting = [*chain.from_iterable(self._waiting.values())]
             self._waiting.clear()
+        for future in waiting:
+            future.cancel()
         self._threads.shutdown(wait=wait, cancel_futures=cancel_futures)

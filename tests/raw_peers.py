@@ -329,3 +329,15 @@ def counted(executor: Executor, name: str, **labels: str) -> Iterator[None]:
     yield
     eventually(lambda: metric(executor, name, **labels) > before)
     assert metric(executor, name, **labels) == before + 1
+
+
+SYN_SENT = 2  # the first byte of TCP_INFO
+
+
+def connecting(address: tuple[str, int]) -> int:
+    """The state of a connection that was begun, when another on this machine has been made."""
+    with socket.create_server(("127.0.0.1", 0)) as other, socket.socket() as begun:
+        begun.setblocking(False)
+        begun.connect_ex(address)
+        with socket.create_connection(other.getsockname()[:2], SECONDS):
+            return begun.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]

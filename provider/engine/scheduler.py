@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from provider.engine.fairness import LEAD, VirtualTokenCounters
@@ -28,6 +29,9 @@ SHORT_PRODUCT_SECONDS = 0.05
 MIN_READINGS = 4.0
 INTERACTIVE_SECONDS = 2.0  # who waited for a token this recently may soon wait for the next
 MIN_WAIT_SECONDS = 1e-4  # waking up again takes as long
+# Requests of each tenant that a decision looks at, decodes and others apart. Else a decision would take the
+# longer the more requests one tenant has under way, and all tenants wait while it is made.
+LOOKED_AT = 64
 
 
 class BatchKey(NamedTuple):
@@ -222,7 +226,8 @@ class Opportunistic:
         self.tokens = DecodedTokens(self._objective.decode_seconds)
         # A token passes all groups: each request has its part of the time.
         self._request_seconds = self._objective.decode_seconds / max(1, len(latency.shapes))
-        self._queue: list[QueuedRequest] = []
+        # By lane, tenant and whether they decode, in the order of arrival.
+        self._queues: dict[tuple[int, str, bool], dict[QueuedRequest, None]] = {}
         self._decoding: Counter[str] = Counter()  # rows of decodes in the queue, by tenant
         self._active = _Active(ACTIVE_SECONDS)
         self._last_decode = -math.inf
@@ -237,20 +242,28 @@ class Opportunistic:
             else:
                 self._decoding[work.tenant] += work.rows
         self.counters.started_waiting(work.tenant)
-        self._queue.append(work)
+        self._queues.setdefault(_queue_of(work), {})[work] = None
         self._active.seen(work.tenant, now)
 
     def next(self, now: float, lane: int = 0) -> Batch | float | None:
         """See Policy."""
-        waiting = [work for work in self._queue if work.lane == lane]
+        queues = [queue.keys() for key, queue in self._queues.items() if key[0] == lane]
+        waiting = [work for queue in queues for work in islice(queue, LOOKED_AT)]
         if not waiting:
             return None
         for work in waiting:
             self._note_activity(work, now)
-        alone = self._active.latest_of_others({work.tenant for work in self._queue}, now) is None
-        if alone and len(self._queue) == 1:  # nobody to be fair to, and no time to lose
+        alone = self._active.latest_of_others({tenant for _, tenant, _ in self._queues}, now) is None
+        if alone and len(waiting) == 1 and len(self._queues) == 1:  # nobody to be fair to, no time to lose
             return [self._take(waiting[0], self._most_rows(waiting[0], now))]
-        costs = {work: self._most_rows(work, now) * work.row_cost for work in waiting}
+        row_limits: dict[tuple[str, BatchKey], int] = {}  # the same for many
+        for work in waiting:
+            if not work.decodes and (work.tenant, work.key) not in row_limits:
+                row_limits[work.tenant, work.key] = self._row_limit(work, now)
+        costs = {
+            work: min(work.remaining, row_limits.get((work.tenant, work.key), work.remaining)) * work.row_cost
+            for work in waiting
+        }
         # Nobody who is further ahead than this is multiplied before the least served has caught up.
         limit = min(self.counters.of(work.tenant) for work in waiting) + max(LEAD, *costs.values())
         fair = [work for work in waiting if self.counters.of(work.tenant) + costs[work] <= limit]
@@ -259,12 +272,17 @@ class Opportunistic:
         if not candidates:
             return min(ready_at.values())
         first = min(candidates, key=self._precedence)
-        return self._batch(first, [work for work in fair if work.key == first.key], limit, now)
+        sharing = [work for work in fair if work.key == first.key]
+        return self._batch(first, sharing, limit, row_limits)
 
     def drop(self, work: QueuedRequest) -> None:
         """See Policy."""
-        if work in self._queue:
-            self._queue.remove(work)
+        key = _queue_of(work)
+        queue = self._queues.get(key, {})
+        if work in queue:
+            del queue[work]
+            if not queue:
+                del self._queues[key]
             self.counters.stopped_waiting(work.tenant)
             if work.decodes:
                 self._decoding[work.tenant] -= work.rows
@@ -324,14 +342,20 @@ class Opportunistic:
         """Rows that a request can have in one product."""
         return work.remaining if work.decodes else min(work.remaining, self._row_limit(work, now))
 
-    def _batch(self, first: QueuedRequest, fair: list[QueuedRequest], limit: float, now: float) -> Batch:
+    def _batch(
+        self,
+        first: QueuedRequest,
+        sharing: list[QueuedRequest],
+        limit: float,
+        row_limits: dict[tuple[str, BatchKey], int],
+    ) -> Batch:
         """The first, all decodes of its key, and of the others as many rows as the row limit leaves."""
         batch: Batch = []
-        for work in sorted(fair, key=lambda work: (work is not first, *self._precedence(work))):
+        for work in sorted(sharing, key=lambda work: (work is not first, *self._precedence(work))):
             rows = (
                 work.remaining
                 if work.decodes
-                else min(work.remaining, self._row_limit(work, now) - rows_of(batch))
+                else min(work.remaining, row_limits[work.tenant, work.key] - rows_of(batch))
             )
             cost = rows * work.row_cost
             if rows <= 0 or (work is not first and self.counters.of(work.tenant) + cost > limit):
@@ -345,6 +369,10 @@ class Opportunistic:
         if not work.remaining:
             self.drop(work)
         return taken
+
+
+def _queue_of(work: QueuedRequest) -> tuple[int, str, bool]:
+    return work.lane, work.tenant, work.decodes
 
 
 class DecodedTokens:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from ipaddress import ip_address
@@ -33,42 +35,64 @@ HEADERS = [
 ]
 OK, UNAVAILABLE = "200 OK", "503 Service Unavailable"
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - and where those are found here
-CONNECTIONS = 16
+CONNECTIONS, MAX_CONNECTIONS = 16, 64
+REQUEST_SECONDS = 5.0  # for a request to arrive and be answered
 
 
 class _AdminWSGIServer(ThreadingMixIn, WSGIServer):
-    """A thread for each scrape, so that a client that says nothing holds up neither others nor the end.
+    """A thread for each request, so that a client that says nothing holds up neither others nor the end.
 
-    More than ``CONNECTIONS`` are closed at once.
+    Each has ``REQUEST_SECONDS``. If there are more than ``CONNECTIONS``, the oldest one is cut off: a probe
+    takes milliseconds, so it is never the oldest among clients that are slow on purpose.
     """
 
     daemon_threads = True
     block_on_close = False
 
     def server_activate(self) -> None:
-        self._free = threading.BoundedSemaphore(CONNECTIONS)
+        self._open: dict[socket.socket, float] = {}  # since when, in this order
         super().server_activate()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        oldest = list(self._open)[: max(0, len(self._open) + 1 - CONNECTIONS)]
+        for each in oldest:
+            _cut(each)
+        if len(self._open) >= MAX_CONNECTIONS:  # they are cut, and have not ended
             self.shutdown_request(request)
+            return
+        self._open[request] = time.monotonic()
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            self._open.pop(request, None)
+
+    def service_actions(self) -> None:
+        """Called now and then: cut what is late. Bytes one by one would stretch a timeout of the socket."""
+        late = time.monotonic() - REQUEST_SECONDS
+        for each in [each for each, since in list(self._open.items()) if since <= late]:
+            _cut(each)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that hang up, or say nothing, are not worth a line each."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            log.exception("the admin port goes on after a fault")
 
 
 class _AdminWSGIServer6(_AdminWSGIServer):
     address_family = socket.AF_INET6
 
 
-class _QuietHandler(WSGIRequestHandler):
-    timeout = 5  # seconds for a request to arrive
+def _cut(request: socket.socket) -> None:
+    try:
+        request.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it has ended
 
+
+class _QuietHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are not worth a log line each."""
 

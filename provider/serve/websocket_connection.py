@@ -32,7 +32,7 @@ from shared.wire.websocket import (
 STALL_SECONDS = 60.0  # in which a message, or an answer, does not move on
 STALL_RATE = 16 << 10  # bytes a second, below which it does not
 DISCARDS = 16  # of what arrives at the end, before it is another's turn
-TURN_SECONDS = 2e-3  # of a round of the loop, for what all connections of a tenant have sent
+TURN_SECONDS = 2e-3  # of a round of the loop, for what all connections of a tenant send and are sent
 STEPS = 128  # of parsing, before the time is looked at
 LOOKS = 4  # within the seconds of a stall
 IDLE_FRAMES = 1000  # from one look to the next
@@ -127,8 +127,8 @@ class WebsocketConnection(Connection):
         self._guarded(partial(self._move, what))
 
     def _move(self, what: int) -> None:
-        if what & WRITE or self._write_queue:
-            self._write()
+        if what & WRITE:
+            self._ask_to_write()
         if what & ~WRITE:
             if self._ending:
                 self._discard_until_end()
@@ -231,14 +231,21 @@ class WebsocketConnection(Connection):
             return
         self._write_queue.append(_Out(pieces, taken))
         if len(self._write_queue) == 1 and not self._writing:
-            try:
-                self._write()
-            except OSError as error:
-                self._broke(error)
+            self._ask_to_write()
 
-    def _write(self) -> None:
+    def _ask_to_write(self) -> None:
+        """Now, or in one of the next rounds: a large answer is encrypted in the tenant's own time."""
+        self._loop.take_turn(self.tenant, TURN_SECONDS, self._write_turn)
+
+    def _write_turn(self, until: float) -> None:
+        self._guarded(partial(self._write, until))
+
+    def _write(self, until: float) -> None:
         try:
             while self._write_queue:
+                if time.monotonic() > until:
+                    self._ask_to_write()
+                    return
                 if not len(self._piece):
                     following = next(self._write_queue[0].pieces, None)
                     if following is None:

@@ -96,6 +96,7 @@ class TenantSession:
         self._number = service.transcript.opened(tenant) if service.transcript else 0
         self._closed, self._began, self._answered = False, time.monotonic(), 0
         self._under_way: set[int] = set()  # of those admitted, without an answer
+        self._reads: set[Future[torch.Tensor]] = set()  # that wait for their turn, or are under way
 
     @property
     def in_flight(self) -> int:
@@ -135,10 +136,11 @@ class TenantSession:
             return
         try:
             if message.error is not None:
-                raise message.error
-            if message.payload is None:
-                raise WireError("payload_length", "the message has no payload")
-            if header.operation == Operation.HELLO:
+                # Not raised: its traceback would have it and the message keep each other.
+                self._failed(header, message.error)
+            elif message.payload is None:
+                self._failed(header, WireError("payload_length", "the message has no payload"))
+            elif header.operation == Operation.HELLO:
                 self._welcome(header, decode(tensor_bytes(message.payload), Hello))
             elif header.operation in PRODUCTS:
                 self._submit(header, message.payload)
@@ -167,6 +169,9 @@ class TenantSession:
         for number in self._admitted.keys() - self._under_way:
             self._release(number)  # the others hold memory until they are back
         self._service.engine.session_ended(self._tenant, id(self))
+        for read in [*self._reads]:  # nobody waits for them any more
+            read.cancel()
+        self._send = _ignore  # the connection is over, and this may be needed for what is under way
         if self._service.transcript:
             self._service.transcript.closed(self._number)
 
@@ -206,12 +211,15 @@ class TenantSession:
         self._admitted[id(header)] = header, answer, size
         self._under_way.add(id(header))
         loop = service.engine.loop
-        service.downloads.submit_for(self._tenant, read).add_done_callback(
+        future = service.downloads.submit_for(self._tenant, read)
+        self._reads.add(future)
+        future.add_done_callback(
             lambda future: loop.call_soon_threadsafe(partial(self._read, header, answer, future))
         )
 
     def _read(self, header: Header, answer: Header, future: Future[torch.Tensor]) -> None:
-        error = future.exception()
+        self._reads.discard(future)
+        error = ConnectionResetError("the session has ended") if future.cancelled() else future.exception()
         if self._on_done(header, answer, [] if error else [future.result()], error):
             self._service.metrics.downloaded(self._tenant, header, answer)
 
@@ -227,9 +235,10 @@ class TenantSession:
         if self._closed:
             self._release(id(header))
             return False
+        if error is not None or answer is None:
+            self._failed(header, error or RuntimeError("no answer"))
+            return False
         try:
-            if error is not None or answer is None:
-                raise error or RuntimeError("no answer")
             self._send(answer, blocks, partial(self._release, id(header)))
         except Exception as failure:  # such as a place for the answer that is none
             self._failed(header, failure)
@@ -258,3 +267,8 @@ class TenantSession:
 
 def _nothing() -> None:
     pass
+
+
+def _ignore(header: Header, blocks: list[torch.Tensor] | bytes, taken: Callable[[], None]) -> None:
+    """Answer nobody."""
+    taken()

@@ -363,7 +363,8 @@ class MessageReader:
         except WireError as error:
             if error.fatal:
                 raise
-            return Incoming(header or Header(0, request_id=request_id_of(body)), None, error)
+            refused = error.with_traceback(None)  # which would keep the body
+            return Incoming(header or Header(0, request_id=request_id_of(body)), None, refused)
         if len(body) == HEADER_BYTES:
             return Incoming(header, torch.empty(header.payload_shape, dtype=header.payload_dtype))
         return Incoming(header, None, None, body)
@@ -412,7 +413,7 @@ class MessageReader:
         except WireError as error:
             if error.fatal:
                 raise
-            self._error = error
+            self._error = error.with_traceback(None)  # which would keep this reader
             return
         self._payload = self._allocate(header)
         self._view = tensor_bytes(self._payload)

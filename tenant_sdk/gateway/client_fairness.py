@@ -67,6 +67,11 @@ class Reservations:
     clients: int = 1
     taken: dict[str, int] = field(default_factory=dict)
 
+    @classmethod
+    def one_each(cls, most: int, clients: int) -> Reservations:
+        """Of at least two for each client, so that one stays free for each."""
+        return cls(max(most, 2 * clients), clients)
+
     @property
     def reserved(self) -> int:
         """What stays free for each client, until it takes it: one at least, if there is one for each."""

@@ -41,7 +41,9 @@ class Connections:
     @classmethod
     def at(cls, authenticator: Authenticator) -> Connections:
         """Those that an authenticator admits."""
-        known, unread = (Reservations(most, authenticator.clients) for most in (CONNECTIONS, UNREAD_BYTES))
+        known, unread = (
+            Reservations.one_each(most, authenticator.clients) for most in (CONNECTIONS, UNREAD_BYTES)
+        )
         return cls(authenticator, known, UnauthenticatedConnections(MAX_UNAUTHENTICATED), unread)
 
     def protocol(self) -> type[HttpToolsProtocol]:

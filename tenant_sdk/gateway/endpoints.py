@@ -141,7 +141,7 @@ class Endpoints:
         self._changing = FairLock()
         # Names of each client, and of the folder if it is watched; and whose each is.
         authenticator = self._gateway.authenticator
-        self._names = Reservations(MAX_ADAPTERS, authenticator.clients + bool(authenticator.keys))
+        self._names = Reservations.one_each(MAX_ADAPTERS, authenticator.clients + bool(authenticator.keys))
         self._owners = dict[str, str]()
         self._metrics_text = CachedAnswer(prometheus_client.generate_latest, FIGURES_SECONDS)
         self._status_text = CachedAnswer(self._status_now, FIGURES_SECONDS)

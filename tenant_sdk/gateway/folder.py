@@ -28,12 +28,13 @@ WORD = "zinc"  # in no template
 METHOD = "symbiosis"  # of ``quantization_config``
 
 
-def write_folder(session: Session, options: Mapping[str, Any], folder: Path, dtype: str) -> Any:
+def write_folder(session: Session, options: Mapping[str, Any], mark: str, folder: Path, dtype: str) -> Any:
     """Write what the tenant holds of the executor's model (all but frozen layers), and the tokenizer.
 
     Args:
         session: with the executor.
         options: with which the worker opens its own, see ``tenant_sdk.gateway.connection.written``.
+        mark: see ``tenant_sdk.gateway.plugin``.
         folder: to write to; it exists.
         dtype: of the parameters and activations, such as ``float32``.
 
@@ -71,7 +72,7 @@ def write_folder(session: Session, options: Mapping[str, Any], folder: Path, dty
     # What transformers does not know of might mean something to vLLM, and it is a peer's.
     known = type(model.config)().to_dict()
     config = {name: value for name, value in model.config.to_dict().items() if name in known}
-    config["quantization_config"] = {"quant_method": METHOD, "session": dict(options)}
+    config["quantization_config"] = {"quant_method": METHOD, "mark": mark, "session": dict(options)}
     config["architectures"] = [type(model).__name__]
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     model.generation_config.save_pretrained(folder)

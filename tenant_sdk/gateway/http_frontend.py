@@ -48,7 +48,7 @@ BODIES_BYTES = 64 << 20  # of all that arrive at once
 BODY_SECONDS = 30.0
 SEND_SECONDS = 60.0  # until a client that does not read its answer is given up
 FLUSHED = "symbiosis.flushed"  # of a scope's extensions: waits until what was sent has left
-MAX_UNQUEUED = 64  # requests at once that need no place in the queue: for adapters, figures and the like
+MAX_UNQUEUED = 64  # requests at once that need no place in the queue: for adapters and figures; or two a key
 # vLLM reads others too: priorities, ranks, formats.
 _HEADERS = frozenset({b"accept", b"content-length", b"content-type", b"host"})
 _ERROR = b'data: {"error"'  # an event of a stream
@@ -108,7 +108,7 @@ class HttpFrontend:
         self._arriving = Reservations(BODIES_BYTES, authenticator.clients)
         self._own: dict[str, asyncio.Lock] = {}
         self._parsing_turns = FairLock()
-        self._unqueued = Reservations(MAX_UNQUEUED, authenticator.clients)
+        self._unqueued = Reservations.one_each(MAX_UNQUEUED, authenticator.clients)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """See ASGI."""

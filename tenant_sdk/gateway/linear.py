@@ -7,6 +7,8 @@ layers add their segmented product (Punica §4) to whatever the method returns.
 
 from __future__ import annotations
 
+import hmac
+import os
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,11 +28,12 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from shared.errors import Message, ModelMismatch, SymbiosisError
+from shared.errors import ConfigurationError, Message, ModelMismatch, SymbiosisError
 from shared.ring.rows import all_finite_below
 from shared.wire.header import Direction, RequestClass
 from tenant_sdk.gateway.connection import open_here, session_here
 from tenant_sdk.gateway.folder import METHOD
+from tenant_sdk.gateway.plugin import MARK
 from tenant_sdk.model.virtual import Group
 
 if TYPE_CHECKING:
@@ -238,7 +241,17 @@ class RemoteConfig(QuantizationConfig):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> RemoteConfig:
-        """See QuantizationConfig."""
+        """See QuantizationConfig.
+
+        Raises:
+            ConfigurationError: this process's gateway did not write the folder.
+        """
+        mark = os.environ.get(MARK, "")
+        if not mark or not hmac.compare_digest(str(config.get("mark", "")).encode(), mark.encode()):
+            raise ConfigurationError(
+                "this model's config.json names executors and secrets, and `symbiosis-tenant serve` did not "
+                "write it: it is not loaded"
+            )
         return cls(config["session"])
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import math
 import os
+import secrets
 import signal
 import socket
 import tempfile
@@ -21,6 +22,7 @@ from tenant_sdk.gateway.admission import MAX_ADAPTERS, Authenticator, Queue
 from tenant_sdk.gateway.connection import read, written
 from tenant_sdk.gateway.folder import METHOD, QUICK, content_format, shows_tools, tool_parser, write_folder
 from tenant_sdk.gateway.options import DRAFT_TOKENS, LOOKUP, RANKS, GatewayOptions
+from tenant_sdk.gateway.plugin import MARK
 from tenant_sdk.gateway.round_robin import TOKENIZING_THREADS
 from tenant_sdk.gateway.status import Status
 from tenant_sdk.gateway.tool_calls import JSON_CALLS
@@ -136,6 +138,9 @@ def _set_environment(options: GatewayOptions, folder: Path) -> None:
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_PLUGINS": METHOD,
+        MARK: secrets.token_hex(16),
+        # vLLM's process group of one listens for others, at first on the address of the host's name.
+        "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONSAFEPATH": "1",  # no module of the working directory, in any process
         # Never empty, or OpenCV appends an empty part, which is the working directory.
         "LD_LIBRARY_PATH": ":".join(filter(None, libraries)) or str(folder),
@@ -166,7 +171,7 @@ def _prepare(
 
     with open_session(dataclasses.replace(config, experts="local", keep_gib=0.0)) as session:
         say("downloading what this side holds: embeddings, norms, the head, and experts if there are any")
-        tokenizer = write_folder(session, written(config), folder, options.dtype)
+        tokenizer = write_folder(session, written(config), os.environ[MARK], folder, options.dtype)
         longest = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
         if options.context is not None and longest is not None and options.context > longest:
             raise ConfigurationError(

@@ -26,6 +26,7 @@ from shared.wire.header import RequestClass
 from tenant_sdk.gateway.admission import Failure
 from tenant_sdk.gateway.connection import session_here
 from tenant_sdk.gateway.linear import RequestOptions, check_adaptable, non_finite_rows, probe, request_options
+from tenant_sdk.gateway.listeners import close_all_listeners
 from tenant_sdk.gateway.log_redaction import redact_library_logs, redacted
 from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.gateway.status import Status
@@ -68,6 +69,11 @@ class PartlyFailed(ModelRunnerOutput):  # type: ignore[misc]
 
 class Worker(Base):  # type: ignore[misc]
     """Runs the tenant's part of the model, and says how it goes."""
+
+    def init_device(self) -> None:
+        """See vLLM; what then listens in this process is for members of a group that has no others."""
+        super().init_device()
+        close_all_listeners()
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
         """See vLLM.

@@ -12,13 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import peft
+import psutil
 import pytest
 import torch
 from commands import BASE_MODEL
 from conftest import executor_processes
 from gateways import RunningGateway, chat_model, gateway, needed, ran
+from raw_peers import SYN_SENT, connecting
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -344,6 +347,25 @@ def test_adapters_of_one_client_do_not_keep_those_of_another_waiting(client: Cli
 
 def test_rows_that_an_adapter_spoils_end_their_sequence_alone() -> None:
     assert ran("lost_rows.py")["lost"] == [False, False, True, True, True]
+
+
+def test_a_models_own_configuration_opens_no_session() -> None:
+    """Its secrets may be programs. vLLM loads this package's plugin wherever both are installed."""
+    found = ran("foreign_model.py")
+    assert found == {"known": [False, True], "foreign": [False] * 5, "own": True, "without": False}
+
+
+def test_nothing_of_the_gateway_listens_for_strangers(running: RunningGateway) -> None:
+    """vLLM's process group does, on two ports that nobody named."""
+    own = psutil.Process(running.process.pid)
+    listening = {
+        each.laddr
+        for process in (own, *own.children(recursive=True))
+        for each in process.net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    }
+    reached = {address.port for address in listening if connecting(address) != SYN_SENT}
+    assert reached == {urlsplit(running.url).port}
 
 
 def test_a_client_that_hangs_up_owes_what_its_constraint_took() -> None:

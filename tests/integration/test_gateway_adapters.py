@@ -272,14 +272,18 @@ def test_the_folder_of_the_model(llama: Executor, tmp_path: Path) -> None:
     """What the executor has is not in it, nor is any secret; what the tenant has is."""
     with llama.connect() as session:
         session.load_tokenizer = lambda: _NoTokenizer()  # type: ignore[method-assign]
-        write_folder(session, {"token_env": "TOKEN"}, tmp_path, "float32")
+        write_folder(session, {"token_env": "TOKEN"}, "a1b2", tmp_path, "float32")
         held = {info.name for info in session.manifest.parameters}
         served = {member.name for group in session.groups for member in group.info.members}
     names = set(load_file(tmp_path / "model.safetensors"))
     assert names <= held
     assert not any(name.removeprefix("model.").removesuffix(".weight") in served for name in names)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["quantization_config"] == {"quant_method": METHOD, "session": {"token_env": "TOKEN"}}
+    assert config["quantization_config"] == {
+        "quant_method": METHOD,
+        "mark": "a1b2",
+        "session": {"token_env": "TOKEN"},
+    }
     assert "auto_map" not in config
 
 

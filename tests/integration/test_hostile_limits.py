@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import queue
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,7 +32,7 @@ from shared.errors import ModelMismatch, RequestRefused, SymbiosisError, WireErr
 from shared.stored import bytes_of, parameter_hash
 from shared.wire.header import DTYPE_CODES, Direction, Header, Operation
 from shared.wire.messages import Fetch, encode
-from shared.wire.websocket import Incoming
+from shared.wire.websocket import Incoming, MessageReader, encode_message
 from tenant_sdk.command_line.checks import CheckResult
 from tenant_sdk.model.configuration import model_configuration
 from tenant_sdk.model.tokenizer import build_tokenizer
@@ -303,6 +307,88 @@ def test_who_leaves_gives_back_what_it_had(checkpoint: Callable[[str], Path]) ->
     eventually(lambda: quotas.in_flight() == (0, 0))
     assert service.engine.waiting == 0
     service.close()
+
+
+def asked_and_left(service: Service) -> weakref.ref[TenantSession]:
+    """A session that asked for many downloads, and has ended."""
+    session = TenantSession(service, "alice", lambda *_: None)
+    file = service.executor.manifest.files[0]
+    body = encode(Fetch("file", file.name, 0, file.size))
+
+    def ask() -> None:
+        for at in range(16):
+            head = Header(Operation.FETCH, request_id=at, rows=1, columns=len(body))
+            session.answer(Incoming(head, torch.frombuffer(bytearray(body), dtype=torch.uint8)))
+
+    service.engine.loop.call_soon_threadsafe(ask)
+    eventually(lambda: service.quotas.in_flight() == (0, 16 * file.size))
+    service.engine.loop.call_soon_threadsafe(session.close)
+    eventually(lambda: service.quotas.in_flight() == (0, 0))
+    return weakref.ref(session)
+
+
+def test_downloads_of_a_tenant_that_has_left_are_not_read(checkpoint: Callable[[str], Path]) -> None:
+    """It could ask and hang up, again and again, faster than anything is read."""
+    base, quotas = (
+        BaseExecutor(checkpoint("llama"), numerics="float32"),
+        Quotas(Quota(bytes_in_flight=1 << 30)),
+    )
+    service = Service(base, Engine.of(base), Metrics(), quotas)
+    begun, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        go.wait(800)
+
+    service.downloads.submit_for("bob", hold)
+    assert begun.wait(800)
+    gone = asked_and_left(service)
+    assert not service.downloads._waiting
+    gc.disable()  # nothing is left for the collector either, which would stop the loop
+    try:
+        eventually(lambda: gone() is None)
+    finally:
+        gc.enable()
+        go.set()
+    service.close()
+
+
+def test_a_refused_request_leaves_nothing_for_the_garbage_collector() -> None:
+    """Who sends many of them would have it stop the executor's loop, again and again."""
+
+    def refuse(header: Header) -> None:
+        raise WireError("unknown_group", "there is no such group")
+
+    reader = MessageReader(refuse, masked=False, max_message_bytes=1000)
+    service: Any = SimpleNamespace(
+        executor=SimpleNamespace(manifest=SimpleNamespace(groups=[], numerics="ring")),
+        transcript=None,
+        metrics=Metrics(),
+        quotas=Quotas(),
+    )
+    answered: list[Header] = []
+    session = TenantSession(service, "alice", lambda header, *_: answered.append(header))
+    head = Header(Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.float32], 0, 7, 1, 4, 1)
+    message = b"".join(bytes(each) for each in encode_message(head, [torch.ones(1, 4)]))
+    gc.disable()
+    try:
+        for end in (len(message), 20):  # whole, and in two parts
+            left = list[Any]()
+            for part in (message[:end], message[end:]):
+                if not part:
+                    continue
+                reader.get_buffer()[: len(part)] = part
+                for event in reader.received(len(part)):
+                    assert isinstance(event, Incoming)
+                    assert event.error is not None
+                    left.append(weakref.ref(event.error))
+                    session.answer(event)
+                    del event
+            assert len(left) == 1
+            assert left[0]() is None
+    finally:
+        gc.enable()
+    assert [header.operation for header in answered] == [Operation.ERROR] * 2
 
 
 def test_a_download_that_is_put_off_goes_on(

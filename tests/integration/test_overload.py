@@ -92,7 +92,7 @@ class Shop:
         """Nothing is left of anybody's requests."""
         eventually(lambda: self.quotas.in_flight() == (0, 0))
         eventually(lambda: not self.engine.waiting)
-        assert not self.policy._queue
+        assert not self.policy._queues
         assert not self.policy.counters._waiting
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -111,3 +112,24 @@ def test_who_asks_twice_has_one_turn(rounds: _Rounds) -> None:
         rounds.ask("alice", "late", 0.1, endless=False)
     assert rounds.round() == ["late"]
     assert rounds.round() == []
+
+
+def test_a_large_answer_is_written_in_turns() -> None:
+    """To encrypt it takes time, in which no other tenant is served."""
+    sent, asked = list[int](), list[Any]()
+
+    def send(data: memoryview) -> int:
+        sent.append(len(data))
+        return 1 << 16
+
+    connection: Any = object.__new__(WebsocketConnection)
+    connection._loop = SimpleNamespace(take_turn=lambda owner, seconds, turn: asked.append((owner, turn)))
+    connection._sock = SimpleNamespace(send=send, flush=lambda: 0)
+    connection.tenant, connection._ended, connection._ending = "alice", False, False
+    connection._write_queue, connection._piece = deque(), memoryview(b"")
+    connection._writing, connection._written = False, 0
+    connection._queue(iter((bytes(1 << 20),)))
+    assert not sent  # in a turn alone
+    connection._write_turn(-1.0)  # there is no time left
+    assert not sent
+    assert asked == [("alice", connection._write_turn)] * 2

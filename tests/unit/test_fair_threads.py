@@ -1,6 +1,7 @@
 """Clients take turns at threads."""
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -42,3 +43,33 @@ def test_what_fails_fails_alone() -> None:
         broken.result(800)
     assert whole.result(800) == 1
     threads.shutdown(wait=False)
+
+
+def test_cancelled_work_is_forgotten_at_once() -> None:
+    """A tenant that asks and hangs up, again and again, would fill the memory with what nobody waits for."""
+    threads, begun, go = FairThreads(1), threading.Event(), threading.Event()
+
+    class Connection:
+        """What the work keeps."""
+
+    def first() -> None:
+        begun.set()
+        go.wait()
+
+    threads.submit_for("alice", first)
+    begun.wait()
+    connection = Connection()
+    kept = weakref.ref(connection)
+    futures = [threads.submit_for("alice", lambda each=connection: each) for _ in range(5)]
+    del connection
+    assert kept() is not None
+    for future in futures:
+        assert future.cancel()
+    futures.clear()
+    del future
+    assert kept() is None
+    assert not threads._waiting
+    other = threads.submit_for("bob", lambda: "bob")
+    go.set()
+    assert other.result(800) == "bob"
+    threads.shutdown()

@@ -170,6 +170,15 @@ def test_shares_of_many_clients() -> None:
     assert all(shares.take(client, 1) for client in "123")
 
 
+@pytest.mark.parametrize("clients", [1, 64, 65, 500])
+def test_one_place_stays_free_for_each_client(clients: int) -> None:
+    """However many there are: one that takes all it can has the others wait for nothing."""
+    places = Reservations.one_each(64, clients)
+    while places.take("0", 1):
+        pass
+    assert all(places.take(str(other), 1) for other in range(1, clients))
+
+
 def test_the_stranger_that_waited_longest_makes_room() -> None:
     unauthenticated = UnauthenticatedConnections(2)
     assert [unauthenticated.arrive(each) for each in ("a", "b")] == [None, None]

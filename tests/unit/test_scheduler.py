@@ -28,6 +28,7 @@ from simulated import (
 from provider.engine.latency import LatencyModel
 from provider.engine.scheduler import (
     INTERACTIVE_SECONDS,
+    LOOKED_AT,
     PRODUCT_SECONDS,
     QUIET_SECONDS,
     SHORT_PRODUCT_SECONDS,
@@ -47,6 +48,57 @@ from provider.engine.scheduler import (
 from shared.latency import LinearLatency
 from shared.wire.header import Direction, RequestClass
 from shared.wire.protocol import GroupShape
+
+# -- what a decision costs ----------------------------------------------------------------------
+
+
+class Counting(LatencyModel):
+    """Counts how often a decision asks what a product takes."""
+
+    asked = 0
+
+    def seconds(self, group: int, direction: int, members: int, rows: int) -> float:
+        """See LatencyModel."""
+        self.asked += 1
+        return super().seconds(group, direction, members, rows)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_decision_takes_no_longer_because_one_tenant_has_more_under_way(others: int) -> None:
+    asked = []
+    for count in (LOOKED_AT, 40 * LOOKED_AT):
+        latency = Counting(SHAPES)
+        policy = Opportunistic(latency)
+        for at in range(count):
+            policy.add(work("flood", at % GROUPS, 1, FINETUNING, 0.0), 0.0)
+        for at in range(others):
+            policy.add(work(f"bob {at}", 3, 1, FINETUNING, 0.0), 0.0)
+        latency.asked = 0
+        next_batch(policy, 1.0)
+        asked.append(latency.asked)
+    assert asked[0] == asked[1]
+
+
+def test_a_decode_is_seen_behind_much_else_of_its_tenant() -> None:
+    policy = Opportunistic(model())
+    for _ in range(10 * LOOKED_AT):
+        policy.add(work("a", 0, 8, FINETUNING), 0.0)
+    policy.add(work("a", 3, 1, DECODE), 0.0)
+    assert next_batch(policy, 1.0)[0].work.decodes
+
+
+def test_everything_of_a_long_queue_is_served() -> None:
+    policy, count = Opportunistic(model()), 5 * LOOKED_AT
+    for at in range(count):
+        policy.add(work("a", at % GROUPS, 1, FINETUNING), 0.0)
+        policy.add(work("b", at % GROUPS, 1, DECODE if at < 200 else PREFILL), 0.0)
+    served = 0
+    while (batch := policy.next(100.0)) is not None:
+        assert isinstance(batch, list)
+        served += len(batch)
+    assert served == 2 * count
+    assert not policy._queues
+
 
 # -- who comes along -------------------------------------------------------------------------------
 
