@@ -36,6 +36,7 @@ TURN_SECONDS = 2e-3  # of a round of the loop, for what all connections of a ten
 STEPS = 128  # of parsing, before the time is looked at
 LOOKS = 4  # within the seconds of a stall
 IDLE_FRAMES = 1000  # from one look to the next
+END_SECONDS = 10.0  # for a tenant to take what is left if it has left, is shut out, or broke the protocol
 
 OpenSession = Callable[[str, "Send", str], "TenantSession"]
 
@@ -99,6 +100,7 @@ class WebsocketConnection(Connection):
         self._descriptor = sock.fileno()
         self._write_queue: deque[_Out] = deque()
         self._piece = memoryview(b"")  # of the first of them
+        self._begun = False  # the first of them has been written in part
         self._events: deque[Incoming | Control] = deque()  # complete, and not yet handled
         self._reading, self._writing = True, False  # what the loop waits for
         self._resumes = False  # it is to be called
@@ -248,6 +250,7 @@ class WebsocketConnection(Connection):
                     return
                 if not len(self._piece):
                     following = next(self._write_queue[0].pieces, None)
+                    self._begun = following is not None
                     if following is None:
                         self._write_queue.popleft().taken()
                         continue
@@ -282,10 +285,26 @@ class WebsocketConnection(Connection):
 
     def _leave(self) -> None:
         """The tenant has left, and wants no more answers."""
+        self._drop_answers(0)
         self._close(1000, "")
 
     def _refused(self, error: WireError) -> None:
+        self._drop_answers(1)  # all but the error
         self._close(1009 if error.code == "too_large" else 1002, error.code)
+
+    def _drop_answers(self, kept: int) -> None:
+        """Forget answers but the last ones and one that has begun, and end soon: who reads slowly stays else.
+
+        Its connection and its bytes in flight would be taken from others for as long as it likes.
+        """
+        if self._ending or self._ended:
+            return
+        dropped = range(int(self._begun), len(self._write_queue) - kept)
+        answers = list(self._write_queue)
+        self._write_queue = deque(each for at, each in enumerate(answers) if at not in dropped)
+        for at in dropped:
+            answers[at].taken()
+        self._loop.call_later_weak(END_SECONDS, self._end)
 
     def _close(self, code: int, reason: str) -> None:
         if self._ending or self._ended:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import RING, TENANT, Executor
-from raw_peers import SECONDS, eventually
+from raw_peers import ERROR, INT32, SECONDS, eventually, open_raw, product
 
 import tenant_sdk
 from provider.config import ServeConfig
@@ -95,6 +95,37 @@ def test_who_has_no_valid_token_any_more_is_shut_out(serving: Served, transport:
     peer = "127.0.0.1" if transport == "url" else "local"
     assert (entry.tenant, entry.peer, entry.reason) == (TENANT, peer, "revoked")
     assert not serving.entries("tenant other is shut out")
+
+
+ROWS, COLUMNS, REQUESTS = 20_000, 64, 12
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_a_slow_reader_is_shut_out_too(
+    serving: Served, patient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets the answer that has begun, and the reason, and has seconds for both; the others are dropped."""
+    if not patient:
+        monkeypatch.setattr("provider.serve.websocket_connection.END_SECONDS", 0.0)
+    quotas = serving.provider.server.service.quotas
+    with open_raw(Executor(serving.provider.url, serving.tokens.add(TENANT), serving.ca)) as peer:
+        peer.hello()
+        for number in range(REQUESTS):
+            head = product(ROWS, COLUMNS, dtype=INT32, request_id=number + 1)
+            peer.message(head, bytes(ROWS * COLUMNS * 4))
+        eventually(lambda: quotas.in_flight()[0] > 0 and not serving.provider.server.service.engine.waiting)
+        serving.tokens.remove(TENANT)
+        eventually(lambda: len(serving.entries(f"tenant {TENANT} is shut out")) == 1)
+        if not patient:
+            eventually(lambda: quotas.in_flight() == (0, 0))
+            return
+        eventually(lambda: quotas.in_flight()[0] <= 2 * ROWS)
+        operations = list[int]()
+        with pytest.raises(EOFError, match="the peer closed"):
+            while True:
+                operations.append(peer.receive()[0].operation)
+        assert operations[-1] == ERROR
+        assert len(operations) < REQUESTS
 
 
 def test_who_has_two_tokens_goes_on_with_either(serving: Served) -> None:
