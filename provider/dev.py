@@ -184,8 +184,10 @@ class Development:
         model = checkpoint_folder(self._config.model_dir)
         talks = _has_chat_template(model)
         files = ("chats_train.jsonl", "chats_heldout.jsonl") if talks else ("note_fields_train.jsonl",)
-        there = [_EXAMPLES / "data" / name for name in files]
-        data = [shlex.quote(os.path.relpath(each)) for each in there if each.exists()] or ["YOUR_DATA.jsonl"]
+        files_of_examples = [_EXAMPLES / "data" / name for name in files]
+        data = [shlex.quote(os.path.relpath(each)) for each in files_of_examples if each.exists()] or [
+            "YOUR_DATA.jsonl"
+        ]
         fixed = {"profile": self._profile, "adapter": self._folder / "adapter"}
         words = {name: shlex.quote(str(path)) for name, path in fixed.items()}
         small = model.resolve() == _EXAMPLES / "base_model"

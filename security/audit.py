@@ -232,9 +232,9 @@ class Audit:
             if left:
                 return take(key, rows, **options)
             source.pause()
-            taken = take(key, rows, **options)
+            mask = take(key, rows, **options)
             source.crash()
-            return taken
+            return mask
 
         masks.take = dying
 
@@ -326,12 +326,12 @@ class Audit:
                 tokens=TokenFile(executor.folder / "tokens.json"),
                 port=0,
             )
-            there: Any = {"provider": server.url} if role == "provider" else {"mask_sources": [server.url]}
+            options: Any = {"provider": server.url} if role == "provider" else {"mask_sources": [server.url]}
             try:
-                self._lie(parties, liar, role, verify=verify, mask_budget_mib=0, **there)
+                self._lie(parties, liar, role, verify=verify, mask_budget_mib=0, **options)
                 if parties.answers == "half" and verify == "always":
-                    there |= {"repeat_rate": 1.0, "mask_budget_mib": 0}
-                    self._lie(parties, liar, role, Poison.SMALL_LIES, verify=verify, **there)
+                    options |= {"repeat_rate": 1.0, "mask_budget_mib": 0}
+                    self._lie(parties, liar, role, Poison.SMALL_LIES, verify=verify, **options)
             finally:
                 server.drain(1.0)
 

@@ -199,13 +199,15 @@ class Checkpoint:
             CheckpointError: one is larger than any tenant accepts, or lies elsewhere.
         """
         found = {}
-        for name, most in TENANT_FILES.items():
+        for name, max_bytes in TENANT_FILES.items():
             path = self._own(name)
             if path.is_file():
                 with path.open("rb") as file:
-                    found[name] = file.read(most + 1)
-                if len(found[name]) > most:
-                    raise CheckpointError(f"{path} has more than {most} bytes, the most that a tenant takes")
+                    found[name] = file.read(max_bytes + 1)
+                if len(found[name]) > max_bytes:
+                    raise CheckpointError(
+                        f"{path} has more than {max_bytes} bytes, the most that a tenant takes"
+                    )
         return found
 
     def tenant_files(self) -> tuple[FileInfo, ...]:

@@ -210,9 +210,9 @@ def torch_grouped_product(device: torch.device, dtype: torch.dtype) -> Grouped:
         ends = torch.tensor([3, 3, 7], dtype=torch.int32, device=device)
         results = []
         for each in (plain_grouped_product, multiply):
-            given = rows.clone().requires_grad_(), weights.clone().requires_grad_()
-            out = each(*given, ends)
-            results.append((out, *torch.autograd.grad(out, given, out.detach().sign())))
+            operands = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+            out = each(*operands, ends)
+            results.append((out, *torch.autograd.grad(out, operands, out.detach().sign())))
         return all(map(torch.equal, *results))
 
     # Whatever the caller does just now.
@@ -301,20 +301,22 @@ def conversions() -> Conversions | None:
             core_model_loading.WeightConverter,
         )
 
-    def right(found: Conversions) -> bool:
+    def right(candidate: Conversions) -> bool:
         # Eleven experts of two layers each become one parameter.
         from transformers.core_model_loading import Concatenate, MergeModulelist
 
         sources = ["experts.*.up", "experts.*.gate"]
-        experts = found.Converter(sources, "experts.both", [MergeModulelist(dim=0), Concatenate(dim=1)])
+        experts = candidate.Converter(sources, "experts.both", [MergeModulelist(dim=0), Concatenate(dim=1)])
         state = {"model.mlp.experts.both": torch.empty(11, 4, 3)}
         tensors = {
             f"old.experts.{at}.{part}": torch.full((2, 3), 2.0 * at + (part == "up"))
             for at in range(11)
             for part in ("gate", "up")
         }
-        for key in sorted(tensors, key=found.order):
-            name, pattern = found.rename(key, [found.Renaming("old", "mlp")], [experts], "model", state)
+        for key in sorted(tensors, key=candidate.order):
+            name, pattern = candidate.rename(
+                key, [candidate.Renaming("old", "mlp")], [experts], "model", state
+            )
             if name not in state or pattern not in sources:
                 return False
             experts.add_tensor(name, key, pattern, partial(tensors.__getitem__, key))

@@ -123,17 +123,17 @@ class Field:
         """Its names on a command line, as they are typed."""
         return tuple(f"--{word.replace('_', '-')}" for word in self.words)
 
-    def value(self, given: Sequence[Any]) -> Any:
+    def value(self, words: Sequence[Any]) -> Any:
         """Its value in Python, from those of its words on a command line.
 
         Raises:
             ConfigurationError: it has several, and one is missing.
         """
         if self.option.parts:
-            if None in given:
+            if None in words:
                 raise ConfigurationError(f"{' and '.join(self.flags)} go together: give both")
-            return tuple(given)
-        value, secret = given[0], self.option.confidential
+            return tuple(words)
+        value, secret = words[0], self.option.confidential
         if not secret:
             return value
         variables = value if self.option.single else [value]
@@ -186,9 +186,9 @@ def arguments_of(configuration: Any, words: Mapping[str, Any]) -> dict[str, Any]
     """
     found = {}
     for name, field in fields_of(configuration).items():
-        given = [words.get(word) for word in field.words]
-        if any(value is not None and value != [] for value in given):
-            found[name] = field.value(given)
+        values = [words.get(word) for word in field.words]
+        if any(value is not None and value != [] for value in values):
+            found[name] = field.value(values)
     return found
 
 
@@ -263,7 +263,7 @@ def check_text(option: str, text: str) -> None:
         ) from error
 
 
-def check_options(given: Mapping[str, Any], kinds: Mapping[str, Any], where: str) -> None:
+def check_options(options: Mapping[str, Any], kinds: Mapping[str, Any], where: str) -> None:
     """Refuse unknown names and values of other types.
 
     Args:
@@ -273,7 +273,7 @@ def check_options(given: Mapping[str, Any], kinds: Mapping[str, Any], where: str
     Raises:
         ConfigurationError: an unknown name with the one that was meant, or else the list of them.
     """
-    for key, value in given.items():
+    for key, value in options.items():
         if key not in kinds:
             raise ConfigurationError(f"{where}: {key}: there is no such option; {_meant(key, kinds)}")
         try:
@@ -315,10 +315,10 @@ def read_options(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
         for number, line in enumerate(text.splitlines(), 1):
             if line.count(".") > MAX_DOTS:
                 raise ConfigurationError(f"{path}: line {number} has more than {MAX_DOTS} dots")
-        given = tomllib.loads(text)
+        options = tomllib.loads(text)
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
     except UNREADABLE as error:
         raise ConfigurationError(f"{path} is not TOML: {error}") from error
-    check_options(given, kinds, str(path))
-    return given
+    check_options(options, kinds, str(path))
+    return options

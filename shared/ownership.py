@@ -86,8 +86,8 @@ def check_secret(path: str | Path, what: str, *, group: bool = False) -> None:
     """
     check_own(path)
     state = os.stat(path)
-    given = group or (state.st_uid == SYSTEM != os.geteuid())
-    if state.st_mode & (stat.S_IRWXO if given else stat.S_IRWXO | stat.S_IRWXG):
+    group_may_read = group or (state.st_uid == SYSTEM != os.geteuid())
+    if state.st_mode & (stat.S_IRWXO if group_may_read else stat.S_IRWXO | stat.S_IRWXG):
         raise ConfigurationError(f"others can read {path}, which holds {what}: `chmod 600 {path}`")
 
 

@@ -190,18 +190,18 @@ def _are_dense(tensors: Tensors, model: PreTrainedModel, plain: Mapping[str, Rec
 
 
 def _by_rules(
-    tensors: Tensors, model: PreTrainedModel, found: compat.Conversions, quantizer: Any
+    tensors: Tensors, model: PreTrainedModel, conversions: compat.Conversions, quantizer: Any
 ) -> dict[str, Recipe]:
     """As transformers collects tensors in ``convert_and_load_state_dict_in_model``."""
-    rules = found.rules(model, hf_quantizer=quantizer)
-    converters = [rule for rule in rules if isinstance(rule, found.Converter)]
-    renamings = [rule for rule in rules if isinstance(rule, found.Renaming)]
+    rules = conversions.rules(model, hf_quantizer=quantizer)
+    converters = [rule for rule in rules if isinstance(rule, conversions.Converter)]
+    renamings = [rule for rule in rules if isinstance(rule, conversions.Renaming)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     prefix, state, recipes = model.base_model_prefix, model.state_dict(), dict[str, Recipe]()
-    for key in sorted(tensors.names(), key=found.order):
-        name, pattern = found.rename(key, renamings, converters, prefix, state)
+    for key in sorted(tensors.names(), key=conversions.order):
+        name, pattern = conversions.rename(key, renamings, converters, prefix, state)
         if name not in state and key in state:
-            name, pattern = found.rename(key, [], [], prefix, state)
+            name, pattern = conversions.rename(key, [], [], prefix, state)
         if name in state:
             recipe = recipes.setdefault(name, Recipe(by_pattern.get(pattern), name, {}))
             recipe.keys.setdefault(pattern or key, []).append(key)
@@ -225,12 +225,12 @@ def _without_rules(tensors: Tensors, recipe: Recipe) -> Recipe:
 
 def _of_own_names(tensors: Tensors, model: PreTrainedModel) -> dict[str, Recipe]:
     """Of tensors that have the parameters' names, with or without the prefix, or those of old norms."""
-    there, prefix, recipes = set(tensors.names()), prefix_of(model), dict[str, Recipe]()
+    stored, prefix, recipes = set(tensors.names()), prefix_of(model), dict[str, Recipe]()
     for name in model.state_dict():
         candidates = [name, strip_prefix(name, prefix), f"{prefix}.{name}"]
         candidates += [each.replace("LayerNorm.weight", "LayerNorm.gamma") for each in candidates]
         candidates += [each.replace("LayerNorm.bias", "LayerNorm.beta") for each in candidates]
-        key = next((each for each in candidates if each in there), None)
+        key = next((each for each in candidates if each in stored), None)
         if key is not None:
             recipes[name] = Recipe(None, name, {key: [key]})
     return recipes
@@ -293,7 +293,7 @@ def _backbone(read: Any) -> str:
     return name if name and isinstance(name, str) else _backbone(list(read.values()))
 
 
-def _check_counts(said: Any, most: int, where: str, key: str = "") -> None:
+def _check_counts(said: Any, limit: int, where: str, key: str = "") -> None:
     """Refuse a configuration that counts more of something than a checkpoint can hold.
 
     Raises:
@@ -301,14 +301,14 @@ def _check_counts(said: Any, most: int, where: str, key: str = "") -> None:
     """
     if isinstance(said, dict):
         for name, each in said.items():
-            _check_counts(each, most, where, name)
+            _check_counts(each, limit, where, name)
     elif isinstance(said, list):
-        for each in said[: most + 1] if _COUNTS.search(key) else said:
-            _check_counts(each, most, where, key)
+        for each in said[: limit + 1] if _COUNTS.search(key) else said:
+            _check_counts(each, limit, where, key)
     elif isinstance(said, int) and _COUNTS.search(key) and not _SIZES.search(key):
-        most = _LABELS if key == "num_labels" else most
-        if said > most:
-            raise CheckpointError(f"{where}: {key[:80]} is {said:.6g}, and its tensors hold {most} at most")
+        limit = _LABELS if key == "num_labels" else limit
+        if said > limit:
+            raise CheckpointError(f"{where}: {key[:80]} is {said:.6g}, and its tensors hold {limit} at most")
 
 
 @contextmanager

@@ -90,13 +90,13 @@ class Stored:
     @cached_property
     def largest_conversion(self) -> int:
         """Bytes that the largest conversion, of a parameter or an expert, takes under way, about."""
-        most = 0
+        largest = 0
         for name, recipe in self._recipes.items():
             if recipe.converter is not None:
                 pieces = sum(each is recipe for each in self._recipes.values()) if recipe.makes_several else 1
-                most = max(most, pieces * self._state[name].numel() // (self._experts(name) or 1))
+                largest = max(largest, pieces * self._state[name].numel() // (self._experts(name) or 1))
         # float32, before and after the last step, and what is stored, which is no larger
-        return 3 * 4 * most
+        return 3 * 4 * largest
 
     def source(self, name: str) -> Source | None:
         """What holds a parameter or persistent buffer, or one that is tied to it; None: nothing."""

@@ -116,15 +116,15 @@ def inputs_of(model: PreTrainedModel, device: str) -> Iterator[dict[str, torch.T
     name = named if isinstance(named, str) else named[0]
     ids = torch.ones((1, TOKENS), dtype=torch.long, device=device)
     rest = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-    taken = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(model.forward).parameters
     # There are no values to look at: some models look for padding if there is no mask, others look at the
     # mask if there is one.
     masks: list[dict[str, torch.Tensor]] = [{}, {"attention_mask": torch.ones_like(ids)}]
     if name == "input_ids":
         yield from ({name: ids} | rest | mask for mask in masks)
-    others = {"input_ids": ids} if "input_ids" in taken else {}
+    others = {"input_ids": ids} if "input_ids" in parameters else {}
     for main in (name, "pixel_values", "input_features") if name == "input_ids" else (name,):
-        shapes = _shapes(main, model.config) if main in (name, *taken) else ()
+        shapes = _shapes(main, model.config) if main in (name, *parameters) else ()
         for shape, extra in product(shapes, ({}, others) if others and name == main else (others,)):
             yield {main: torch.ones(shape, dtype=model.dtype, device=device)} | extra | rest
 
@@ -299,16 +299,18 @@ class _Watch(TorchDispatchMode):
         large = sum(each.nbytes for each in tensors if not each.is_meta) > LOOKED_AT
         if not blank and not (large and not func.is_view):
             return func(*args, **kwargs)
-        there = tree_map(_to_meta, (args, kwargs | ({"device": "meta"} if "device" in kwargs else {})))
+        on_meta = tree_map(_to_meta, (args, kwargs | ({"device": "meta"} if "device" in kwargs else {})))
         try:
-            shapes = func(*there[0], **there[1])
+            shapes = func(*on_meta[0], **on_meta[1])
         except (RuntimeError, NotImplementedError):  # they depend on values
             if sum(each.nbytes for each in tensors) > MAX_BYTES:
                 raise
             return func(*args, **kwargs)
-        most = max((leaf.nbytes for leaf in tree_leaves(shapes) if isinstance(leaf, torch.Tensor)), default=0)
-        if most > MAX_BYTES:
-            raise MemoryError(f"{func} makes a tensor of {most / 2**30:.1f} GiB")
+        largest = max(
+            (leaf.nbytes for leaf in tree_leaves(shapes) if isinstance(leaf, torch.Tensor)), default=0
+        )
+        if largest > MAX_BYTES:
+            raise MemoryError(f"{func} makes a tensor of {largest / 2**30:.1f} GiB")
         return tree_map(_to_zeros, shapes) if blank else func(*args, **kwargs)
 
 

@@ -341,10 +341,10 @@ class Opportunistic:
 
     def _take(self, work: QueuedRequest, rows: int) -> QueuedRows:
         self.counters.charge(work.tenant, rows * work.row_cost)
-        taken = work.take(rows)
+        queued_rows = work.take(rows)
         if not work.remaining:
             self.drop(work)
-        return taken
+        return queued_rows
 
 
 class DecodedTokens:

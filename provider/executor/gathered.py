@@ -92,7 +92,7 @@ class Shards:
 
     def __init__(self, gathering: Gathering, numerics: str, device: torch.device) -> None:
         self._gathering, self._dtype = gathering, DTYPE_NAMES[numerics]
-        self._freed = FreedMemory(kept=0)
+        self._freed = FreedMemory(max_bytes=0)
         self._store = dist.FileStore(gathering.store, gathering.count)  # type: ignore[attr-defined]
         # All are on this machine, and what they say to each other is neither encrypted nor signed.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"

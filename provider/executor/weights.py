@@ -83,10 +83,10 @@ class FloatWeight:
         into: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """See GroupWeight. Rows in another dtype are rounded to the weight's, and answers back."""
-        given, served = blocks[0].dtype, self._weight.dtype
-        if given != served:
+        dtype, served = blocks[0].dtype, self._weight.dtype
+        if dtype != served:
             rounded = self.apply(direction, members, [block.to(served) for block in blocks])
-            return [block.to(given) for block in rounded]
+            return [block.to(dtype) for block in rounded]
         rows = len(blocks[0])
         mm: Callable[..., torch.Tensor] = torch.mm
         addmm: Callable[..., torch.Tensor] = torch.addmm

@@ -82,12 +82,14 @@ class PlacedLanes:
 
     def model(self) -> LatencyModel:
         """What the policy is told of products."""
-        told = LatencyModel(self.placement.shapes)
+        latency = LatencyModel(self.placement.shapes)
         for group in range(len(self.placement.shapes)):
             for direction in (Direction.FORWARD, Direction.BACKWARD):
                 worker = self._lane_of[group] * self.placement.stripes
-                told.set(group, direction, replace(self.latency[worker].line(group, direction)))  # it learns
-        return told
+                latency.set(
+                    group, direction, replace(self.latency[worker].line(group, direction))
+                )  # it learns
+        return latency
 
 
 @dataclass(frozen=True)

@@ -77,10 +77,10 @@ class WorkerLayout:
         if not groups:
             return 0.0
         both = (Direction.FORWARD, Direction.BACKWARD)
-        taken = [
+        seconds = [
             lines(group, way).fixed + lines(group, way).per_row * rows for group in groups for way in both
         ]
-        return len(taken) / sum(taken)
+        return len(seconds) / sum(seconds)
 
     def layers_per_second(self, rows: int) -> float:
         """Products with whole layers, of all workers at work; of those that share layers the last counts."""
@@ -144,13 +144,13 @@ def plan_layout(
     check_lanes(groups, len(names), stripes)
     shapes = shapes_of(groups)
     widest = OutputStripe(stripes - 1, stripes)
-    own = [
+    widest_shapes = [
         GroupShape(shape.inputs, tuple(len(range(width)[widest.of(width)]) for width in shape.outputs))
         for shape in shapes
     ]
     asked = [name for name in names if not {name, name.partition(":")[0]} & assumed.keys()]
-    found = survey(asked, numerics, own, threads)
-    devices, misfit = devices_of(names, groups, weight_bytes, found, own, assumed), Message()
+    found = survey(asked, numerics, widest_shapes, threads)
+    devices, misfit = devices_of(names, groups, weight_bytes, found, widest_shapes, assumed), Message()
     try:
         placement = place(shapes, devices, weight_bytes=weight_bytes, stripes=stripes)
     except ConfigurationError as error:
@@ -160,8 +160,10 @@ def plan_layout(
         roomy: list[Device] = [replace(device, memory=float("inf")) for device in devices]
         placement = place(shapes, roomy, weight_bytes=weight_bytes, stripes=stripes)
     by_name = {each.name: each for each in found}
-    latency = tuple(latency_of(device, weight_bytes, own, by_name.get(device.name)) for device in devices)
-    doubts = _doubts(devices, assumed, own)
+    latency = tuple(
+        latency_of(device, weight_bytes, widest_shapes, by_name.get(device.name)) for device in devices
+    )
+    doubts = _doubts(devices, assumed, widest_shapes)
     if any(group.members[0].expert is not None for group in groups):
         doubts += (
             "products, bytes and tokens a second are those of tenants that keep the experts themselves "
@@ -170,14 +172,14 @@ def plan_layout(
     return WorkerLayout(tuple(groups), numerics, placement, latency, doubts, misfit, processes)
 
 
-def _doubts(devices: Sequence[Device], assumed: Assumed, own: Sequence[GroupShape]) -> tuple[str, ...]:
+def _doubts(devices: Sequence[Device], assumed: Assumed, shapes: Sequence[GroupShape]) -> tuple[str, ...]:
     found = []
     for name in dict.fromkeys(device.name for device in devices if not device.measured):
         source = (
             "as was said" if {name, name.partition(":")[0]} & assumed.keys() else "a guess: it is not here"
         )
         found.append(f"the speed of {name} is {source}")
-    if any(device.measured for device in devices) and any(shape.size > MEASURED_ELEMENTS for shape in own):
+    if any(device.measured for device in devices) and any(shape.size > MEASURED_ELEMENTS for shape in shapes):
         found.append("products of large layers were measured with a part of their outputs, and multiplied")
     return tuple(found)
 

@@ -233,8 +233,8 @@ class Simulation:
             self._later(self._machines[tenant % len(self._machines)].take(now, own), sent)
 
         def sent(now: float) -> None:
-            there = self._up.take(now, self.load.rows * up / self.link.bytes_per_second)
-            self._later(there + self.link.seconds, received)
+            arrival = self._up.take(now, self.load.rows * up / self.link.bytes_per_second)
+            self._later(arrival + self.link.seconds, received)
 
         def received(now: float) -> None:
             self._later(self._loop.take(now, thread), ready)
@@ -257,8 +257,8 @@ class Simulation:
         written = self._loop.take(now, self.costs.request_seconds / 2 + self.costs.byte_seconds * size / 2)
 
         def sent(now: float) -> None:
-            there = self._down.take(now, self.load.rows * down / self.link.bytes_per_second)
-            self._later(there + self.link.seconds, answered)
+            arrival = self._down.take(now, self.load.rows * down / self.link.bytes_per_second)
+            self._later(arrival + self.link.seconds, answered)
 
         def answered(now: float) -> None:
             self._answered += 1

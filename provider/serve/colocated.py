@@ -92,20 +92,20 @@ class SessionMemory:
     the executor with a bus error.
 
     Args:
-        most: bytes that it may grow to.
+        max_bytes: bytes that it may grow to.
 
     Raises:
         MemoryError: there is none left.
     """
 
-    def __init__(self, budget: MemoryBudget, tenant: str, most: int) -> None:
-        self._budget, self._tenant, self.most, self.size = budget, tenant, most, 0
+    def __init__(self, budget: MemoryBudget, tenant: str, max_bytes: int) -> None:
+        self._budget, self._tenant, self.most, self.size = budget, tenant, max_bytes, 0
         self.name = f"symbiosis-{secrets.token_hex(8)}"
         self.descriptor = os.memfd_create(self.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(self.descriptor, 0o600)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-            self.grow(min(FIRST_BYTES, most))
+            self.grow(min(FIRST_BYTES, max_bytes))
             if not self.size:
                 raise MemoryError
         except BaseException:
@@ -299,13 +299,13 @@ class ColocatedConnection(Connection):
             return Incoming(header or Header(0, request_id=request_id_of(data)), None, error)
         return Incoming(header, payload)
 
-    def _make_pipes(self, made: ExitStack) -> list[int]:
+    def _make_pipes(self, resources: ExitStack) -> list[int]:
         ends = []
         for kind, flags in ((REQUESTS, os.O_RDONLY), (ANSWERS, os.O_RDWR)):
             path = f"{self._path}{kind}"
             os.mkfifo(path, 0o600)
             ends.append(os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC))
-            made.callback(os.close, ends[-1])
+            resources.callback(os.close, ends[-1])
         # A pipe has an end only once somebody has written: now a tenant that never opens it has ended, too.
         os.close(os.open(f"{self._path}{REQUESTS}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
         return ends
@@ -314,8 +314,8 @@ class ColocatedConnection(Connection):
         for kind in ("", REQUESTS, ANSWERS):
             Path(f"{self._path}{kind}").unlink(missing_ok=True)
 
-    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, taken: Callable[[], None]) -> None:
-        taken()
+    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, on_taken: Callable[[], None]) -> None:
+        on_taken()
         at = self._places.pop(header.request_id, 0)
         if self._ending or self._ended:
             return

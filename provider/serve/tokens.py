@@ -171,10 +171,10 @@ class TokenFile:
         kept = [msgspec.structs.replace(old, expires=min(old.expires or last, last)) for old in valid]
         return self._store(tokens, tenant, kept, days)
 
-    def _store(self, tokens: _Tokens, tenant: str, kept: list[StoredToken], days: int | None) -> str:
+    def _store(self, tokens: _Tokens, tenant: str, earlier: list[StoredToken], days: int | None) -> str:
         now, token = self._clock(), secrets.token_urlsafe(32)
         expires = None if days is None else now + timedelta(days=days)
-        self._write({**tokens, tenant: [*kept, StoredToken(sha256_of(token), now, expires)]})
+        self._write({**tokens, tenant: [*earlier, StoredToken(sha256_of(token), now, expires)]})
         return token
 
     def remove(self, tenant: str) -> None:
@@ -223,11 +223,11 @@ class TokenFile:
         Raises:
             ExpiredToken: it was one; the message is for who holds it.
         """
-        given = sha256_of(token)
+        digest = sha256_of(token)
         found: tuple[str, StoredToken] | None = None
         for tenant, stored in self._last_good().items():
             for each in stored:
-                if hmac.compare_digest(given, each.sha256):
+                if hmac.compare_digest(digest, each.sha256):
                     found = tenant, each
         if found is None:
             return None

@@ -263,9 +263,9 @@ def _result(batch: _UnderWay) -> BatchResult:
             answers[number] = batch.failures[index].error()
         elif len(terms) > 1:
             sums = [_sum([block[rows] for block in blocks]) for blocks in zip(*terms, strict=True)]
-            answers[number] = answer_of(sums, bits, own=True)
+            answers[number] = answer_of(sums, bits, unshared=True)
         else:
-            answers[number] = answer_of([block[rows] for block in terms[0]], bits, own=batch.whole)
+            answers[number] = answer_of([block[rows] for block in terms[0]], bits, unshared=batch.whole)
     return BatchResult(answers, batch.processor_seconds)
 
 

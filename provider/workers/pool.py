@@ -231,7 +231,7 @@ class WorkerPool:
     def _lane(
         self,
         number: int,
-        own: dict[int, GroupInfo],
+        groups: dict[int, GroupInfo],
         sharding: Sharding,
         start: StartWorker,
         checkpoint: Checkpoint,
@@ -240,7 +240,7 @@ class WorkerPool:
         devices, stripes = sharding.lane_devices(number), sharding.stripes
         digest = sharding.world is not None or numerics not in RINGS
         threads = sharding.threads_of(start)
-        whole = Assignment(str(checkpoint.folder), numerics, devices[0], threads, own, digest=digest)
+        whole = Assignment(str(checkpoint.folder), numerics, devices[0], threads, groups, digest=digest)
         if sharding.fsdp:
             return GatheredLane(str(number), whole, len(devices), self._expected)
         cut = [OutputStripe(index, stripes) if stripes > 1 else None for index in range(stripes)]

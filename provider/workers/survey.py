@@ -124,7 +124,7 @@ def devices_of(
     names: Sequence[str],
     groups: Sequence[GroupInfo],
     weight_bytes: int,
-    found: Sequence[DeviceSurvey] = (),
+    surveys: Sequence[DeviceSurvey] = (),
     shapes: Sequence[GroupShape] = (),
     assumed: Mapping[str, Sequence[float]] | None = None,
 ) -> list[Device]:
@@ -133,11 +133,11 @@ def devices_of(
     Args:
         names: of each worker's.
         groups: what will be loaded: part of it lies in memory twice meanwhile.
-        found, shapes: what was measured, of which shapes.
+        surveys, shapes: what was measured, of which shapes.
         assumed: by a device's name, or its kind (``cuda``), to go by instead: bytes of memory, bytes and
             multiplications a second.
     """
-    by_name, counts = {each.name: each for each in found}, Counter(names)
+    by_name, counts = {each.name: each for each in surveys}, Counter(names)
     made = []
     for name in names:
         here = by_name.get(name)
@@ -163,15 +163,15 @@ def devices_of(
 
 
 def latency_of(
-    device: Device, weight_bytes: int, shapes: Sequence[GroupShape], found: DeviceSurvey | None
+    device: Device, weight_bytes: int, shapes: Sequence[GroupShape], survey: DeviceSurvey | None
 ) -> LatencyModel:
     """A model for shapes: of the lines measured of these same shapes, or of the device's two rates."""
     model = LatencyModel(shapes)
     for number, shape in enumerate(shapes):
         fixed = shape.size * weight_bytes / device.bytes_per_second
         both = [(fixed, shape.size / device.multiplications_per_second)] * 2
-        if found is not None and found.lines is not None:
-            both = list(found.lines[number])
+        if survey is not None and survey.lines is not None:
+            both = list(survey.lines[number])
         for direction, line in zip((Direction.FORWARD, Direction.BACKWARD), both, strict=True):
             model.set(number, direction, LinearLatency(*line))
     return model
@@ -213,10 +213,10 @@ def _synthetic(info: GroupInfo, numerics: str, device: torch.device) -> GroupWei
     if numerics not in RINGS:
         dtype = torch.bfloat16 if numerics == "bfloat16" else torch.float32
         return FloatWeight(torch.randn(size, dtype=dtype, device=device), widths)
-    planes, dtype, most = RINGS[numerics], torch.int16, LARGEST
+    planes, dtype, largest = RINGS[numerics], torch.int16, LARGEST
     if planes > 1:
-        dtype, most = torch.int8, 127
-    return RingWeight(torch.randint(-most, most, (planes, *size), dtype=dtype, device=device), widths)
+        dtype, largest = torch.int8, 127
+    return RingWeight(torch.randint(-largest, largest, (planes, *size), dtype=dtype, device=device), widths)
 
 
 def weight_bytes_of(numerics: str) -> int:

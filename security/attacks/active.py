@@ -117,7 +117,7 @@ class Poison:
 
         self.provider.lie = keep
         ask()
-        told = self.provider.told
+        sent = self.provider.told
         self.provider.lie = lambda header, answer: (
             _altered(kind, bit, answer, old[-1], rng) if meant(header) else None
         )
@@ -128,8 +128,8 @@ class Poison:
             noticed = True
         finally:
             self.provider.lie = lambda header, answer: None
-        if self.provider.told != told + 1:
-            raise AuditError(f"a lie ({kind}) was to be told once, not {self.provider.told - told} times")
+        if self.provider.told != sent + 1:
+            raise AuditError(f"a lie ({kind}) was to be told once, not {self.provider.told - sent} times")
         return noticed
 
 

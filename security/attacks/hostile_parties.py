@@ -175,8 +175,8 @@ def in_copy(action: Callable[[], object]) -> str:
     finally:
         os.getpid = getpid
         os.close(write)
-    with os.fdopen(read, "rb") as told:
-        name = told.read().decode()
+    with os.fdopen(read, "rb") as pipe:
+        name = pipe.read().decode()
     if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0:
         raise AuditError("a forked child was killed, or did not end as it should")
     return name

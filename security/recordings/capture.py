@@ -56,18 +56,18 @@ class Parties:
     def connect(self, mode: str, tenant: str, **options: Any) -> tenant_sdk.Session:
         """A session in one of MODES, under a tenant's name of its own, so that transcripts tell it apart."""
         provider = self.floats if mode in (PLAIN, SAME, ELSEWHERE) else self.ring
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "privacy": "noise-bank" if "bank" in mode else mode,
             "allow_transcript": True,
             # What is lost is not sent again: a copy would look like a mask that serves twice.
             "patience": 0.0,
         }
         if mode in (ELSEWHERE, RING_BANK):
-            given["mask_sources"] = [f"local:{self.model}"]
+            arguments["mask_sources"] = [f"local:{self.model}"]
         if mode == RING_BANK:
-            given["noise_bank"] = NoiseBankOptions(masks=RING_MASKS)
+            arguments["noise_bank"] = NoiseBankOptions(masks=RING_MASKS)
         if mode == ONE_TIME:
-            given |= {
+            arguments |= {
                 "mask_sources": [self.source.url],
                 "mask_source_token": self.source.token(tenant),
                 "mask_source_ca": self.source.ca,
@@ -75,10 +75,12 @@ class Parties:
                 "answers": self.answers,
             }
         if mode == ONE_TIME and self.answers != "exact":
-            given["repeat_rate"] = 0.0  # as above: what is repeated is a copy
-        given |= {"provider": provider.url, "token": provider.token(tenant), "ca": provider.ca}
-        self.tokens.extend(str(given[name]) for name in ("token", "mask_source_token") if name in given)
-        return tenant_sdk.connect(**(given | options))
+            arguments["repeat_rate"] = 0.0  # as above: what is repeated is a copy
+        arguments |= {"provider": provider.url, "token": provider.token(tenant), "ca": provider.ca}
+        self.tokens.extend(
+            str(arguments[name]) for name in ("token", "mask_source_token") if name in arguments
+        )
+        return tenant_sdk.connect(**(arguments | options))
 
     def all(self) -> list[ExecutorProcess]:
         """The three."""

@@ -82,8 +82,8 @@ class ExecutorProcess:
             LaunchError: it does not, with its last words.
         """
         assert self._program is not None
-        told = json.loads(self._program.wait_until_ready())
-        self.url, self.admin_url = told["url"], told["admin_url"]
+        ready = json.loads(self._program.wait_until_ready())
+        self.url, self.admin_url = ready["url"], ready["admin_url"]
 
     def pause(self) -> None:
         """Let the process answer nothing from now on, until it is restarted."""

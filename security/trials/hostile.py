@@ -296,14 +296,14 @@ def _check_with_tolerance(session: Session, group: int, weight: torch.Tensor) ->
     products: Any = session.products
     submit = products.submit
 
-    def checked(*asked: Any) -> PendingProduct:
-        pending = submit(*asked)
+    def checked(*arguments: Any) -> PendingProduct:
+        pending = submit(*arguments)
 
         def result() -> list[torch.Tensor]:
             out = pending.result()
             if (
-                asked[0] == group
-                and float((torch.cat(out, 1) - asked[3][0] @ weight.T).abs().max()) > TOLERANCE
+                arguments[0] == group
+                and float((torch.cat(out, 1) - arguments[3][0] @ weight.T).abs().max()) > TOLERANCE
             ):
                 raise VerificationError("a wrong answer, as far as a tolerance tells")
             return list(out)

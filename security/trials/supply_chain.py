@@ -216,16 +216,16 @@ class SupplyAttacks:
             )
         ]
 
-    def _generated(self, host: HostedExecutor, tenant: str, secrets: list[int], own: bool) -> list[int]:
+    def _generated(self, host: HostedExecutor, tenant: str, secrets: list[int], own_token: bool) -> list[int]:
         """Generate; how many requests for the first group there had been before each prompt, and after all.
 
         Args:
-            own: configure generation as transformers does.
+            own_token: configure generation as transformers does.
         """
         truth, ends = GroundTruth(), [0]
         with self.parties.connect(PLAIN, tenant, provider=host.url) as session:
             model: Any = session.load_model(progress=False)
-            if own:
+            if own_token:
                 served = download(session, self._folder() / "served")
                 model.generation_config = transformers.GenerationConfig.from_pretrained(served)
             watch(session, truth)
@@ -296,7 +296,7 @@ class SupplyAttacks:
             public = PublicModel(self.parties.model, host.manifest)
             attack = SubstitutedSource(public)
             tokens = torch.from_numpy(self.rng.integers(0, public.vocabulary, SUBSTITUTED_TOKENS))
-            there: dict[str, Any] = {
+            options: dict[str, Any] = {
                 "provider": host.url,
                 "ca": shared,
                 "mask_sources": [between.url],
@@ -304,12 +304,14 @@ class SupplyAttacks:
             }
             truths = {
                 "same-authority": self._sent(
-                    public, "same-authority", tokens, there | {"mask_source_ca": shared}
+                    public, "same-authority", tokens, options | {"mask_source_ca": shared}
                 ),
-                "among-others": self._sent(public, "among-others", tokens, there | {"mask_source_ca": both}),
+                "among-others": self._sent(
+                    public, "among-others", tokens, options | {"mask_source_ca": both}
+                ),
             }
-            there["allow_same"] = there["allow_same"] | {"authority"}
-            truth = self._sent(public, "waived", tokens, there | {"mask_source_ca": shared})
+            options["allow_same"] = options["allow_same"] | {"authority"}
+            truth = self._sent(public, "waived", tokens, options | {"mask_source_ca": shared})
         sessions = sum(end.sessions(tenant) for end in (host, between) for tenant in truths)
 
         def read(tenant: str, truth: GroundTruth) -> int:

@@ -75,8 +75,8 @@ def at_chance(
         numbers = [n for f in found for n in (f.distance, f.success.value, f.success.low, f.success.high)]
         apart = sum(f.off_chance for f in found)
         worst = max(found, key=lambda f: f.distance)
-        told = f"{apart} of {len(found)} attacks away from chance; farthest: " if len(found) > 1 else ""
-        return all(map(math.isfinite, numbers)) and not apart, told + _figure(worst)
+        text = f"{apart} of {len(found)} attacks away from chance; farthest: " if len(found) > 1 else ""
+        return all(map(math.isfinite, numbers)) and not apart, text + _figure(worst)
 
     return judge
 
@@ -89,8 +89,8 @@ def same_for_all(attack: str) -> Callable[[AuditResult], tuple[bool, str]]:
         if found is None or not found.defended.success.trials:
             return False, "not measured"
         same = "the same" if found.same else "not the same"
-        told = f"what was observed was {same} in every trial; {_figure(found.defended)}"
-        return bool(found.same) and not found.defended.off_chance, told
+        text = f"what was observed was {same} in every trial; {_figure(found.defended)}"
+        return bool(found.same) and not found.defended.off_chance, text
 
     return judge
 
@@ -115,14 +115,14 @@ def controlled(least: dict[str, float]) -> Callable[[AuditResult], tuple[bool, s
 
     def judge(result: AuditResult) -> tuple[bool, str]:
         found = {hostile.attack: hostile.control for hostile in result.hostile}
-        told = [_figure(found[attack]) for attack in least if attack in found]
+        figures = [_figure(found[attack]) for attack in least if attack in found]
         holds = all(
             attack in found
             and found[attack].success.value >= least[attack]
             and (found[attack].chance is None or found[attack].beats_chance or _few(found[attack], result))
             for attack in least
         )
-        return holds, "; ".join(told) or "not measured"
+        return holds, "; ".join(figures) or "not measured"
 
     return judge
 
@@ -160,9 +160,9 @@ def all_succeed(mode: str, least: dict[str, float]) -> Callable[[AuditResult], t
 
     def judge(result: AuditResult) -> tuple[bool, str]:
         found = {attack: _select(result, mode, BOTH, (attack,)) for attack in least}
-        told = [f"{attack}: {f.spell(f.success.value)}" for attack, each in found.items() for f in each]
+        figures = [f"{attack}: {f.spell(f.success.value)}" for attack, each in found.items() for f in each]
         holds = all(each and each[0].success.value >= least[attack] for attack, each in found.items())
-        return holds, "; ".join(told) or "not measured"
+        return holds, "; ".join(figures) or "not measured"
 
     return judge
 
@@ -174,18 +174,18 @@ def resolved(result: AuditResult) -> tuple[bool, str]:
         return False, "not measured"
     least, attack = max((math.inf if f.resolution is None else f.resolution, f.attack) for f in found)
     asked = result.about["resolution"]
-    told = f"{100 * least:.2f} points of 100 or fewer in {len(found)} attacks (most in {attack})"
+    text = f"{100 * least:.2f} points of 100 or fewer in {len(found)} attacks (most in {attack})"
     low = [100 * f.below for f in found if f.below is not None]
-    told += f"; below chance {max(low, default=0.0):.2f} or fewer in {len(low)}, and nothing in the others"
+    text += f"; below chance {max(low, default=0.0):.2f} or fewer in {len(low)}, and nothing in the others"
     powers = [(f.power, f.attack) for f in found if f.power is not None]
     if powers:
         power, weakest = min(powers)
-        told += f"; a true advantage of {100 * asked:g} of 100 is found with probability {percent(power)} "
-        told += f"or more (least in {weakest})"
+        text += f"; a true advantage of {100 * asked:g} of 100 is found with probability {percent(power)} "
+        text += f"or more (least in {weakest})"
     sure = 100 * surely_found(found)
     return max(
         least, *(f.below or 0.0 for f in found)
-    ) <= asked, f"{told}; one of {sure:.1f} with 99 % or more in every attack"
+    ) <= asked, f"{text}; one of {sure:.1f} with 99 % or more in every attack"
 
 
 def against_one_time(result: AuditResult) -> list[Finding]:
@@ -194,9 +194,9 @@ def against_one_time(result: AuditResult) -> list[Finding]:
     return passive + _select(result, ONE_TIME, MALICIOUS, IMPRINTS)
 
 
-def surely_found(found: list[Finding]) -> float:
+def surely_found(findings: list[Finding]) -> float:
     """The true advantage over chance that each of these attacks finds with probability POWER."""
-    return max((f.detectable or 0.0 for f in found), default=1.0)
+    return max((f.detectable or 0.0 for f in findings), default=1.0)
 
 
 def _figure(finding: Finding) -> str:
@@ -217,17 +217,17 @@ def uniform(result: AuditResult, mode: str = ONE_TIME) -> tuple[bool, str]:
     )
 
 
-def _p_value(found: Randomness | SeedStatistics, level: float) -> str:
+def _p_value(test: Randomness | SeedStatistics, level: float) -> str:
     return (
-        f"p = {found.p_value:.3g}, the smallest of {found.tests} tests times their number, 1 at most "
-        f"({found.worst}; fails below {level:.2g})"
+        f"p = {test.p_value:.3g}, the smallest of {test.tests} tests times their number, 1 at most "
+        f"({test.worst}; fails below {level:.2g})"
     )
 
 
 def separated(result: AuditResult) -> tuple[bool, str]:
     """Provider and mask source were asked for different things."""
     found = result.figures.get("operations", {})
-    told = [
+    figures = [
         f"{party}: "
         + (
             ", ".join(f"{n:,} {ASKED.get(name, name)}" for name, n in found.get(party, {}).items())
@@ -236,7 +236,7 @@ def separated(result: AuditResult) -> tuple[bool, str]:
         for party in (PROVIDER, SOURCE)
     ]
     only = set(found.get(PROVIDER, {})) == {"PRODUCT"} and set(found.get(SOURCE, {})) == {"SEED_EFFECT"}
-    return only, "; ".join(told)
+    return only, "; ".join(figures)
 
 
 def seeds_fresh(result: AuditResult) -> tuple[bool, str]:
@@ -256,10 +256,10 @@ def repeats_found(result: AuditResult) -> tuple[bool, str]:
     found = result.randomness.get(RING_BANK)
     if found is None:
         return False, "not measured"
-    told = (
+    figures = (
         f"{found.repeated_tops:,} repeated runs of the top bytes of 8 numbers in {found.bytes_tested:,} bytes"
     )
-    return found.repeated_tops > 0, told
+    return found.repeated_tops > 0, figures
 
 
 def stolen(result: AuditResult) -> tuple[bool, str]:
@@ -292,14 +292,14 @@ def silent(result: AuditResult) -> tuple[bool, str]:
     if found is None:
         return False, "not measured"
     searched = result.figures["log characters searched"]
-    told = f"{len(found)} found in {sum(searched.values()):,} characters of {len(searched)} logs and listings"
-    return not found, told + (f": {found[0]}" if found else "")
+    text = f"{len(found)} found in {sum(searched.values()):,} characters of {len(searched)} logs and listings"
+    return not found, text + (f": {found[0]}" if found else "")
 
 
 def planted_found(result: AuditResult) -> tuple[bool, str]:
     """What was planted was found everywhere."""
     found = result.figures.get("planted secret found", {})
-    missed = [where for where, there in found.items() if not there]
+    missed = [where for where, secrets in found.items() if not secrets]
     return bool(found) and not missed, f"found in {len(found) - len(missed)} of {len(found)} places" + (
         f", not in {', '.join(missed)}" if missed else ""
     )
@@ -308,10 +308,10 @@ def planted_found(result: AuditResult) -> tuple[bool, str]:
 def reuse_counted(result: AuditResult) -> tuple[bool, str]:
     """Every bank of masks was broken by reuse."""
     broken = result.figures.get("broken after messages", {})
-    told = [f"{bank_name(label)}: {'never' if n is None else n}" for label, n in broken.items()]
+    figures = [f"{bank_name(label)}: {'never' if n is None else n}" for label, n in broken.items()]
     on_floats_too = RING_BANK in broken and len(broken) > 1
     return on_floats_too and None not in broken.values(), (
-        "messages until 95 % of tokens are right: " + ("; ".join(told) or "not measured")
+        "messages until 95 % of tokens are right: " + ("; ".join(figures) or "not measured")
     )
 
 
@@ -320,9 +320,9 @@ def sent_nothing_plain(result: AuditResult) -> tuple[bool, str]:
     found, planted = (result.figures.get(f"gateway, {what} found") for what in ("secrets", "planted"))
     if found is None:
         return False, "not measured"
-    told = f"{len(found)} found in {result.figures['gateway, bytes searched']:,} bytes of two transcripts"
-    told += f": {found[0]}" if found else ""
-    return not found and bool(planted), told + ("" if planted else "; nor was what is there")
+    text = f"{len(found)} found in {result.figures['gateway, bytes searched']:,} bytes of two transcripts"
+    text += f": {found[0]}" if found else ""
+    return not found and bool(planted), text + ("" if planted else "; nor was what is there")
 
 
 def steps_vary(result: AuditResult) -> tuple[bool, str]:

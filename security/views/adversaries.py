@@ -226,11 +226,11 @@ def check_aligned(view: View, truth: GroundTruth, what: str) -> None:
         for side in (view.requests, truth.sent)
     )
     for kind in sorted(seen.keys() | sent.keys()):
-        there, real = seen.get(kind, []), sent.get(kind, [])
-        if there != real:
+        recorded, real = seen.get(kind, []), sent.get(kind, [])
+        if recorded != real:
             raise AuditError(
-                f"what was recorded of {what} and what the tenant sent differ: {len(there)} requests of "
-                f"{sum(there)} rows for group {kind[0]}, direction {kind[1]}, instead of {len(real)} of "
+                f"what was recorded of {what} and what the tenant sent differ: {len(recorded)} requests of "
+                f"{sum(recorded)} rows for group {kind[0]}, direction {kind[1]}, instead of {len(real)} of "
                 f"{sum(real)}; attacks could not be scored"
             )
 

@@ -134,8 +134,8 @@ def _two_planes(weight: torch.Tensor) -> Planes:
 
 def _largest(rows: torch.Tensor) -> torch.Tensor:
     """Magnitude in each row; NaN where there is one."""
-    least, most = rows.aminmax(dim=1)
-    return torch.maximum(most.abs(), least.abs())
+    least, largest = rows.aminmax(dim=1)
+    return torch.maximum(largest.abs(), least.abs())
 
 
 def _rounded(scale: torch.Tensor) -> torch.Tensor:

@@ -118,14 +118,14 @@ def _triton_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) 
     triton_kernel(rows, weight, out)
 
 
-def in_pieces(kernel: Kernel, most: int) -> Kernel:
-    """The same products for any inner size, by a kernel that is exact up to ``most``."""
+def in_pieces(kernel: Kernel, max_rows: int) -> Kernel:
+    """The same products for any inner size, by a kernel that is exact up to ``max_rows``."""
 
     def whole(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        kernel(rows[:, :most], weight[:most], out)
-        for at in range(most, rows.shape[1], most):
+        kernel(rows[:, :max_rows], weight[:max_rows], out)
+        for at in range(max_rows, rows.shape[1], max_rows):
             more = torch.empty_like(out, memory_format=torch.contiguous_format)
-            kernel(rows[:, at : at + most], weight[at : at + most], more)
+            kernel(rows[:, at : at + max_rows], weight[at : at + max_rows], more)
             out.add_(more)
 
     return whole
@@ -158,8 +158,8 @@ def is_exact(kernel: Kernel, device: str = "cpu") -> bool:
         # Every digit -128; every half -32768.
         extreme = [torch.full_like(wide, value) for value in (0x7F7F7F80, 0x7FFF8000)]
         for dtype in (torch.int8, torch.int16):
-            least, most = (-128, 127) if dtype == torch.int8 else (-LARGEST, LARGEST)
-            random = torch.randint(least, most + 1, (columns, inner), generator=generator, dtype=dtype)
+            least, largest = (-128, 127) if dtype == torch.int8 else (-LARGEST, LARGEST)
+            random = torch.randint(least, largest + 1, (columns, inner), generator=generator, dtype=dtype)
             for x in (wide, *extreme):
                 for w in (random.T, torch.full((inner, columns), least, dtype=dtype)):
                     got = torch.empty((rows, columns), dtype=torch.int32, device=device)

@@ -202,11 +202,13 @@ def validate_manifest(manifest: Manifest) -> None:
         # what rounding adds, half of each element at most.
         fine = (group.inputs << 14, outputs << 14)
         coarse = ((32_640 + math.isqrt(group.inputs) // 2) ** 2, outputs << 30)
-        most = fine if RINGS.get(manifest.numerics, 0) > 1 else coarse
+        largest_bounds = fine if RINGS.get(manifest.numerics, 0) > 1 else coarse
         if (
             manifest.numerics in RINGS
             and manifest.serves(number)
-            and not (group.bounds and all(0 <= b <= m for b, m in zip(group.bounds, most, strict=True)))
+            and not (
+                group.bounds and all(0 <= b <= m for b, m in zip(group.bounds, largest_bounds, strict=True))
+            )
         ):
             raise WireError("manifest", "the executor's manifest has a group without possible bounds")
     for parameter in manifest.parameters:

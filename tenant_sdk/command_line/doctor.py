@@ -321,7 +321,7 @@ class _Waiting(Generic[T]):
         Raises:
             SymbiosisError: the last attempt's.
         """
-        told = False
+        reported = False
         while True:
             started = time.perf_counter()
             try:
@@ -329,8 +329,8 @@ class _Waiting(Generic[T]):
             except ConnectionRefused:
                 if started >= self._target.until:
                     raise
-                if not told:
-                    told = True
+                if not reported:
+                    reported = True
                     url, wait = self._target.url, self._target.until - started
                     what = f"nobody listens at {url} yet; trying for {wait:.2g} s (--wait)"
                     yield CheckResult("waiting", None, what)
@@ -516,18 +516,18 @@ def _speed(remote: RemoteExecutor) -> Iterator[CheckResult]:
     ):
         narrowest = 1 << shape.outputs.index(min(shape.outputs))
         members = narrowest if up else (1 << len(shape.outputs)) - 1
-        there, back = (
+        up_bytes, down_bytes = (
             shape.inputs * itemsize,
             shape.plan(Direction.FORWARD, members).answer_columns * itemsize,
         )
         size = min(LARGE_BYTES, limits.max_message_bytes)
-        rows = max(1, min(limits.max_rows, size // max(there, back)))
+        rows = max(1, min(limits.max_rows, size // max(up_bytes, down_bytes)))
         seconds = _seconds(product(group, members, rows), LARGE_REPEATS)
-        moved = rows * (there if up else back)
+        moved = rows * (up_bytes if up else down_bytes)
         yield CheckResult(
             name,
             True,
-            f"{rows} rows, {rows * there / 1e6:.2f} MB there and {rows * back / 1e6:.2f} MB back: "
+            f"{rows} rows, {rows * up_bytes / 1e6:.2f} MB there and {rows * down_bytes / 1e6:.2f} MB back: "
             f"{seconds * 1e3:.1f} ms, so {moved / 1e6 / seconds:.0f} MB/s or more "
             "(the executor's product is in it)",
         )
@@ -541,9 +541,9 @@ def _speeds(traffic: TokenBytes) -> str:
 
 def _seconds(action: Callable[[], object], repeats: int) -> float:
     """Median of ``repeats`` runs, after two to warm up."""
-    taken = []
+    seconds = []
     for _ in range(repeats + 2):
         started = time.perf_counter()
         action()
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken[2:])
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[2:])

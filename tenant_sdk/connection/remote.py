@@ -277,13 +277,13 @@ class RemoteExecutor:
         to go on at once, if there is something in between that takes time.
         """
         row_bytes = self._row_bytes(group, direction, members, answer_bits)
-        most = self.max_rows(group, direction, members, answer_bits)
+        max_rows = self.max_rows(group, direction, members, answer_bits)
         if piece_bytes := self._parts.of(group).latest.piece_bytes:
-            most = min(most, max(PIECE_ROWS, piece_bytes // row_bytes))
-        if rows <= most:
+            max_rows = min(max_rows, max(PIECE_ROWS, piece_bytes // row_bytes))
+        if rows <= max_rows:
             return [slice(0, rows)]
-        each = -(-rows // -(-rows // most))
-        each = min(most, -(-each // PIECE_ROWS) * PIECE_ROWS)  # products are made in tiles of rows
+        each = -(-rows // -(-rows // max_rows))
+        each = min(max_rows, -(-each // PIECE_ROWS) * PIECE_ROWS)  # products are made in tiles of rows
         return [slice(at, min(at + each, rows)) for at in range(0, rows, each)]
 
     def _row_bytes(self, group: int, direction: Direction, members: int, answer_bits: int) -> int:

@@ -54,10 +54,10 @@ def folders_in(folder: Path) -> Iterator[Path]:
     """
     for path in sorted(folder.iterdir()):
         try:
-            there = not path.name.startswith(".") and (path / CONFIG).is_file()
+            is_adapter = not path.name.startswith(".") and (path / CONFIG).is_file()
         except OSError:
-            there = True
-        if there:
+            is_adapter = True
+        if is_adapter:
             yield path
 
 
@@ -87,8 +87,8 @@ def largest_rank(folder: Path) -> int:
         except ConfigurationError:
             continue  # told when it is to be served
         others = raw.get("rank_pattern")
-        given = (raw.get("r"), *(others.values() if isinstance(others, dict) else ()))
-        ranks += [rank for rank in given if isinstance(rank, int) and rank <= RANKS[-1]]
+        candidates = (raw.get("r"), *(others.values() if isinstance(others, dict) else ()))
+        ranks += [rank for rank in candidates if isinstance(rank, int) and rank <= RANKS[-1]]
     return _rank_bound(max(ranks))
 
 

@@ -191,8 +191,8 @@ class Authenticator:
             if name in LOOPBACK and (not origin or _host(origin.rpartition("//")[2]) in LOOPBACK):
                 return ""
             return Refusal(403, "forbidden", "without API keys this gateway answers to localhost alone")
-        scheme, _, given = found.get(b"authorization", "").partition(" ")
-        matches = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self.keys]
+        scheme, _, credential = found.get(b"authorization", "").partition(" ")
+        matches = [hmac.compare_digest(credential.strip().encode(), key.encode()) for key in self.keys]
         if scheme.lower() == "bearer" and any(matches):
             return str(matches.index(True))
         return Refusal(401, "unauthorized", "give one of this gateway's API keys: Authorization: Bearer KEY")

@@ -80,8 +80,8 @@ def one_call_of(functions: Mapping[str, dict[str, Any] | None]) -> Constraint:
         ConstraintRefused: see ``constraint``.
     """
     calls, definitions = list[dict[str, Any]](), dict[str, Any]()
-    for name, given in functions.items():
-        parameters = dict(given or _NO_PARAMETERS)
+    for name, function_parameters in functions.items():
+        parameters = dict(function_parameters or _NO_PARAMETERS)
         named = parameters.pop("$defs", {})
         if not isinstance(named, dict) or any(
             definitions.get(key, value) != value for key, value in named.items()
@@ -154,15 +154,15 @@ def _closed(schema: Any) -> Any:
     return made
 
 
-def _of_format(given: Any) -> Constraint | None:
-    if given is None:
+def _of_format(response_format: Any) -> Constraint | None:
+    if response_format is None:
         return None
-    kind = given.get("type") if isinstance(given, dict) else None
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
     if kind == "text":
         return None
     if kind == "json_object":
         return Constraint("json", '{"type": "object"}')
-    schema = given.get("json_schema") if isinstance(given, dict) else None
+    schema = response_format.get("json_schema") if isinstance(response_format, dict) else None
     if kind == "json_schema" and isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
         return Constraint("json", _encoded(schema["schema"]))
     raise ConstraintRefused(
@@ -171,15 +171,15 @@ def _of_format(given: Any) -> Constraint | None:
     )
 
 
-def _of_outputs(given: Any) -> Constraint | None:
-    if given is None:
+def _of_outputs(outputs: Any) -> Constraint | None:
+    if outputs is None:
         return None
-    if not isinstance(given, dict):
+    if not isinstance(outputs, dict):
         raise ConstraintRefused("structured_outputs is an object")
-    given = {name: value for name, value in given.items() if value is not None}
-    if len(given) != 1 or not given.keys() <= set(_KINDS):
+    outputs = {name: value for name, value in outputs.items() if value is not None}
+    if len(outputs) != 1 or not outputs.keys() <= set(_KINDS):
         raise ConstraintRefused(f"structured_outputs has exactly one of {', '.join(_KINDS)}")
-    ((kind, value),) = given.items()
+    ((kind, value),) = outputs.items()
     if kind == "json_object" and value is True:
         return Constraint("json", '{"type": "object"}')
     if kind == "json" and isinstance(value, dict):
@@ -195,24 +195,24 @@ def _encoded(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _check(given: Constraint) -> None:
+def _check(checked: Constraint) -> None:
     """Refuse what is too large to be tried, or cannot be compiled at all."""
-    size = len(given.text.encode())
-    if size > (most := PATTERN_BYTES if given.kind == "regex" else SPEC_BYTES):
-        raise ConstraintRefused(f"the {given.kind} has {size} bytes; this gateway takes {most}")
-    if "\0" in given.text:
-        raise ConstraintRefused(f"the {given.kind} has a character of the value 0")
-    if given.kind == "choice":
-        choices = json.loads(given.text)
+    size = len(checked.text.encode())
+    if size > (max_bytes := PATTERN_BYTES if checked.kind == "regex" else SPEC_BYTES):
+        raise ConstraintRefused(f"the {checked.kind} has {size} bytes; this gateway takes {max_bytes}")
+    if "\0" in checked.text:
+        raise ConstraintRefused(f"the {checked.kind} has a character of the value 0")
+    if checked.kind == "choice":
+        choices = json.loads(checked.text)
         longest = max(len(each.encode()) for each in choices)
         if len(choices) > CHOICES or longest > CHOICE_BYTES or "" in choices:
             raise ConstraintRefused(f"choice has at most {CHOICES} texts of 1 to {CHOICE_BYTES} bytes")
-    if given.kind == "json":
+    if checked.kind == "json":
         try:
-            schema = msgspec.json.decode(given.text)
+            schema = msgspec.json.decode(checked.text)
         except UNREADABLE as error:
             raise ConstraintRefused("the schema is not JSON") from error
-        if not numbers_fit(given.text.encode()):
+        if not numbers_fit(checked.text.encode()):
             raise ConstraintRefused(f"a number of the schema has more than {DIGITS} digits in a row")
         if not isinstance(schema, dict):
             raise ConstraintRefused("a schema is an object")

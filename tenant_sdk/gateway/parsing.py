@@ -20,10 +20,10 @@ class RequestParser(HelperProcess):
 
     async def __call__(self, path: str, body: bytes, context: int) -> ParsedRequest | Refusal:
         """See ``requests.parse_request``."""
-        told = await self.ask(msgspec.msgpack.encode((path, body, context)))
-        if told is None:
+        encoded = await self.ask(msgspec.msgpack.encode((path, body, context)))
+        if encoded is None:
             return Refusal(503, "overloaded", "the request could not be read; try again", 1)
-        found, refusal = msgspec.msgpack.decode(told, type=_Answer)
+        found, refusal = msgspec.msgpack.decode(encoded, type=_Answer)
         return found or refusal or Refusal(500, "server_error", "")
 
 

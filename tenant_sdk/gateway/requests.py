@@ -133,22 +133,22 @@ class Sampling(Struct, kw_only=True):
 
     def too_much(self, context: int) -> str:
         """What goes beyond the budget of a request, in which products count; empty: nothing."""
-        given, answers = self.extent(context), _given(self.n) or 1
-        if given.prompts > PROMPTS:
-            return f"{given.prompts} prompts; a request here has {PROMPTS} at most"
-        if given.tokens > (most := max(2 * context, PROMPT_TOKENS)):
-            return f"prompts of up to {given.tokens} tokens; those of a request have {most} at most"
+        extent, answers = self.extent(context), _given(self.n) or 1
+        if extent.prompts > PROMPTS:
+            return f"{extent.prompts} prompts; a request here has {PROMPTS} at most"
+        if extent.tokens > (max_tokens := max(2 * context, PROMPT_TOKENS)):
+            return f"prompts of up to {extent.tokens} tokens; those of a request have {max_tokens} at most"
         stops = 1 if isinstance(self.stop, str) else len(_given(self.stop) or ())
         settings = stops + len(_given(self.logit_bias) or ()) + len(_given(self.stop_token_ids) or ())
-        if (found := settings * given.prompts * answers) > SETTINGS:
+        if (found := settings * extent.prompts * answers) > SETTINGS:
             return (
-                f"{settings} entries of logit_bias, stop and stop_token_ids for {given.prompts * answers} "
+                f"{settings} entries of logit_bias, stop and stop_token_ids for {extent.prompts * answers} "
                 f"sequences are {found}, and {SETTINGS} are the most: ask for fewer, in several requests"
             )
         ids = ID_BYTES if self.return_token_ids is True else 0
-        each = TOKEN_BYTES + LIKELY_BYTES * given.likeliest + ids
-        size = given.repeated + ids * given.tokens
-        size += 0 if self.stream is True else given.written * given.prompts * each
+        each = TOKEN_BYTES + LIKELY_BYTES * extent.likeliest + ids
+        size = extent.repeated + ids * extent.tokens
+        size += 0 if self.stream is True else extent.written * extent.prompts * each
         if answers * size > ANSWER_BYTES:
             return (
                 f"its answer may have {answers * size} bytes, and {ANSWER_BYTES} are the most: ask for fewer "
@@ -653,8 +653,8 @@ def _given(value: Any) -> Any:
 
 def _likeliest(count: int | UnsetType | None) -> int:
     """Log-probabilities of a token: so many, and its own."""
-    given = _given(count)
-    return 0 if given is None else given + 1
+    number = _given(count)
+    return 0 if number is None else number + 1
 
 
 def _too_long(tokens: int, context: int) -> str:
@@ -667,8 +667,8 @@ def text_bytes(context: int) -> int:
 
 
 def _too_large(size: int, context: int) -> str:
-    most = text_bytes(context)
-    return f"a text of {size} bytes; {most} are the most here" if size > most else ""
+    max_bytes = text_bytes(context)
+    return f"a text of {size} bytes; {max_bytes} are the most here" if size > max_bytes else ""
 
 
 def _wrong(

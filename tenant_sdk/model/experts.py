@@ -40,8 +40,8 @@ def bucket(counts: Sequence[int], tokens: int) -> int:
     Args:
         tokens: how many there are.
     """
-    most = max(tokens if tokens <= FEW_TOKENS else 0, *counts, MIN_BUCKET)
-    return int(1 << (most - 1).bit_length())
+    largest = max(tokens if tokens <= FEW_TOKENS else 0, *counts, MIN_BUCKET)
+    return int(1 << (largest - 1).bit_length())
 
 
 class Padding:
@@ -52,15 +52,15 @@ class Padding:
 
     def rows(self, counts: Sequence[int], tokens: int) -> int:
         """See ``bucket``."""
-        most = bucket(counts, tokens)
+        padded = bucket(counts, tokens)
         if not self._told:
-            self._told, sent, needed = True, most * len(counts), sum(counts)
+            self._told, sent, needed = True, padded * len(counts), sum(counts)
             log.warning(
                 "padded experts: each of %d experts gets as many rows as the one with the most, rounded up "
                 "to a power of two; at first %d rows are sent where %d are needed, %.1f times as many",
                 *(len(counts), sent, needed, sent / needed),
             )
-        return most
+        return padded
 
 
 class Experts:

@@ -78,7 +78,7 @@ def attach_layers(
     experts = plan_experts(model, groups, exclude) if placement.remote else []
     if probe:
         for group, index, layer in plan:
-            _probe(group, index, layer, own=id(layer) in own)
+            _probe(group, index, layer, alone=id(layer) in own)
         for each in experts:
             probe_experts(each, PROBE_TOLERANCE)
     replaced = {id(layer): (group, index) for group, index, layer in plan}
@@ -236,7 +236,7 @@ def checked_layer(layer: nn.Module | None, member: Member, inputs: int) -> nn.Mo
     return layer
 
 
-def _probe(group: Group, index: int, layer: nn.Module, *, own: bool = False) -> None:
+def _probe(group: Group, index: int, layer: nn.Module, *, alone: bool = False) -> None:
     weight = layer.weight.detach().float().cpu()  # type: ignore[operator]
     if isinstance(layer, Conv1D):
         weight = weight.T
@@ -249,7 +249,7 @@ def _probe(group: Group, index: int, layer: nn.Module, *, own: bool = False) -> 
             f"{name} has other weights here than at the executor; "
             + (
                 f"if this head is to be another, keep it local: exclude=[{name!r}]"
-                if own
+                if alone
                 else "attach the very checkpoint that the executor serves. If transformers reported that it "
                 "lacks weights of this class, use session.load_model(model_class=...), which finds them"
             )

@@ -97,18 +97,18 @@ def check_causal(remote: RemoteExecutor, config: Any = None) -> None:
         )
 
 
-def _dtype(given: torch.dtype | str) -> torch.dtype:
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
     """One of ``DTYPES``, by its name as well.
 
     Raises:
         ConfigurationError: it is none of them.
     """
-    named = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    named = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     for each in DTYPES:
         if each is named:
             return each
     raise ConfigurationError(
-        f"dtype={given!r:.40} cannot be: what tenants hold takes {', '.join(map(str, DTYPES))}, or the name "
+        f"dtype={dtype!r:.40} cannot be: what tenants hold takes {', '.join(map(str, DTYPES))}, or the name "
         "of one"
     )
 
@@ -312,16 +312,16 @@ def _build(
 
 
 @contextmanager
-def _few_modules(most: int) -> Iterator[None]:
+def _few_modules(limit: int) -> Iterator[None]:
     """Let this thread put no more than so many modules together."""
     thread, count = threading.get_ident(), 0
 
     def registered(_parent: nn.Module, _name: str, _module: nn.Module | None) -> None:
         nonlocal count
         count += threading.get_ident() == thread
-        if count > most:
+        if count > limit:
             raise ModelMismatch(
-                f"the executor's configuration makes a model of more than {most} parts, which its manifest "
+                f"the executor's configuration makes a model of more than {limit} parts, which its manifest "
                 "does not account for"
             )
 

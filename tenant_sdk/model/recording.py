@@ -27,11 +27,11 @@ class Store(Protocol):
         """Keep a copy of a tensor."""
         ...
 
-    def read(self, kept: Any) -> torch.Tensor:
+    def read(self, stored: Any) -> torch.Tensor:
         """A tensor that was kept."""
         ...
 
-    def free(self, kept: Any) -> None:
+    def free(self, stored: Any) -> None:
         """Give its place up; it is not read any more."""
         ...
 
@@ -43,11 +43,11 @@ class CopyStore:
         """See Store."""
         return tensor.detach().clone()
 
-    def read(self, kept: torch.Tensor) -> torch.Tensor:
+    def read(self, stored: torch.Tensor) -> torch.Tensor:
         """See Store; the copy itself."""
-        return kept
+        return stored
 
-    def free(self, kept: torch.Tensor) -> None:
+    def free(self, stored: torch.Tensor) -> None:
         """See Store."""
 
 
@@ -61,13 +61,13 @@ class OnHost:
         """See Store."""
         return self._store.write(tensor.cpu()), tensor.device
 
-    def read(self, kept: tuple[Any, torch.device]) -> torch.Tensor:
+    def read(self, stored: tuple[Any, torch.device]) -> torch.Tensor:
         """See Store."""
-        return self._store.read(kept[0]).to(kept[1])
+        return self._store.read(stored[0]).to(stored[1])
 
-    def free(self, kept: tuple[Any, torch.device]) -> None:
+    def free(self, stored: tuple[Any, torch.device]) -> None:
         """See Store."""
-        self._store.free(kept[0])
+        self._store.free(stored[0])
 
 
 @dataclass(frozen=True)

@@ -100,10 +100,10 @@ class Group:
         wanted = set(self._together[member])
         members = sum(1 << i for i in wanted)
         outputs = dict(zip(member_indices(members), self._request(members, x, dtype), strict=True))
-        taken = outputs.pop(member)
+        wanted_output = outputs.pop(member)
         values = x.clone() if x.is_inference() else None
         self._threads.last = _Last(weakref.ref(x), context, values, wanted, outputs)
-        return taken
+        return wanted_output
 
     def _part(self, last: _Last) -> None:
         """Members whose outputs nobody took get another tensor than those whose were."""
@@ -119,12 +119,12 @@ class Group:
         self._threads.last = None
 
     def _request(self, members: int, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        there, rows = _tokens.get(), x.to(dtype)
-        if there is None or there.shape != x.shape[:-1]:
+        attended, rows = _tokens.get(), x.to(dtype)
+        if attended is None or attended.shape != x.shape[:-1]:
             return self.differentiable(Direction.FORWARD, members, (rows,), request_class_for(x))
-        answers = self.differentiable(Direction.FORWARD, members, (rows[there],), request_class_for(x))
+        answers = self.differentiable(Direction.FORWARD, members, (rows[attended],), request_class_for(x))
         return tuple(
-            answer.new_zeros((*there.shape, answer.shape[-1])).index_put((there,), answer)
+            answer.new_zeros((*attended.shape, answer.shape[-1])).index_put((attended,), answer)
             for answer in answers
         )
 
@@ -330,11 +330,11 @@ class _GroupProduct(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        given = tangents[_OPTIONS:]
+        rows = tangents[_OPTIONS:]
         if ctx.direction == Direction.FORWARD:
-            members, blocks = ctx.members, tuple(each for each in given if each is not None)
+            members, blocks = ctx.members, tuple(each for each in rows if each is not None)
         else:
-            members, blocks = _reached(ctx.members, given)
+            members, blocks = _reached(ctx.members, rows)
         return ctx.group.differentiable(  # type: ignore[no-any-return]
             ctx.direction, members, blocks, ctx.request_class
         )
@@ -352,12 +352,12 @@ class _GroupProduct(torch.autograd.Function):
 
 def _reached(members: int, blocks: Sequence[torch.Tensor | None]) -> tuple[int, tuple[torch.Tensor, ...]]:
     """Of some members' blocks those that are there, and whose they are."""
-    there = [
+    reached = [
         (index, block)
         for index, block in zip(member_indices(members), blocks, strict=True)
         if block is not None
     ]
-    return sum(1 << index for index, _ in there), tuple(block for _, block in there)
+    return sum(1 << index for index, _ in reached), tuple(block for _, block in reached)
 
 
 def requires_autograd(x: torch.Tensor) -> bool:
@@ -384,13 +384,13 @@ _tokens: ContextVar[torch.Tensor | None] = ContextVar("tokens", default=None)
 
 
 @contextmanager
-def without_padding(there: torch.Tensor) -> Iterator[None]:
+def without_padding(attended: torch.Tensor) -> Iterator[None]:
     """Of inputs [B, T, D] only the rows of these tokens are sent; a product with another row is 0.
 
     Args:
-        there: bool [B, T].
+        attended: bool [B, T].
     """
-    token = _tokens.set(there)
+    token = _tokens.set(attended)
     try:
         yield
     finally:

@@ -306,7 +306,7 @@ class RingProducts:
         effects, first, waiting = piece.mask.effects(), piece.rows.start, 0.0
         while True:
             started = time.perf_counter()
-            part, there = next(effects, (None, []))
+            part, effect = next(effects, (None, []))
             waiting += time.perf_counter() - started
             if part is None:
                 return waiting
@@ -314,12 +314,12 @@ class RingProducts:
             parts = [result[into] for result in results]
             if key.answer_bits < EXACT:
                 if self._unmask_and_check_rounded(
-                    key, answer[part], there, piece, part, scales, parts, check.rounded
+                    key, answer[part], effect, piece, part, scales, parts, check.rounded
                 ):
                     doubted.add(first)
             elif unmask_and_dequantize(
                 answer[part],
-                there,
+                effect,
                 piece.exponents[part],
                 scales,
                 parts,
@@ -363,8 +363,8 @@ class RingProducts:
         (whole,) = self._remote.submit(Operation.PRODUCT, *key.product, [piece.sent]).result()
         effects = piece.mask.exact_effects()
         same = torch.equal(take_upper_bits(whole, key.answer_bits), answer)
-        for part, there in piece.mask.effects():
-            for effect, again in zip(there, effects, strict=True):
+        for part, cut_effects in piece.mask.effects():
+            for effect, again in zip(cut_effects, effects, strict=True):
                 same = same and torch.equal(take_upper_bits(again[part], key.answer_bits), effect)
         for effect in effects:
             whole.sub_(effect)

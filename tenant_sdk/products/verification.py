@@ -114,7 +114,7 @@ class LiveFingerprints:
             made = self._made.setdefault(key, made)
         return made
 
-    def _try(self, key: ProductKey, made: Fingerprint, columns: int, multiply: IntegerProduct) -> None:
+    def _try(self, key: ProductKey, fingerprint: Fingerprint, columns: int, multiply: IntegerProduct) -> None:
         """Check random rows before any of the tenant's.
 
         A fingerprint that one executor falsified would fit some rows of the tenant's and not others, and
@@ -123,5 +123,7 @@ class LiveFingerprints:
         """
         rows = MaskStream(self._entropy(SEED_BYTES)).draw(TRIAL_ROWS, columns) >> 24
         answers = multiply(key, rows).long()
-        if not torch.equal((answers * made.challenge).sum(1), (rows.long() * made.factor).sum(1)):
+        if not torch.equal(
+            (answers * fingerprint.challenge).sum(1), (rows.long() * fingerprint.factor).sum(1)
+        ):
             raise FingerprintRefuted

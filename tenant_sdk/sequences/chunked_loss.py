@@ -91,11 +91,11 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
 
 
-def items_of(labels: torch.Tensor, given: Any) -> torch.Tensor | int | float:
+def items_of(labels: torch.Tensor, count: Any) -> torch.Tensor | int | float:
     """By how much a sum over tokens is divided: what the training loop says, or how many are learned."""
-    if given is None:
+    if count is None:
         return (labels != -100).sum()
-    return given.to(labels.device) if isinstance(given, torch.Tensor) else given
+    return count.to(labels.device) if isinstance(count, torch.Tensor) else count
 
 
 class ChunkedLoss(torch.autograd.Function):

@@ -105,7 +105,7 @@ def plan_step(
     *,
     window: int | None = None,
     packed: bool = False,
-    given: float | None = None,
+    budget: float | None = None,
 ) -> MemoryPlan:
     """The fastest way for a batch in so much memory.
 
@@ -116,8 +116,8 @@ def plan_step(
         disk: bytes that are free.
         window: tokens; not chosen here, but windows are.
         packed: there are no windows.
-        given: GiB that somebody said the process may have in all. Without, memory is a guess, as a step's is:
-            where there is no way, the one that takes least is tried.
+        budget: GiB that somebody said the process may have in all. Without, memory is a guess, as a step's
+            is: where there is no way, the one that takes least is tried.
 
     Raises:
         ConfigurationError: there is no way in what was given.
@@ -132,13 +132,13 @@ def plan_step(
         if plan.memory <= memory:
             return plan
     least = min(plans, key=lambda plan: plan.memory)
-    if given is None:
+    if budget is None:
         return least
-    enough = given + (least.memory - memory) / GIB
+    enough = budget + (least.memory - memory) / GIB
     error = Message(
         "{} x {:,} tokens take {:.2f} GiB of memory at least, on top of the {:.2f} GiB that this process has "
         "already: give {memory_gib} or more, shorter sequences, or fewer at once",
-        *(batch, length, least.memory / GIB, given - memory / GIB),
+        *(batch, length, least.memory / GIB, budget - memory / GIB),
         memory_gib=Placeholder(f"{math.ceil(100 * enough) / 100:g}"),
     )
     if (more := next((plan for plan in every if plan.memory <= memory), None)) is not None:

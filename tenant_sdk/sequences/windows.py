@@ -38,11 +38,11 @@ class ReferenceStore:
         """See Store."""
         return tensor
 
-    def read(self, kept: torch.Tensor) -> torch.Tensor:
+    def read(self, stored: torch.Tensor) -> torch.Tensor:
         """See Store."""
-        return kept
+        return stored
 
-    def free(self, kept: torch.Tensor) -> None:
+    def free(self, stored: torch.Tensor) -> None:
         """See Store."""
 
 
@@ -338,10 +338,14 @@ class Run:
     def _embeddings_backward(
         self, gradients: list[torch.Tensor], add: Callable[..., None]
     ) -> torch.Tensor | None:
-        outer, given = self.stack.outer(), self.batch.embeddings
+        outer, embeddings = self.stack.outer(), self.batch.embeddings
         found: list[torch.Tensor | None] = []
         for at, span in enumerate(self.spans):
-            part = None if given is None else given[:, span].detach().requires_grad_(given.requires_grad)
+            part = (
+                None
+                if embeddings is None
+                else embeddings[:, span].detach().requires_grad_(embeddings.requires_grad)
+            )
             with self._random_and_autocast[-1, at].restored(), torch.enable_grad():
                 hidden, _ = self._before(at, part)
             wanted = [each for each in (part, *outer) if each is not None and each.requires_grad]
@@ -351,8 +355,8 @@ class Run:
             if part is not None and part.requires_grad:
                 found.append(own.pop(0))
             add(outer, own)
-        there = [each for each in found if each is not None]
-        return torch.cat(there, 1) if there else None
+        gradients_of_parts = [each for each in found if each is not None]
+        return torch.cat(gradients_of_parts, 1) if gradients_of_parts else None
 
     # -- both --------------------------------------------------------------------------------------
 

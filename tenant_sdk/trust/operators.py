@@ -112,36 +112,36 @@ def allowed_signs(allow_same: Collection[str]) -> frozenset[str]:
     return frozenset(SIGNS if ALL in allow_same else allow_same)
 
 
-def own_tokens(token: str, given: Sequence[str | None], allowed: Collection[str]) -> list[str]:
+def own_tokens(token: str, source_tokens: Sequence[str | None], allowed: Collection[str]) -> list[str]:
     """The mask sources' tokens, each its own: a token is never shown to another operator.
 
     Args:
         token: of the provider.
-        given: for each mask source that is an executor behind a token.
+        source_tokens: for each mask source that is an executor behind a token.
 
     Raises:
         ConfigurationError: one is missing, or is the provider's or another source's.
     """
     if "token" in allowed:
-        return [each or token for each in given]
-    if None in given or "" in given:
+        return [each or token for each in source_tokens]
+    if None in source_tokens or "" in source_tokens:
         raise ConfigurationError(
             "give the mask source's own token: {mask_source_token}. The provider's is not sent to "
             "another operator, who could then act as this tenant there; {}",
             _waiver(["token"], allowed),
             mask_source_token=Placeholder("TOKEN"),
         )
-    if len({token, *given}) <= len(given):
+    if len({token, *source_tokens}) <= len(source_tokens):
         raise ConfigurationError(
             "provider and mask sources have the same token: each operator could act as this tenant at "
             "the other. Ask each for a token of its own; {}",
             _waiver(["token"], allowed),
         )
-    return [str(each) for each in given]
+    return [str(each) for each in source_tokens]
 
 
 def own_authorities(
-    ca: str | Path | None, given: Sequence[str | Path | None], allowed: Collection[str]
+    ca: str | Path | None, source_authorities: Sequence[str | Path | None], allowed: Collection[str]
 ) -> list[str | Path | None]:
     """The mask sources' certificate authorities; private ones are each party's own.
 
@@ -150,7 +150,7 @@ def own_authorities(
 
     Args:
         ca: PEM file of the provider's authority; None: the operating system's.
-        given: for each mask source that is reached by TLS.
+        source_authorities: for each mask source that is reached by TLS.
 
     Returns:
         For each PEM file, or None for the operating system's.
@@ -159,8 +159,8 @@ def own_authorities(
         ConfigurationError: a private authority is missing, or vouches for two parties; an unreadable file.
     """
     if "authority" in allowed:
-        return [ca if each is None else None if str(each) == SYSTEM else each for each in given]
-    if ca is not None and None in given:
+        return [ca if each is None else None if str(each) == SYSTEM else each for each in source_authorities]
+    if ca is not None and None in source_authorities:
         raise ConfigurationError(
             "give the mask source's own authority: {mask_source_ca}, or the word system there for those "
             "of the operating system. The provider's, {ca}, could sign a certificate for the mask "
@@ -169,7 +169,7 @@ def own_authorities(
             mask_source_ca=Placeholder("FILE"),
             ca=ca,
         )
-    chosen = [None if str(each) == SYSTEM else each for each in given]
+    chosen = [None if str(each) == SYSTEM else each for each in source_authorities]
     seen: dict[bytes, str | Path] = {}
     files = [ca, *chosen]
     for at, file in enumerate(files):

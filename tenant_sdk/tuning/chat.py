@@ -96,14 +96,14 @@ class Chat:
                     *(len(tokens), context_of(self._model)),
                 )
             )
-        most = min(self._sampling.max_new_tokens or ANSWER, room)
-        sampling = replace(self._sampling, max_new_tokens=most)
+        max_tokens = min(self._sampling.max_new_tokens or ANSWER, room)
+        sampling = replace(self._sampling, max_new_tokens=max_tokens)
         # If this fails, keys and values are of half a text, and of no more use.
         before, self._options = self._options, {}
         options = {}
         if self._resumed is not None:
             ids = torch.tensor([tokens], device=self._model.device)
-            options = self._resumed(ids, len(tokens) + most, before)
+            options = self._resumed(ids, len(tokens) + max_tokens, before)
         written = stream(
             self._model, self._tokenizer, tokens, sampling, options=options, interrupted=interrupted
         )

@@ -344,10 +344,10 @@ def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
         return message
     functions = [call["function"] for call in calls]
     texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
-    given = zip(calls, functions, texts, strict=True)
+    rewritten = zip(calls, functions, texts, strict=True)
     return {
         **message,
-        "tool_calls": [{**call, "function": {**each, "arguments": text}} for call, each, text in given],
+        "tool_calls": [{**call, "function": {**each, "arguments": text}} for call, each, text in rewritten],
     }
 
 

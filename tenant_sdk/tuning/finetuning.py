@@ -80,15 +80,15 @@ def check_reports(names: Sequence[str]) -> None:
         ConfigurationError: it knows no such thing, or its package is not installed.
     """
     for name in names:
-        given = Argument("report_to", name)
+        argument = Argument("report_to", name)
         if name not in INTEGRATION_TO_CALLBACK:
-            raise ConfigurationError("{} must be one of {}", given, ", ".join(INTEGRATION_TO_CALLBACK))
+            raise ConfigurationError("{} must be one of {}", argument, ", ".join(INTEGRATION_TO_CALLBACK))
         # Before its package is imported, which looks for its files.
         check_trackers([name])
         keep_from_git([name])
         if name not in get_available_reporting_integrations():
             raise ConfigurationError(
-                "{} needs its package, which is not installed: `pip install {}`", given, name
+                "{} needs its package, which is not installed: `pip install {}`", argument, name
             )
 
 
@@ -215,10 +215,10 @@ def finetune(
     check_reports(training.report_to)
     say, output = callbacks.say, check_new_folder(training.output)
     day = TemplateDate(_started(output, training.resume) or today())
-    given = training.adapter
-    if given is not None:
+    adapter_folder = training.adapter
+    if adapter_folder is not None:
         set_seed(training.seed)
-        model = load_adapter(model, given, session, trainable=True)
+        model = load_adapter(model, adapter_folder, session, trainable=True)
         training = replace(training, adapter=None, **options_of(model.peft_config["default"]))
     method = find_method(training.method)
     length = _sequence_length(training, model, training.virtual_tokens if method.prompt_like else 0)
@@ -232,13 +232,13 @@ def finetune(
     for line in where_reports_go(training.report_to):
         say(line)
 
-    model = _with_adapter(training, model, examples, steps, fresh=given is None)
+    model = _with_adapter(training, model, examples, steps, fresh=adapter_folder is None)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say(f"{training.method} adapter with {trained:,} trained parameters{other_ranks(model)}")
     _check_space(output, state_bytes(model))
     _fit(training, model, max(len(example["input_ids"]) for example in [*examples, *held_out]), say)
 
-    settings = _settings(training, examples, held_out, day, given)
+    settings = _settings(training, examples, held_out, day, adapter_folder)
     settings |= {"steps": steps, "learning_rate": learning_rate}
     settings |= {"sequence_length": length, "base_model": session.manifest.digest[:16]}
     checkpoints = TrainingCheckpoints(output, settings)
@@ -248,7 +248,7 @@ def finetune(
         check_steps = (training.eval_steps or math.ceil(steps / _CHECKS)) if held_out else 0
         progress = Progress(callbacks.show, say, shown_losses(steps), check_steps, lambda: session.stats)
         held = _HeldOut(training, model, held_out, progress, callbacks, session)
-        before = _perplexity_before(held, checkpoints, of_base=given is None)
+        before = _perplexity_before(held, checkpoints, of_base=adapter_folder is None)
         if done < steps:
             _learn_groups(model, examples[:_TRIED], say)
         started = time.perf_counter()
@@ -478,7 +478,7 @@ def _settings(
     examples: Sequence[Example],
     held_out: Sequence[Example],
     day: TemplateDate,
-    given: Path | None,
+    adapter_folder: Path | None,
 ) -> dict[str, Any]:
     """What must be the same if the training is resumed."""
     settings = asdict(training)
@@ -493,8 +493,8 @@ def _settings(
     if day.written:
         settings["day"] = str(day.day)
     settings["data"] = digest_of(repr(examples).encode())
-    if given is not None:  # the adapter that is trained further
-        files = [(given / name).read_bytes() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+    if adapter_folder is not None:  # the adapter that is trained further
+        files = [(adapter_folder / name).read_bytes() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
         settings["adapter"] = digest_of(b"".join(files))
     return settings
 

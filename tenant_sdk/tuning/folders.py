@@ -135,7 +135,7 @@ def load_adapter(
     with tempfile.TemporaryDirectory() as made:
         copy = Path(made)
         with disk_errors(copy, f"a copy of {source}", "TMPDIR names another place."):
-            received = receive(source, copy, model, own=_resized(model, session))
+            received = receive(source, copy, model, own_modules=_resized(model, session))
         record = None if allow_other_base else Provenance.read(copy, source)
         if record is not None and (differs := record.check(session.manifest, source)):
             log.warning("%s", differs)

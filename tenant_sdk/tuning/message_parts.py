@@ -71,8 +71,8 @@ class TemplateProbe:
 
     def missing_parts(self, rendering: str, needed: Callable[[MessagePart], bool]) -> str:
         """Names of the parts of the first message of which the template leaves some out; or empty."""
-        there = {found[0] for found in _PLACEHOLDERS.finditer(rendering)}
-        lost = [part for mark, part in self._parts.items() if needed(part) and mark not in there]
+        marks = {found[0] for found in _PLACEHOLDERS.finditer(rendering)}
+        lost = [part for mark, part in self._parts.items() if needed(part) and mark not in marks]
         return self._named([part for part in lost if part.at == lost[0].at])
 
     def end(self, rendering: str, text: str) -> tuple[int, str]:

@@ -333,8 +333,8 @@ class _Mixed:
             ConfigurationError: x is something else, and nobody knows whose its rows are.
         """
         result: Tensor = layer.base_layer(x, *args, **kwargs)
-        there = [name for name in self.counts if name in layer.lora_A]
-        if not there:
+        adapters = [name for name in self.counts if name in layer.lora_A]
+        if not adapters:
             return result
         sequences, tokens = sum(self.counts.values()), max(self.lengths.values())
         if x.shape[:-1] not in ((sequences, tokens), (sequences * tokens,)):
@@ -342,7 +342,7 @@ class _Mixed:
                 f"an adapted layer gets {list(x.shape[:-1])} rows for {sequences} sequences of {tokens}"
                 " tokens, and whose they are cannot be told; leave it out of target_modules"
             )
-        dtype = layer.lora_A[there[0]].weight.dtype
+        dtype = layer.lora_A[adapters[0]].weight.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
         rows = self._dropped(layer, x.to(dtype).view(sequences, tokens, -1))

@@ -28,7 +28,7 @@ class Sample:
 
 
 def sample_prompts(
-    examples: Sequence[Example], most: int, context: int = _LONGEST
+    examples: Sequence[Example], max_prompts: int, context: int = _LONGEST
 ) -> list[tuple[list[int], list[int]]]:
     """Ids of prompts and of their answers, of the first examples that have a short one and fit a context."""
     found = []
@@ -38,20 +38,22 @@ def sample_prompts(
         end = next((at for at in range(begin, len(labels)) if labels[at] == IGNORE_INDEX), len(labels))
         if 0 < begin <= min(_LONGEST, context - MAX_ANSWER_TOKENS - 1) and end - begin <= MAX_ANSWER_TOKENS:
             found.append((example["input_ids"][:begin], example["input_ids"][begin:end]))
-        if len(found) == most:
+        if len(found) == max_prompts:
             break
     return found
 
 
 @torch.no_grad()
-def generate_answers(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], most: int) -> list[str]:
+def generate_answers(
+    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> list[str]:
     """Greedy continuations of prompts, of at most so many tokens, without special tokens."""
     parts = [prompts[at : at + _AT_ONCE] for at in range(0, len(prompts), _AT_ONCE)]
-    return [text for part in parts for text in _generate(model, tokenizer, part, most)]
+    return [text for part in parts for text in _generate(model, tokenizer, part, max_tokens)]
 
 
-def _generate(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], most: int) -> list[str]:
-    config = Sampling(max_new_tokens=most).config(model, tokenizer)
+def _generate(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[str]:
+    config = Sampling(max_new_tokens=max_tokens).config(model, tokenizer)
     longest, padding = max(map(len, prompts)), config.pad_token_id or 0
     ids = torch.tensor([[padding] * (longest - len(each)) + [*each] for each in prompts], device=model.device)
     attended = torch.tensor(
@@ -65,10 +67,10 @@ def _generate(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], most
     return [text.strip() for text in tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)]
 
 
-def compare(model: Any, tokenizer: Any, examples: Sequence[Example], most: int) -> list[Sample]:
+def compare(model: Any, tokenizer: Any, examples: Sequence[Example], max_prompts: int) -> list[Sample]:
     """Have the base and the adapter of a PEFT model answer the first held-out prompts with short answers."""
     virtual = getattr(model.active_peft_config, "num_virtual_tokens", None) or 0
-    pairs = sample_prompts(examples, most, context_of(model) - virtual)
+    pairs = sample_prompts(examples, max_prompts, context_of(model) - virtual)
     if not pairs:
         return []
     prompts, expected = zip(*pairs, strict=True)
