@@ -272,11 +272,11 @@ class Audit:
             tokenizer = session.load_tokenizer()
             lines = self.text * 8
             stream = [t for line in lines for t in tokenizer(line, add_special_tokens=False)["input_ids"]]
-            members = (1 << len(session.manifest.groups[0].members)) - 1
+            member_bits = (1 << len(session.manifest.groups[0].members)) - 1
             for message in blocks_of(stream, 12, 0)[:768]:
                 with truth.doing("prompt", message):
                     rows = public.first_inputs[message]
-                    session.products.submit(0, Direction.FORWARD, members, [rows]).result()
+                    session.products.submit(0, Direction.FORWARD, member_bits, [rows]).result()
         self.captured[name] = CapturedSession(ELSEWHERE, truth)
 
     # -- active attacks ---------------------------------------------------------------------------
@@ -370,11 +370,11 @@ class Audit:
             parties.connect(PLAIN, "watched") as watched,
         ):
             width = watcher.manifest.groups[0].inputs
-            members = (1 << len(watcher.manifest.groups[0].members)) - 1
+            member_bits = (1 << len(watcher.manifest.groups[0].members)) - 1
 
             def send(session: tenant_sdk.Session, rows: int) -> Callable[[], Any]:
                 block = torch.ones(rows, width)
-                return lambda: session.products.submit(0, Direction.FORWARD, members, [block]).result()
+                return lambda: session.products.submit(0, Direction.FORWARD, member_bits, [block]).result()
 
             attack = CoTenantTiming(send(watcher, 1), send(watched, 512), self.plan.timing_moments)
             idle, busy = attack.attack(None, self.rng)

@@ -58,14 +58,14 @@ class GatheredWeight:
     def apply(
         self,
         direction: int,
-        members: int,
+        member_bits: int,
         blocks: list[torch.Tensor],
         into: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """See GroupWeight. Also for blocks of no rows: the others may have some."""
         self._sharded.unshard()
         try:
-            return FloatWeight(self._layers.weight, self._widths).apply(direction, members, blocks, into)
+            return FloatWeight(self._layers.weight, self._widths).apply(direction, member_bits, blocks, into)
         finally:
             self._sharded.reshard()
 

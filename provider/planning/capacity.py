@@ -34,11 +34,11 @@ def pass_steps(
     steps, asked = [], list(range(len(shapes)) if groups is None else groups)
     for direction in directions:
         for group in asked if direction == Direction.FORWARD else reversed(asked):
-            members = (1 << len(shapes[group].outputs)) - 1
-            plan = shapes[group].plan(direction, members)
+            member_bits = (1 << len(shapes[group].outputs)) - 1
+            plan = shapes[group].plan(direction, member_bits)
             up = plan.request_columns * itemsize
             down = plan.answer_columns * (answer_bits // 8 if shapes[group].planes else itemsize)
-            steps.append(Step(group, direction, members, up, down))
+            steps.append(Step(group, direction, member_bits, up, down))
     return steps
 
 

@@ -72,7 +72,7 @@ class Step(NamedTuple):
 
     group: int
     direction: Direction
-    members: int
+    member_bits: int
     up: float
     down: float
 
@@ -222,7 +222,7 @@ class Simulation:
         heapq.heappush(self._events, (at, next(self._order), event))
 
     def _asks(self, tenant: int, at: int) -> Callable[[float], None]:
-        group, direction, members, up, down = self.load.steps[at]
+        group, direction, member_bits, up, down = self.load.steps[at]
         size = self.load.rows * (up + down)
         thread = self.costs.request_seconds / 2 + self.costs.byte_seconds * size / 2
 
@@ -240,7 +240,7 @@ class Simulation:
             self._later(self._loop.take(now, thread), ready)
 
         def ready(now: float) -> None:
-            key = BatchKey(group, direction, members, 1)
+            key = BatchKey(group, direction, member_bits, 1)
             cost, lane = 1 / len(self.load.steps), self.lanes.of(group)
             work = QueuedRequest(str(tenant), key, self.load.rows, what, cost, now, lane=lane)
             self._remaining[work], self._at[work] = self.load.rows, at

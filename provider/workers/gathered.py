@@ -20,10 +20,10 @@ from provider.workers.process import Ready, WorkerProcess
 class GatheredLatency(LatencyModel):
     """Of products that each gather their weight first, however few rows they have."""
 
-    def rows(self, group: int, direction: int, members: int, seconds: float) -> int:
+    def rows(self, group: int, direction: int, member_bits: int, seconds: float) -> int:
         """See LatencyModel; but as many as take as long as the gather, or little else would be done."""
         line = self.line(group, direction)
-        return max(super().rows(group, direction, members, seconds), int(line.fixed / line.per_row))
+        return max(super().rows(group, direction, member_bits, seconds), int(line.fixed / line.per_row))
 
 
 class GatheredLane(WorkerLane):

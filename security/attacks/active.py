@@ -96,11 +96,11 @@ class Poison:
         blocks = [
             torch.from_numpy(rng.standard_normal((POISONED_ROWS, n)).astype(np.float32)) for n in widths
         ]
-        members = (1 << len(info.members)) - 1
+        member_bits = (1 << len(info.members)) - 1
         old: list[torch.Tensor] = []
 
         def ask() -> None:
-            session.products.submit(self.group, self.direction, members, blocks).result()
+            session.products.submit(self.group, self.direction, member_bits, blocks).result()
 
         bits: list[int] = []
 
@@ -170,9 +170,9 @@ class WeightExtraction:
     def attack(self, view: Session, rng: np.random.Generator) -> torch.Tensor:
         """The weight of all members: [O, D]."""
         info = view.manifest.groups[self.group]
-        members = (1 << len(info.members)) - 1
+        member_bits = (1 << len(info.members)) - 1
         columns = view.products.submit(
-            self.group, Direction.FORWARD, members, [torch.eye(info.inputs)]
+            self.group, Direction.FORWARD, member_bits, [torch.eye(info.inputs)]
         ).result()
         return torch.cat(columns, 1).T
 
@@ -217,7 +217,7 @@ class CanaryRows:
         products: list[int] = []  # rows of each
         engine = Engine.of(view, on_batch=lambda rows, seconds, processor: products.append(rows))
         info = view.manifest.groups[self.GROUP]
-        members = (1 << len(info.members)) - 1
+        member_bits = (1 << len(info.members)) - 1
         wrong = [0] * self.TENANTS
         each = self.replies // self.TENANTS
 
@@ -232,7 +232,7 @@ class CanaryRows:
                 1,
                 1,
                 info.inputs,
-                members,
+                member_bits,
             )
             canary = torch.zeros(1, info.inputs, dtype=self.weight.dtype)
             canary[0, number] = 1 << number

@@ -73,7 +73,7 @@ class AbortOracle:
             AuditError: it was not told.
         """
         block = self.rows[secret].expand(ORACLE_ROWS, -1).contiguous()
-        members = (1 << len(session.manifest.groups[self.group].members)) - 1
+        member_bits = (1 << len(session.manifest.groups[self.group].members)) - 1
         lies = self.provider.told
         after = 0
 
@@ -95,7 +95,7 @@ class AbortOracle:
         self.provider.lie = answer
         try:
             for _ in range(2):
-                session.products.submit(self.group, Direction.FORWARD, members, [block]).result()
+                session.products.submit(self.group, Direction.FORWARD, member_bits, [block]).result()
         except VerificationError:
             pass  # which the provider knows from what does not follow
         finally:

@@ -124,11 +124,11 @@ def tenant_of(mode: str) -> str:
 def play(session: tenant_sdk.Session, group: int, rows: int, rng: np.random.Generator) -> torch.Tensor:
     """Send rows of one of two inputs, drawn for each: zeros, or large numbers that are all equal."""
     width = session.manifest.groups[group].inputs
-    members = (1 << len(session.manifest.groups[group].members)) - 1
+    member_bits = (1 << len(session.manifest.groups[group].members)) - 1
     drawn = torch.from_numpy(rng.integers(0, 2, rows).astype(bool))
     for part in drawn.split(2048):
         block = part[:, None].float().expand(-1, width).contiguous() * 3.0
-        session.products.submit(group, Direction.FORWARD, members, [block]).result()
+        session.products.submit(group, Direction.FORWARD, member_bits, [block]).result()
     return drawn
 
 

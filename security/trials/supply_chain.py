@@ -443,8 +443,8 @@ class SupplyAttacks:
 
 
 def _ask(session: Session, rows: torch.Tensor) -> None:
-    members = (1 << len(session.manifest.groups[0].members)) - 1
-    session.products.submit(0, Direction.FORWARD, members, [rows]).result()
+    member_bits = (1 << len(session.manifest.groups[0].members)) - 1
+    session.products.submit(0, Direction.FORWARD, member_bits, [rows]).result()
 
 
 def _integers(manifest: Manifest, rows: torch.Tensor) -> torch.Tensor:

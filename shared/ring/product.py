@@ -256,16 +256,16 @@ class PlaneProducts:
         self._planes = planes
         self._starts = [sum(widths[:i]) for i in range(len(widths) + 1)]
 
-    def matmul(self, direction: int, members: int, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def matmul(self, direction: int, member_bits: int, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Multiply modulo 2^32.
 
         Args:
             direction: a ``Direction``.
-            members: which members take part.
+            member_bits: which members take part.
             rows: int32, forward [T, D]; backward [T, O], O of the members together.
             out: int32, the products with the planes side by side, forward [T, P O], backward [T, P D].
         """
-        runs = self._runs(members)
+        runs = self._runs(member_bits)
         whole = len(runs) == 1 and runs[0] == (0, self._starts[-1])
         if direction == Direction.FORWARD and whole:
             self._kernel(rows, self._planes.view(-1, self._planes.shape[2]).T, out)
@@ -285,10 +285,10 @@ class PlaneProducts:
                     part.add_(more)
                 at += width
 
-    def _runs(self, members: int) -> list[tuple[int, int]]:
+    def _runs(self, member_bits: int) -> list[tuple[int, int]]:
         """The rows of a plane that belong to the members, neighbours joined."""
         runs: list[tuple[int, int]] = []
-        for i in member_indices(members):
+        for i in member_indices(member_bits):
             first, last = self._starts[i], self._starts[i + 1]
             if runs and runs[-1][1] == first:
                 runs[-1] = (runs[-1][0], last)

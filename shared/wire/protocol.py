@@ -74,8 +74,8 @@ class GroupShape:
         """The widths in a manifest's entry. Groups of equal widths share an object, also over sessions."""
         return _shape(info.inputs, tuple(m.outputs for m in info.members), RINGS.get(numerics, 0))
 
-    def _plan(self, direction: int, members: int) -> RequestWidths:
-        widths = tuple(self.outputs[i] for i in member_indices(members))
+    def _plan(self, direction: int, member_bits: int) -> RequestWidths:
+        widths = tuple(self.outputs[i] for i in member_indices(member_bits))
         if self.planes:
             ends = (self.inputs, sum(widths))
             request, answer = ends if direction == Direction.FORWARD else ends[::-1]

@@ -461,12 +461,12 @@ def _layers(remote: RemoteExecutor) -> CheckResult:
     return CheckResult("layers", True, f"products of {len(groups)} groups answered")
 
 
-def _product(remote: RemoteExecutor, group: int, rows: int, members: int = 0) -> PendingProduct:
+def _product(remote: RemoteExecutor, group: int, rows: int, member_bits: int = 0) -> PendingProduct:
     """Of noise, by all members if none are said."""
     shape = remote.shapes[group]
-    members = members or (1 << len(shape.outputs)) - 1
+    member_bits = member_bits or (1 << len(shape.outputs)) - 1
     x = torch.randn(rows, shape.inputs)
-    return remote.submit(Operation.EFFECT, group, Direction.FORWARD, members, [x])
+    return remote.submit(Operation.EFFECT, group, Direction.FORWARD, member_bits, [x])
 
 
 def _speed(remote: RemoteExecutor) -> Iterator[CheckResult]:
@@ -480,8 +480,8 @@ def _speed(remote: RemoteExecutor) -> Iterator[CheckResult]:
     if not groups:
         return
 
-    def product(group: int, members: int, rows: int) -> Callable[[], object]:
-        return lambda: _product(remote, group, rows, members).result()
+    def product(group: int, member_bits: int, rows: int) -> Callable[[], object]:
+        return lambda: _product(remote, group, rows, member_bits).result()
 
     group, shape = groups[0]
     all_members = (1 << len(shape.outputs)) - 1
@@ -515,14 +515,14 @@ def _speed(remote: RemoteExecutor) -> Iterator[CheckResult]:
         ("download", max(groups, key=lambda entry: sum(entry[1].outputs) / entry[1].inputs), False),
     ):
         narrowest = 1 << shape.outputs.index(min(shape.outputs))
-        members = narrowest if up else (1 << len(shape.outputs)) - 1
+        member_bits = narrowest if up else (1 << len(shape.outputs)) - 1
         up_bytes, down_bytes = (
             shape.inputs * itemsize,
-            shape.plan(Direction.FORWARD, members).answer_columns * itemsize,
+            shape.plan(Direction.FORWARD, member_bits).answer_columns * itemsize,
         )
         size = min(LARGE_BYTES, limits.max_message_bytes)
         rows = max(1, min(limits.max_rows, size // max(up_bytes, down_bytes)))
-        seconds = _seconds(product(group, members, rows), LARGE_REPEATS)
+        seconds = _seconds(product(group, member_bits, rows), LARGE_REPEATS)
         moved = rows * (up_bytes if up else down_bytes)
         yield CheckResult(
             name,

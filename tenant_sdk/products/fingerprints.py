@@ -146,7 +146,7 @@ class StoredFingerprints:
 
     def _make(self, key: ProductKey) -> Fingerprint:
         info = self._groups[key.group]
-        members = [info.members[i] for i in member_indices(key.members)]
+        members = [info.members[i] for i in member_indices(key.member_bits)]
         if key.direction == Direction.FORWARD:
             challenge = torch.cat([self._of(member, "challenge") for member in members], 1)
             factor = torch.stack([self._of(member, "forward") for member in members]).sum(0)

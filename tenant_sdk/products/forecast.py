@@ -16,7 +16,7 @@ class ProductKey(NamedTuple):
 
     group: int
     direction: Direction
-    members: int
+    member_bits: int
     answer_bits: int = EXACT  # of answers and effects
 
     @property

@@ -79,12 +79,12 @@ class RingGroup:
                 raise ModelMismatch(f"the executor's bounds are impossible: {error}") from error
         return norm
 
-    def scales_of(self, members: int) -> torch.Tensor:
+    def scales_of(self, member_bits: int) -> torch.Tensor:
         """Of some members, one behind the other."""
-        chosen = self._chosen.get(members)
+        chosen = self._chosen.get(member_bits)
         if chosen is None:
-            chosen = torch.cat([self._scales[i] for i in member_indices(members)])
-            self._chosen[members] = chosen
+            chosen = torch.cat([self._scales[i] for i in member_indices(member_bits)])
+            self._chosen[member_bits] = chosen
         return chosen
 
 
@@ -149,7 +149,7 @@ class RingProducts:
         self,
         group: int,
         direction: Direction,
-        members: int,
+        member_bits: int,
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> PendingProduct:
@@ -161,7 +161,7 @@ class RingProducts:
         self._fork_guard.check()  # in a forked child locks may be held for ever
         if self._failed is not None:
             raise copy_error(self._failed)
-        key = ProductKey(group, direction, members, self._answer_bits.choose(request_class))
+        key = ProductKey(group, direction, member_bits, self._answer_bits.choose(request_class))
         if key.product in self._exact_only:
             key = key.exact
         check_shapes(rows, self._widths(transposed(key)))
@@ -223,7 +223,7 @@ class RingProducts:
         units = max(1, self._masks.sources) << EXACT - key.answer_bits if key.answer_bits < EXACT else 0
         hidden = quantize_and_mask(
             [block.contiguous() for block in rows],
-            None if key.direction == Direction.FORWARD else ring.scales_of(key.members),
+            None if key.direction == Direction.FORWARD else ring.scales_of(key.member_bits),
             ring.max_norm(key.direction, units),
             request,
             check.exact.factor if check.exact else None,
@@ -302,7 +302,9 @@ class RingProducts:
         Raises:
             VerificationError: an exact answer is wrong.
         """
-        scales = self._group(key.group).scales_of(key.members) if key.direction == Direction.FORWARD else None
+        scales = (
+            self._group(key.group).scales_of(key.member_bits) if key.direction == Direction.FORWARD else None
+        )
         effects, first, waiting = piece.mask.effects(), piece.rows.start, 0.0
         while True:
             started = time.perf_counter()
@@ -401,7 +403,7 @@ class RingProducts:
             raise self._refuse_further(error) from None
 
     def _plan(self, key: ProductKey) -> RequestWidths:
-        return self._remote.shapes[key.group].plan(key.direction, key.members)
+        return self._remote.shapes[key.group].plan(key.direction, key.member_bits)
 
     def _refuse_further(self, error: VerificationError) -> VerificationError:
         """From now on nothing is asked for; a copy is kept, which holds no frames alive."""
@@ -428,7 +430,7 @@ class RingProducts:
         shape = self._remote.shapes[key.group]
         if key.direction == Direction.BACKWARD:
             return [shape.inputs]
-        return [shape.outputs[i] for i in member_indices(key.members)]
+        return [shape.outputs[i] for i in member_indices(key.member_bits)]
 
     def _group(self, group: int) -> RingGroup:
         made = self._groups.get(group)

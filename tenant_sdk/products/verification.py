@@ -51,7 +51,7 @@ class Fingerprints(Protocol):
 def transposed(key: ProductKey) -> ProductKey:
     """The product in the other direction, with which a fingerprint is made."""
     other = Direction.BACKWARD if key.direction == Direction.FORWARD else Direction.FORWARD
-    return ProductKey(key.group, other, key.members)
+    return ProductKey(key.group, other, key.member_bits)
 
 
 def draw_challenge(entropy: Entropy, planes: int, width: int) -> torch.Tensor:
@@ -104,7 +104,7 @@ class LiveFingerprints:
         made = self._made.get(key)
         if made is None:
             shape = self._shapes[key.group]
-            plan = shape.plan(key.direction, key.members)
+            plan = shape.plan(key.direction, key.member_bits)
             challenge = draw_challenge(self._entropy, shape.planes, plan.answer_columns // shape.planes)
             multiply = self._product or product
             factor = multiply_challenge(challenge, lambda rows: multiply(transposed(key), rows))

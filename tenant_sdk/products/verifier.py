@@ -138,5 +138,5 @@ class Verifier:
 
     def _product(self, key: ProductKey) -> str:
         members = self._groups[key.group].members
-        names = ", ".join(members[i].name for i in member_indices(key.members))
+        names = ", ".join(members[i].name for i in member_indices(key.member_bits))
         return f"the {key.direction.name.lower()} product of group {key.group} ({names})"

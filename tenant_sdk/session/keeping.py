@@ -191,15 +191,15 @@ def _fastest(products: PrivacyMode, groups: Iterable[int], shape: Shape, *, trai
         groups: of this shape, which are asked for in turn.
     """
     request_class = RequestClass.FINETUNING if training else RequestClass.DECODE
-    count, members = TRAINING_ROWS if training else 1, (1 << len(shape) - 1) - 1
+    count, member_bits = TRAINING_ROWS if training else 1, (1 << len(shape) - 1) - 1
     chance = torch.Generator()  # of its own: the program's numbers stay as they are
     forward, *backward = (torch.randn(count, width, generator=chance) for width in shape)
     seconds = []
     for group in itertools.islice(itertools.cycle(groups), TRIES):
         began = time.perf_counter()
-        products.submit(group, Direction.FORWARD, members, [forward], request_class).result()
+        products.submit(group, Direction.FORWARD, member_bits, [forward], request_class).result()
         if training:
-            products.submit(group, Direction.BACKWARD, members, backward, request_class).result()
+            products.submit(group, Direction.BACKWARD, member_bits, backward, request_class).result()
         seconds.append(time.perf_counter() - began)
     return min(seconds) / count
 
@@ -226,5 +226,7 @@ def _weights(
     return weights
 
 
-def _product(products: PrivacyMode, group: int, members: int, rows: list[torch.Tensor]) -> list[torch.Tensor]:
-    return products.submit(group, Direction.FORWARD, members, rows, RequestClass.FINETUNING).result()
+def _product(
+    products: PrivacyMode, group: int, member_bits: int, rows: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    return products.submit(group, Direction.FORWARD, member_bits, rows, RequestClass.FINETUNING).result()
