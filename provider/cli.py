@@ -289,8 +289,10 @@ def plan_capacity(options: PlanOptions) -> None:
         sources=options.mask_sources,
     )
     lanes, size = layout.lanes(), layout.itemsize
-    found = plan(lanes, layout.shapes, itemsize=size, link=link, tenants=tenants, groups=layout.dense_groups)
-    kept = kept_forecasts(
+    capacity = plan(
+        lanes, layout.shapes, itemsize=size, link=link, tenants=tenants, groups=layout.dense_groups
+    )
+    forecasts = kept_forecasts(
         lanes,
         layout.shapes,
         layout.dense_groups,
@@ -300,12 +302,12 @@ def plan_capacity(options: PlanOptions) -> None:
     )
     names = ("network", "tenants", "rows", "answers", "mask_sources")
     asked = {name: getattr(options, name) for name in names}
-    report = {"model": str(options.model)} | asked | described(layout) | plan_described(found)
-    report["kept"] = [each._asdict() for each in kept]
+    report = {"model": str(options.model)} | asked | described(layout) | plan_described(capacity)
+    report["kept"] = [each._asdict() for each in forecasts]
     tables = [
         workers_table(layout),
-        plan_table(found, options.tenants, options.rows, source(layout)),
-        kept_table(kept),
+        plan_table(capacity, options.tenants, options.rows, source(layout)),
+        kept_table(forecasts),
     ]
     said = [*reasons(layout), *layout.doubts, assumption()]
     _print_plan(layout.misfit, report if options.json else None, tables, said)

@@ -246,13 +246,13 @@ def _party(folder: Path) -> None:
     now = datetime.datetime.now(datetime.UTC)
     if not still_valid(folder, now + datetime.timedelta(days=1)):
         write_certificates(folder, now=now)
-    tokens, kept = TokenFile(folder / "tokens.json"), folder / "token"
+    tokens, shown_token = TokenFile(folder / "tokens.json"), folder / "token"
     with suppress(FileNotFoundError, AuthenticationError, ConfigurationError):
-        if tokens.tenant_of(kept.read_text()) == TENANT:
+        if tokens.tenant_of(shown_token.read_text()) == TENANT:
             return
-    kept.unlink(missing_ok=True)
-    kept.touch(0o600)
-    kept.write_text(tokens.add(TENANT))
+    shown_token.unlink(missing_ok=True)
+    shown_token.touch(0o600)
+    shown_token.write_text(tokens.add(TENANT))
 
 
 def _has_chat_template(model: Path) -> bool:

@@ -148,20 +148,20 @@ class Audit:
     @contextmanager
     def executors(self, folder: Path) -> Iterator[Parties]:
         """Three executors, each a process with certificates of its own; stopped at the end."""
-        made = [
+        servers = [
             ExecutorProcess(folder / name, self.model, numerics, self.workers)
             for name, numerics in (("floats", "float32"), ("ring", "ring"), ("source", "ring"))
         ]
         try:
             with self.stage("starting three executors"):
-                for executor in made:
+                for executor in servers:
                     executor.token("nobody")  # an executor wants a token file
                     executor.launch()
-                for executor in made:
+                for executor in servers:
                     executor.await_ready()
-            yield Parties(made[0], made[1], made[2], self.model, answers=self.answers)
+            yield Parties(servers[0], servers[1], servers[2], self.model, answers=self.answers)
         finally:
-            for executor in made:
+            for executor in servers:
                 executor.stop()
 
     def work(self, parties: Parties) -> None:
@@ -293,8 +293,10 @@ class Audit:
                     real = PublicModel(self.model, session.manifest).weight(group)
                 self.result.figures[f"weight extraction, {mode}"] = float((copy - real).norm() / real.norm())
         with self.stage(f"canaries of many tenants in {self.plan.replies:,} replies"):
-            found = [asdict(each) for each in self._canaries()]
-            self.result.figures["canaries"] = {key: sum(each[key] for each in found) for key in found[0]}
+            canaries = [asdict(each) for each in self._canaries()]
+            self.result.figures["canaries"] = {
+                key: sum(each[key] for each in canaries) for key in canaries[0]
+            }
         with self.stage("one tenant times another"):
             self._timing(parties)
 

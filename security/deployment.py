@@ -207,8 +207,8 @@ class TranscriptAudit:
 
     def _together(self, tenant: str, sessions: list[int], view: View) -> Verdict:
         """Whether masks serve in several sessions, each of which looks uniform."""
-        found = Uniformity().attack(view, np.random.default_rng(self.seed))
-        wrong = _not_uniform(view, found)
+        randomness = Uniformity().attack(view, np.random.default_rng(self.seed))
+        wrong = _not_uniform(view, randomness)
         name = f"sessions {', '.join(map(str, sessions))} together (tenant {tenant})"
         if wrong:
             return Verdict(
@@ -252,12 +252,12 @@ def _token_attacks(view: View) -> list[Any]:
 
 def _blind(attack: Any, view: View, rng: np.random.Generator, runs: int) -> list[torch.Tensor]:
     """How well guesses match where rows are uniform, of the shape of the session's, in each run."""
-    found = []
+    findings = []
     for _ in range(runs):
         blind = view.blind(rng, {0})
         blind.masks = view.masks
-        found.append(attack.attack(blind, rng).match)
-    return found
+        findings.append(attack.attack(blind, rng).match)
+    return findings
 
 
 def _is_better(match: torch.Tensor, blind: list[torch.Tensor]) -> bool:

@@ -132,7 +132,7 @@ class CommandLine:
             more |= {"min": option.least, "max": maximum}
         if default is None:
             kind = Union[kind, None]  # noqa: UP007 - of types that are known at run time only
-        made = []
+        parameters = []
         for word, flag, help_ in zip(
             field.words, field.flags, [text for _, text in option.parts] or [text], strict=True
         ):
@@ -141,7 +141,7 @@ class CommandLine:
             else:
                 switch = [flag] if field.plain is bool and not option.negative else []
                 declared = self.option(*switch, help=help_, **more)
-            made.append(
+            parameters.append(
                 inspect.Parameter(
                     word,
                     inspect.Parameter.KEYWORD_ONLY,
@@ -149,7 +149,7 @@ class CommandLine:
                     annotation=Annotated[kind, declared],
                 )
             )
-        return made
+        return parameters
 
     def takes(self, command: Callable[..., None]) -> Callable[..., None]:
         """A command gets the options of its arguments that are configurations.

@@ -65,9 +65,9 @@ def parameters_without_memory() -> Iterator[None]:
         def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
             register(module, name, parameter)
             if parameter is not None and threading.get_ident() == thread:
-                made = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-                made.__dict__.update(parameter.__dict__)
-                module._parameters[name] = made
+                on_meta = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+                on_meta.__dict__.update(parameter.__dict__)
+                module._parameters[name] = on_meta
 
         nn.Module.register_parameter = registered  # type: ignore[method-assign, assignment]
         try:
@@ -320,10 +320,10 @@ def conversions() -> Conversions | None:
             if name not in state or pattern not in sources:
                 return False
             experts.add_tensor(name, key, pattern, partial(tensors.__getitem__, key))
-        made = experts.convert(name, model=None, config=None)
+        converted = experts.convert(name, model=None, config=None)
         gates, ups = torch.arange(0.0, 22, 2), torch.arange(1.0, 22, 2)
         wanted = torch.stack([ups, gates], 1).repeat_interleave(2, 1).unsqueeze(2).expand(11, 4, 3)
-        return list(made) == [name] and torch.equal(made[name], wanted)
+        return list(converted) == [name] and torch.equal(converted[name], wanted)
 
     return _tried(
         "transformers.core_model_loading", find, right, "checkpoints that it converts cannot be served"

@@ -206,10 +206,10 @@ def write_folder(file: Path, folder: Path, digest: str | None = None) -> None:
     """
     check_gguf(file)
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent) as made:
+    with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent) as temporary:
         # Alone: transformers would read adapters and tokenizers that lie beside it. And a copy, which is read
         # several times, and which nobody else can write to in between.
-        alone, written = Path(made) / "alone", Path(made) / "written"
+        alone, written = Path(temporary) / "alone", Path(temporary) / "written"
         alone.mkdir()
         copy = Path(shutil.copyfile(file, alone / "model.gguf"))
         if digest not in (None, _digest(copy)):
@@ -441,8 +441,8 @@ def _take_whole(path: Path, reader: Any, called: str) -> None:
     whole = {at: (text, kind) for at, (text, kind) in texts if kind in _WHOLE and text and _SPACE not in text}
 
     def cut() -> list[int]:
-        made = Tokenizer.from_file(str(path))
-        return [at for at in whole if made.encode(whole[at][0], add_special_tokens=False).ids != [at]]
+        tokenizer = Tokenizer.from_file(str(path))
+        return [at for at in whole if tokenizer.encode(whole[at][0], add_special_tokens=False).ids != [at]]
 
     if not (missing := cut()):
         return

@@ -154,7 +154,7 @@ class Field:
 def fields_of(configuration: Any) -> dict[str, Field]:
     """The options of a dataclass whose fields are annotated with ``Option``, by name."""
     hints = get_type_hints(configuration, include_extras=True)
-    found = {}
+    fields = {}
     for each in dataclasses.fields(configuration):
         hint, option = get_args(hints[each.name])
         plain, is_path = _plain(hint), Path in _members(hint)
@@ -169,8 +169,8 @@ def fields_of(configuration: Any) -> dict[str, Field]:
             toml = text | list[text] if _several(hint) else text
         if option.confidential:
             words = (f"{words[0]}_env",)
-        found[each.name] = Field(each.name, option, plain, words, toml, each.default)
-    return found
+        fields[each.name] = Field(each.name, option, plain, words, toml, each.default)
+    return fields
 
 
 def flags_of(configuration: Any) -> dict[str, Flag]:
@@ -184,12 +184,12 @@ def arguments_of(configuration: Any, words: Mapping[str, Any]) -> dict[str, Any]
     Raises:
         ConfigurationError: of options that go together one is missing.
     """
-    found = {}
+    arguments = {}
     for name, field in fields_of(configuration).items():
         values = [words.get(word) for word in field.words]
         if any(value is not None and value != [] for value in values):
-            found[name] = field.value(values)
-    return found
+            arguments[name] = field.value(values)
+    return arguments
 
 
 def check_fields(configuration: Any) -> None:
@@ -291,8 +291,8 @@ def _meant(key: str, kinds: Mapping[str, Any]) -> str:
 
 def closest(name: str, known: Iterable[str]) -> str:
     """Which of the known names was meant, as a question; empty: none is like it."""
-    found = difflib.get_close_matches(name.replace("-", "_"), list(known), 1)
-    return f"did you mean {found[0]}?" if found else ""
+    matches = difflib.get_close_matches(name.replace("-", "_"), list(known), 1)
+    return f"did you mean {matches[0]}?" if matches else ""
 
 
 MAX_BYTES = 1 << 16  # of a file of options

@@ -156,5 +156,5 @@ def _is_private(group: int) -> bool:
         user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
         return False
-    own = (user.pw_gid, user.pw_name) == (group, found.gr_name) and set(found.gr_mem) <= {user.pw_name}
-    return own and all(each.pw_uid == user.pw_uid for each in pwd.getpwall() if each.pw_gid == group)
+    private = (user.pw_gid, user.pw_name) == (group, found.gr_name) and set(found.gr_mem) <= {user.pw_name}
+    return private and all(each.pw_uid == user.pw_uid for each in pwd.getpwall() if each.pw_gid == group)

@@ -124,7 +124,7 @@ class Recipe(NamedTuple):
                 rows = None if self.merges else experts
                 converter.add_tensor(self.first, key, pattern, partial(read, key, rows))
         try:
-            made = converter.convert(self.first, model=model, config=model.config)
+            tensors_made = converter.convert(self.first, model=model, config=model.config)
         except Exception as error:  # every step fails in a way of its own on tensors that do not fit
             reason = str(error)[:200] or repr(error)
             if isinstance(error, KeyError):
@@ -135,7 +135,10 @@ class Recipe(NamedTuple):
             raise CheckpointError(
                 f"{self.first} cannot be made of {', '.join(self.all_keys[:4])}: {reason}"
             ) from error
-        return {name: (each[0] if isinstance(each, list) else each).detach() for name, each in made.items()}
+        return {
+            name: (each[0] if isinstance(each, list) else each).detach()
+            for name, each in tensors_made.items()
+        }
 
 
 def _changes_each_alone(step: Any) -> bool:
@@ -154,20 +157,20 @@ def recipes_of(tensors: Tensors, model: PreTrainedModel) -> dict[str, Recipe]:
     Raises:
         CheckpointError: the checkpoint is quantised in a way that is not served.
     """
-    said, found = quantisation_of(tensors.folder), compat.conversions()
-    if found is None and said is None:
+    said, conversions = quantisation_of(tensors.folder), compat.conversions()
+    if conversions is None and said is None:
         return _of_own_names(tensors, model)
-    if found is None:
+    if conversions is None:
         raise CheckpointError(
             f"{tensors.folder} is quantised, and only other versions of transformers can make dense weights "
             "of it; the log says what is missing in this one"
         )
-    plain = _by_rules(tensors, model, found, None)
+    plain = _by_rules(tensors, model, conversions, None)
     if said is None or _are_dense(tensors, model, plain):
         return plain
     from shared.quantised import check_complete, quantizer_of
 
-    recipes = _by_rules(tensors, model, found, quantizer_of(said))
+    recipes = _by_rules(tensors, model, conversions, quantizer_of(said))
     # Rules for quantised layers take every weight.
     recipes = {name: _without_rules(tensors, recipe) for name, recipe in recipes.items()}
     used = {key for recipe in recipes.values() for key in recipe.all_keys}

@@ -37,11 +37,11 @@ def with_experts(groups: Sequence[GroupInfo], experts: Iterable[tuple[Member, in
         )
         return list(groups)
     ends = {block: _end(groups, block) for block in by_block}
-    found: list[GroupInfo] = []
+    ordered: list[GroupInfo] = []
     for at in range(len(groups) + 1):
-        found += [each for block, end in ends.items() if end == at for each in by_block[block]]
-        found += groups[at : at + 1]
-    return found
+        ordered += [each for block, end in ends.items() if end == at for each in by_block[block]]
+        ordered += groups[at : at + 1]
+    return ordered
 
 
 def _block(name: str) -> str:
@@ -53,5 +53,7 @@ def _block(name: str) -> str:
 
 def _end(groups: Sequence[GroupInfo], block: str) -> int:
     """Behind the last group of a block, or behind all."""
-    own = [at for at, group in enumerate(groups) if any(m.name.startswith(block) for m in group.members)]
-    return own[-1] + 1 if own else len(groups)
+    positions = [
+        at for at, group in enumerate(groups) if any(m.name.startswith(block) for m in group.members)
+    ]
+    return positions[-1] + 1 if positions else len(groups)

@@ -63,20 +63,20 @@ def probe(model: PreTrainedModel, layers: Collection[str]) -> Probe:
         model: on the meta device.
         layers: names of those that are looked at. The output head is alone, whoever else gets its input.
     """
-    found = _best(model, layers, "meta")
-    left = found.reached < len(layers) and any(towers_of(model, "meta"))
+    result = _best(model, layers, "meta")
+    left = result.reached < len(layers) and any(towers_of(model, "meta"))
     # Tenants load no model of larger tables, and here they would take their memory.
-    if (found.stopped is not None or left) and buffer_bytes(model) <= MAX_BUFFERS:
+    if (result.stopped is not None or left) and buffer_bytes(model) <= MAX_BUFFERS:
         again = _best(_with_values(model), layers, "cpu")
-        if again.reached > found.reached or (again.stopped is None and found.stopped is not None):
-            found = again
-    if found.stopped is not None:
+        if again.reached > result.reached or (again.stopped is None and result.stopped is not None):
+            result = again
+    if result.stopped is not None:
         log.warning(
             "%d of %d layers were reached before the tiny forward pass stopped with: %s. The others are "
             "served, each with a request of its own, which is correct and slower",
-            *(found.reached, len(layers), str(found.stopped)[:300] or type(found.stopped).__name__),
+            *(result.reached, len(layers), str(result.stopped)[:300] or type(result.stopped).__name__),
         )
-    return found
+    return result
 
 
 def _best(model: PreTrainedModel, layers: Collection[str], device: str) -> Probe:
@@ -84,10 +84,10 @@ def _best(model: PreTrainedModel, layers: Collection[str], device: str) -> Probe
     unknown = NotImplementedError(f"this model takes {model.main_input_name}, and nothing like it is known")
     best: Probe | None = None
     for inputs in inputs_of(model, device):
-        found = _pass(model, layers, inputs, device)
-        if best is None or best.reached < found.reached or found.stopped is None:
-            best = found
-        if found.stopped is None:
+        result = _pass(model, layers, inputs, device)
+        if best is None or best.reached < result.reached or result.stopped is None:
+            best = result
+        if result.stopped is None:
             break
     return best or Probe([[name] for name in layers], stopped=unknown)
 
@@ -327,14 +327,14 @@ def _with_values(model: PreTrainedModel) -> PreTrainedModel:
     with parameters_without_memory():
         same: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config))
     zeros: dict[torch.dtype, torch.Tensor] = {}
-    made: dict[int, nn.Parameter] = {}  # tied parameters stay one
+    parameters: dict[int, nn.Parameter] = {}  # tied parameters stay one
     for module in same.modules():
         for name, old in module._parameters.items():
             if old is None:
                 continue
-            if id(old) not in made:
+            if id(old) not in parameters:
                 zero = zeros.setdefault(old.dtype, torch.zeros((), dtype=old.dtype))
-                made[id(old)] = nn.Parameter(zero.expand(old.shape), requires_grad=False)
-            module._parameters[name] = made[id(old)]
+                parameters[id(old)] = nn.Parameter(zero.expand(old.shape), requires_grad=False)
+            module._parameters[name] = parameters[id(old)]
     same.eval()
     return same

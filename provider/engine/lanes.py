@@ -143,8 +143,10 @@ class ProcessLane:
 
         def divided(out: list[torch.Tensor]) -> list[torch.Tensor]:
             own, answers = len(batch) == 1, list[torch.Tensor]()
-            for place, kept in zip(places, bits, strict=True):
-                answers += answer_of([block[place] for block in out] if not own else out, kept, unshared=own)
+            for place, answer_bits in zip(places, bits, strict=True):
+                answers += answer_of(
+                    [block[place] for block in out] if not own else out, answer_bits, unshared=own
+                )
             return answers
 
         try:

@@ -315,8 +315,8 @@ class Opportunistic:
             reading = self._latency.seconds(group, direction, member_bits, 0)
             seconds = min(seconds, max(SHORT_PRODUCT_SECONDS, MIN_READINGS * reading))
         if now - self._last_decode <= QUIET_SECONDS:
-            own = self._latency.seconds(group, Direction.FORWARD, member_bits, 1)
-            seconds = min(seconds, self.tokens.decode_slack * self._request_seconds - own)
+            seconds_of_decode = self._latency.seconds(group, Direction.FORWARD, member_bits, 1)
+            seconds = min(seconds, self.tokens.decode_slack * self._request_seconds - seconds_of_decode)
         rows = self._latency.rows(group, direction, member_bits, seconds)
         return max(TILE, rows - rows % tile_of(rows))
 

@@ -131,12 +131,12 @@ class Shards:
         layers = _Layers(sum(widths), info.inputs, self._dtype)
         sharded = fully_shard(layers, mesh=self._mesh)
         layers.to_empty(device=device)
-        shard, own = cast(DTensor, layers.weight).to_local(), self._gathering.shard(sum(widths))
+        shard, own_rows = cast(DTensor, layers.weight).to_local(), self._gathering.shard(sum(widths))
         at = 0  # in the group's weight
         for member in info.members:
-            start, stop = (min(max(edge - at, 0), member.outputs) for edge in (own.start, own.stop))
+            start, stop = (min(max(edge - at, 0), member.outputs) for edge in (own_rows.start, own_rows.stop))
             if start < stop:
-                place = shard[at + start - own.start : at + stop - own.start]
+                place = shard[at + start - own_rows.start : at + stop - own_rows.start]
                 place.copy_(checkpoint.member_weight(member, slice(start, stop)))
             at += member.outputs
         return LoadedGroup(GatheredWeight(layers, sharded, widths), info)

@@ -79,14 +79,14 @@ def memory_errors(model: str) -> Iterator[None]:
 
 def available_memory() -> tuple[float, str]:
     """Bytes that this process may still take, and what limits it."""
-    found = [(float("inf"), "no limit is known"), _machine(), _address_space()]
+    limits = [(float("inf"), "no limit is known"), _machine(), _address_space()]
     try:
         path = Path("/proc/self/cgroup").read_text().partition("0::/")[2].partition("\n")[0]
         group = Path("/sys/fs/cgroup") / path
-        found += [_of_group(each) for each in (group, *group.parents) if (each / "memory.max").is_file()]
+        limits += [_of_group(each) for each in (group, *group.parents) if (each / "memory.max").is_file()]
     except OSError:
         pass
-    return min(found)
+    return min(limits)
 
 
 def _machine() -> tuple[float, str]:

@@ -85,8 +85,8 @@ class GroupExecutor:
             return blocks
         if len(blocks) == 1:
             widths = [self._shapes[group].outputs[i] for i in member_indices(member_bits)]
-            own = [blocks[0][:, columns] for columns in self._stripe.columns(widths)]
-            return [own[0] if len(own) == 1 else torch.cat(own, 1)]
+            columns_of_blocks = [blocks[0][:, columns] for columns in self._stripe.columns(widths)]
+            return [columns_of_blocks[0] if len(columns_of_blocks) == 1 else torch.cat(columns_of_blocks, 1)]
         return [block[:, self._stripe.of(block.shape[1])].contiguous() for block in blocks]
 
     def _places(
@@ -147,8 +147,8 @@ class GroupExecutor:
         places = self._places(group, direction, member_bits, answers)
 
         def product(blocks: list[torch.Tensor], into: torch.Tensor | None = None) -> list[torch.Tensor]:
-            own = self._own(group, direction, member_bits, blocks)
-            out = self._weights[group].apply(direction, member_bits, own, into)
+            own_blocks = self._own(group, direction, member_bits, blocks)
+            out = self._weights[group].apply(direction, member_bits, own_blocks, into)
             if len(out) < len(places):  # of the ring
                 return list(out[0].split([place.shape[1] for place in places], 1))
             return out

@@ -31,9 +31,9 @@ def pass_steps(
     answer_bits: int = EXACT,
 ) -> list[Step]:
     """The requests of a pass: all groups, or some, in order, and backward in the other order."""
-    steps, asked = [], list(range(len(shapes)) if groups is None else groups)
+    steps, requested = [], list(range(len(shapes)) if groups is None else groups)
     for direction in directions:
-        for group in asked if direction == Direction.FORWARD else reversed(asked):
+        for group in requested if direction == Direction.FORWARD else reversed(requested):
             member_bits = (1 << len(shapes[group].outputs)) - 1
             plan = shapes[group].plan(direction, member_bits)
             up = plan.request_columns * itemsize

@@ -69,7 +69,7 @@ def kept_forecasts(
     both = [moved(at, (Direction.FORWARD, Direction.BACKWARD)) for at in groups]
     software = COSTS.request_seconds + COSTS.tenant_seconds
     per_byte = COSTS.byte_seconds + COSTS.tenant_byte_seconds
-    found = []
+    forecasts = []
     for gigabits in GIGABITS:
         each = 8 / (gigabits * 1e9) + per_byte
         near = [
@@ -86,5 +86,5 @@ def kept_forecasts(
                 tokens.append(1 / sum(local[at] if at in chosen else remote[at] for at in places))
                 requests.append(len(sizes) - len(chosen))
                 tuning = sum(both[at] for at in places if at not in chosen)
-            found.append(KeptForecast(gigabits, budget, tokens, requests, tuning))
-    return found
+            forecasts.append(KeptForecast(gigabits, budget, tokens, requests, tuning))
+    return forecasts

@@ -95,9 +95,9 @@ class WorkerLayout:
         planes, groups = RINGS.get(self.numerics, 1), self.placement.groups(worker)
         into = out = sums = 0
         for group in groups:
-            inputs, own = self.groups[group].inputs, sum(self.placement.shape(group, worker).outputs)
-            into += inputs + own
-            out += planes * (own + inputs)
+            inputs, outputs = self.groups[group].inputs, sum(self.placement.shape(group, worker).outputs)
+            into += inputs + outputs
+            out += planes * (outputs + inputs)
             sums += planes * inputs if self.placement.stripes > 1 else 0
         scale = self.itemsize / 2 / max(1, len(groups))
         return into * scale, out * scale, sums * scale
@@ -148,9 +148,9 @@ def plan_layout(
         GroupShape(shape.inputs, tuple(len(range(width)[widest.of(width)]) for width in shape.outputs))
         for shape in shapes
     ]
-    asked = [name for name in names if not {name, name.partition(":")[0]} & assumed.keys()]
-    found = survey(asked, numerics, widest_shapes, threads)
-    devices, misfit = devices_of(names, groups, weight_bytes, found, widest_shapes, assumed), Message()
+    measured_names = [name for name in names if not {name, name.partition(":")[0]} & assumed.keys()]
+    surveys = survey(measured_names, numerics, widest_shapes, threads)
+    devices, misfit = devices_of(names, groups, weight_bytes, surveys, widest_shapes, assumed), Message()
     try:
         placement = place(shapes, devices, weight_bytes=weight_bytes, stripes=stripes)
     except ConfigurationError as error:
@@ -159,7 +159,7 @@ def plan_layout(
         misfit = error.structured_message
         roomy: list[Device] = [replace(device, memory=float("inf")) for device in devices]
         placement = place(shapes, roomy, weight_bytes=weight_bytes, stripes=stripes)
-    by_name = {each.name: each for each in found}
+    by_name = {each.name: each for each in surveys}
     latency = tuple(
         latency_of(device, weight_bytes, widest_shapes, by_name.get(device.name)) for device in devices
     )
@@ -173,15 +173,15 @@ def plan_layout(
 
 
 def _doubts(devices: Sequence[Device], assumed: Assumed, shapes: Sequence[GroupShape]) -> tuple[str, ...]:
-    found = []
+    doubts = []
     for name in dict.fromkeys(device.name for device in devices if not device.measured):
         source = (
             "as was said" if {name, name.partition(":")[0]} & assumed.keys() else "a guess: it is not here"
         )
-        found.append(f"the speed of {name} is {source}")
+        doubts.append(f"the speed of {name} is {source}")
     if any(device.measured for device in devices) and any(shape.size > MEASURED_ELEMENTS for shape in shapes):
-        found.append("products of large layers were measured with a part of their outputs, and multiplied")
-    return tuple(found)
+        doubts.append("products of large layers were measured with a part of their outputs, and multiplied")
+    return tuple(doubts)
 
 
 def described(layout: WorkerLayout) -> dict[str, Any]:

@@ -226,11 +226,11 @@ class Simulation:
         size = self.load.rows * (up + down)
         thread = self.costs.request_seconds / 2 + self.costs.byte_seconds * size / 2
 
-        own = self.costs.tenant_seconds + self.costs.tenant_byte_seconds * size
+        tenant_seconds = self.costs.tenant_seconds + self.costs.tenant_byte_seconds * size
         what = bounded_class(self.load.what, direction, self.load.rows)
 
         def made(now: float) -> None:
-            self._later(self._machines[tenant % len(self._machines)].take(now, own), sent)
+            self._later(self._machines[tenant % len(self._machines)].take(now, tenant_seconds), sent)
 
         def sent(now: float) -> None:
             arrival = self._up.take(now, self.load.rows * up / self.link.bytes_per_second)

@@ -153,13 +153,13 @@ class ColocatedConnection(Connection):
         self._greeted = self._reading = False
         self._name = f"session-{secrets.token_hex(8)}"
         self._path = directory / self._name
-        with ExitStack() as made:
+        with ExitStack() as resources:
             # The largest request with its answer, and as much again, to be filled while that is computed.
             self._memory = SessionMemory(budget, tenant, 4 * limits.max_message_bytes)
-            made.callback(self._memory.close)
-            made.callback(self._remove_files)
-            self._requests, self._answers = self._make_pipes(made)
-            self._socket: zmq.Socket[bytes] = made.enter_context(zmq.Context.instance().socket(zmq.PAIR))
+            resources.callback(self._memory.close)
+            resources.callback(self._remove_files)
+            self._requests, self._answers = self._make_pipes(resources)
+            self._socket: zmq.Socket[bytes] = resources.enter_context(zmq.Context.instance().socket(zmq.PAIR))
             self._socket.set(zmq.LINGER, LINGER_MILLISECONDS)
             self._socket.set(zmq.MAXMSGSIZE, PREAMBLE_BYTES + MAX_REQUEST_CONTROL_BYTES)
             for queue in (zmq.SNDHWM, zmq.RCVHWM):
@@ -168,8 +168,8 @@ class ColocatedConnection(Connection):
             # Not ZeroMQ's own polling: that looks at the socket each time, which products do not need.
             self._socket_fd = int(self._socket.get(zmq.FD))
             self._session = TenantSession(service, tenant, self._send, PEER)
-            made.callback(self._session.close)
-            self._made = made.pop_all()
+            resources.callback(self._session.close)
+            self._made = resources.pop_all()
 
     def opened(self) -> Opened:
         """What the tenant needs to reach it."""

@@ -108,7 +108,7 @@ def _connect(processors: int, opened: ExitStack) -> str:
     import ray
     from ray.exceptions import RayError
 
-    own: dict[str, Any] = {
+    options: dict[str, Any] = {
         "num_cpus": processors,  # whatever there are: these workers are all that is placed
         "object_store_memory": _OBJECT_STORE_BYTES,
         "include_dashboard": False,
@@ -121,7 +121,7 @@ def _connect(processors: int, opened: ExitStack) -> str:
             address=cluster or "local",
             log_to_driver=False,
             configure_logging=False,
-            **({} if cluster else own),
+            **({} if cluster else options),
         )
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise SymbiosisError(

@@ -61,8 +61,8 @@ class GatheredLane(WorkerLane):
     def ready(self) -> list[Ready]:
         """See WorkerLane. If one cannot, at once, although the others wait for it."""
         with ThreadPoolExecutor(len(self.workers)) as waiting:
-            asked = [waiting.submit(worker.ready) for worker in self.workers]
-            done, _ = wait(asked, return_when=FIRST_EXCEPTION)
+            futures = [waiting.submit(worker.ready) for worker in self.workers]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             try:
                 for each in done:
                     each.result()
@@ -70,7 +70,7 @@ class GatheredLane(WorkerLane):
                 for worker in self.workers:
                     worker.kill()
                 raise
-        return [each.result() for each in asked]
+        return [each.result() for each in futures]
 
     def restart_assignment(self, worker: WorkerProcess) -> Assignment:
         """See ``provider.workers.process.Owner``: the first one that comes back ends all others."""

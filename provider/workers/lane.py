@@ -165,10 +165,10 @@ class WorkerLane:
             layout, order, bits, whole and few, memory, future, began, deadline, set(self.workers)
         )
         self._under_way[segment.number] = under_way
-        asked = WorkerBatch(
+        work = WorkerBatch(
             segment.number, header.group, header.direction, header.members, header.dtype, requests
         )
-        message = msgspec.msgpack.encode(asked)
+        message = msgspec.msgpack.encode(work)
         for worker in self.workers:
             try:
                 if (link := worker.link) is not None:

@@ -165,20 +165,24 @@ def _fill(
     shapes: Sequence[GroupShape], devices: Sequence[Device], weight_bytes: int, stripes: int, choose: _Choice
 ) -> dict[int, Decision]:
     """Decisions for as many groups as find room."""
-    lanes, found = _Lanes(devices, weight_bytes, stripes), dict[int, Decision]()
+    lanes, decisions = _Lanes(devices, weight_bytes, stripes), dict[int, Decision]()
     for group in sorted(range(len(shapes)), key=lambda group: (-shapes[group].size, group)):
         roomy = [lane for lane in range(len(lanes)) if lanes.remaining(lane, shapes[group]) >= 0]
         if roomy:
-            found[group] = choose(lanes, shapes[group], roomy)
-            lanes.put(found[group].lane, shapes[group])
-    return found
+            decisions[group] = choose(lanes, shapes[group], roomy)
+            lanes.put(decisions[group].lane, shapes[group])
+    return decisions
 
 
 def _placed(
     shapes: Sequence[GroupShape], devices: Sequence[Device], weight_bytes: int, stripes: int
 ) -> dict[int, Decision]:
-    found = _fill(shapes, devices, weight_bytes, stripes, _by_speed)
-    return found if len(found) == len(shapes) else _fill(shapes, devices, weight_bytes, stripes, _by_room)
+    decisions = _fill(shapes, devices, weight_bytes, stripes, _by_speed)
+    return (
+        decisions
+        if len(decisions) == len(shapes)
+        else _fill(shapes, devices, weight_bytes, stripes, _by_room)
+    )
 
 
 def _in_turns(shapes: Sequence[GroupShape], decisions: dict[int, Decision]) -> dict[int, Decision]:
@@ -191,12 +195,16 @@ def _in_turns(shapes: Sequence[GroupShape], decisions: dict[int, Decision]) -> d
         total[decisions[group].lane] += shapes[group].size
     turns, done, last = dict(decisions), Counter[int](), -1
     for group in several:
-        size, own = shapes[group].size, left[shapes[group]]
+        size, candidates = shapes[group].size, left[shapes[group]]
         at = min(
-            range(len(own)),
-            key=lambda at: ((done[own[at].lane] + size) / total[own[at].lane], own[at].lane == last, at),
+            range(len(candidates)),
+            key=lambda at: (
+                (done[candidates[at].lane] + size) / total[candidates[at].lane],
+                candidates[at].lane == last,
+                at,
+            ),
         )
-        turns[group] = own.pop(at)
+        turns[group] = candidates.pop(at)
         last = turns[group].lane
         done[last] += size
     return turns
@@ -216,11 +224,11 @@ def place(
     Raises:
         ConfigurationError: it does not fit; what would.
     """
-    found = _placed(shapes, devices, weight_bytes, stripes)
-    if len(found) < len(shapes):
-        raise ConfigurationError(_refusal(shapes, devices, weight_bytes, stripes, len(found)))
-    found = _in_turns(shapes, found)
-    decisions = tuple(found[group] for group in range(len(shapes)))
+    lanes_of_groups = _placed(shapes, devices, weight_bytes, stripes)
+    if len(lanes_of_groups) < len(shapes):
+        raise ConfigurationError(_refusal(shapes, devices, weight_bytes, stripes, len(lanes_of_groups)))
+    lanes_of_groups = _in_turns(shapes, lanes_of_groups)
+    decisions = tuple(lanes_of_groups[group] for group in range(len(shapes)))
     return Placement(tuple(shapes), tuple(devices), weight_bytes, stripes, decisions)
 
 

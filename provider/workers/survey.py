@@ -69,12 +69,12 @@ def survey(
     With so many threads on the CPU; 0: all workers there together have one a core. Shapes of more than
     MEASURED_ELEMENTS are measured by a part of their outputs, and the time multiplied.
     """
-    found = []
+    surveys = []
     for name in dict.fromkeys(devices):
         try:
             device = device_of(name)
         except ConfigurationError:
-            found.append(DeviceSurvey(name, None, None))
+            surveys.append(DeviceSurvey(name, None, None))
             continue
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
         workers = list(devices).count(name)
@@ -87,8 +87,8 @@ def survey(
             torch.set_num_threads(before)
         if device.type != "cpu":
             lines = [tuple((a * workers, b * workers) for a, b in both) for both in lines]  # type: ignore[misc]
-        found.append(DeviceSurvey(name, free, lines))
-    return found
+        surveys.append(DeviceSurvey(name, free, lines))
+    return surveys
 
 
 def survey_in_subprocess(
@@ -138,14 +138,14 @@ def devices_of(
             multiplications a second.
     """
     by_name, counts = {each.name: each for each in surveys}, Counter(names)
-    made = []
+    devices_found = []
     for name in names:
         here = by_name.get(name)
         kind = name.partition(":")[0]
         known = next((assumed[each] for each in (name, kind) if each in assumed), None) if assumed else None
         if known is not None:
             memory, *rates = known
-            made.append(Device(name, memory, rates[0] / counts[name], rates[1] / counts[name]))
+            devices_found.append(Device(name, memory, rates[0] / counts[name], rates[1] / counts[name]))
             continue
         if kind == "cpu":
             largest = max((m.outputs * g.inputs for g in groups for m in g.members), default=0)
@@ -154,12 +154,14 @@ def devices_of(
             free = here.memory if here is not None else None
             available = float("inf") if free is None else free - counts[name] * ACCELERATOR_BYTES
         if here is not None and here.lines:
-            made.append(Device(name, available, *_rates(here.lines, shapes, weight_bytes), measured=True))
+            devices_found.append(
+                Device(name, available, *_rates(here.lines, shapes, weight_bytes), measured=True)
+            )
             continue
         guessed = (GUESSED_BYTES_PER_SECOND, GUESSED_PRODUCTS_PER_SECOND)
         reads, multiplies = guessed if kind == "cpu" else GUESSED_ACCELERATOR
-        made.append(Device(name, available, reads / counts[name], multiplies / counts[name]))
-    return made
+        devices_found.append(Device(name, available, reads / counts[name], multiplies / counts[name]))
+    return devices_found
 
 
 def latency_of(

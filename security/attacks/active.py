@@ -237,11 +237,11 @@ class CanaryRows:
             canary = torch.zeros(1, info.inputs, dtype=self.weight.dtype)
             canary[0, number] = 1 << number
             expected = (self.weight[:, number] * (1 << number)).numpy().tobytes()
-            asked = 0
+            count = 0
 
             def ask() -> None:
-                nonlocal asked
-                asked += 1
+                nonlocal count
+                count += 1
                 engine.submit(f"tenant {number}", number, header, canary, answered)
 
             def answered(done: Completion | Exception) -> None:
@@ -249,7 +249,7 @@ class CanaryRows:
                     failed.append(done)
                 elif b"".join([block.numpy().tobytes() for block in done.blocks]) != expected:
                     wrong[number] += 1
-                if asked < each and not failed:
+                if count < each and not failed:
                     ask()
                 else:
                     ended.release()

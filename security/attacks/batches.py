@@ -63,12 +63,12 @@ class SequenceBoundary:
 
     def attack(self, view: list[torch.Tensor], rng: np.random.Generator) -> torch.Tensor:
         """For each request's rows [N, C] how many belong to the first: ``least`` to N - ``least``."""
-        found = []
+        guesses = []
         for rows in view:
             alike = cosine(rows[:-1].float(), rows[1:].float())  # of row i with row i + 1
             inner = alike[self.least - 1 : len(rows) - self.least]
-            found.append(self.least + int(inner.argmin()))
-        return torch.tensor(found)
+            guesses.append(self.least + int(inner.argmin()))
+        return torch.tensor(guesses)
 
 
 @dataclass(frozen=True)

@@ -107,8 +107,8 @@ def _steps(x: torch.Tensor, factor: torch.Tensor, known: torch.Tensor, z: torch.
     # All logarithms are those of steps but for one common part, with which they are nearest to such.
     parts = torch.arange(0, 1, 2**-10, dtype=torch.float64)
     away = torch.stack([(logarithm - part - _nearest(logarithm - part)).abs().median() for part in parts])
-    found = _nearest(logarithm - parts[away.argmin()])
-    beyond = found - guess
+    step = _nearest(logarithm - parts[away.argmin()])
+    beyond = step - guess
     return torch.exp2(guess + (beyond - beyond.median().round()).clamp(-8, 8)).float()
 
 

@@ -110,9 +110,11 @@ class ServedSpeculation(SpeculationWatch):
     @classmethod
     def files(cls, folder: Path) -> dict[str, bytes]:
         """What to serve: the setting is read from either file."""
-        asked = {"prompt_lookup_num_tokens": cls.LOOKED_UP}
+        generation = {"prompt_lookup_num_tokens": cls.LOOKED_UP}
         names = ("config.json", "generation_config.json")
-        return {name: json.dumps(json.loads((folder / name).read_bytes()) | asked).encode() for name in names}
+        return {
+            name: json.dumps(json.loads((folder / name).read_bytes()) | generation).encode() for name in names
+        }
 
 
 @dataclass(frozen=True)

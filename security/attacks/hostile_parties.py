@@ -139,13 +139,13 @@ class MaskServedTwice:
         Args:
             view: requests for one kind of product, int32 [T, C] as sent.
         """
-        found = []
+        guesses = []
         for one, other in combinations(view, 2):
             apart = (one[:, None] - other[None]).flatten(0, 1)
             small = apart[apart.float().abs().mean(1) < 2.0**28]
             if len(small):
-                found.append(small)
-        return found
+                guesses.append(small)
+        return guesses
 
 
 def in_copy(action: Callable[[], object]) -> str:

@@ -66,8 +66,8 @@ class TopicFromTraffic:
         known, topics = features[: len(labels)], np.array(labels)
         scores = []
         for topic in (0, 1):
-            own = known[topics == topic]
-            mean, spread = own.mean(0), own.std(0) + 0.05 * known.std(0) + 1e-6
+            of_topic = known[topics == topic]
+            mean, spread = of_topic.mean(0), of_topic.std(0) + 0.05 * known.std(0) + 1e-6
             scores.append((-0.5 * ((features - mean) / spread) ** 2 - np.log(spread)).sum(1))
         return torch.from_numpy((scores[1] > scores[0])[len(labels) :])
 
@@ -89,7 +89,9 @@ def guess_from_labelled(values: list[float], kinds: list[str], labels: list[int]
     for value, kind in list(zip(values, kinds, strict=True))[len(labels) :]:
         away = []
         for secret in (0, 1):
-            own = [v for v, k, t in zip(values, kinds, labels, strict=False) if (k, t) == (kind, secret)]
-            away.append(abs(value - float(np.mean(own))) if own else float("inf"))
+            of_secret = [
+                v for v, k, t in zip(values, kinds, labels, strict=False) if (k, t) == (kind, secret)
+            ]
+            away.append(abs(value - float(np.mean(of_secret))) if of_secret else float("inf"))
         guesses.append(away[1] < away[0])
     return torch.tensor(guesses, dtype=torch.bool)

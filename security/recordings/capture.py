@@ -184,7 +184,7 @@ def metrics_page(executor: ExecutorProcess) -> str:
 def printed(root: Any) -> str:
     """``repr`` of an object and of those of this project that it leads to, of the first 2,000 objects."""
     seen: dict[int, Any] = {}
-    found: list[str] = []
+    lines: list[str] = []
     waiting = [root]
     while waiting and len(seen) < 2000:
         thing = waiting.pop()
@@ -196,6 +196,6 @@ def printed(root: Any) -> str:
         elif isinstance(thing, dict):
             waiting.extend(list(thing.values())[:50])
         elif type(thing).__module__.split(".")[0] in ("tenant_sdk", "shared"):
-            found.append(repr(thing))
+            lines.append(repr(thing))
             waiting.extend(vars(thing).values() if hasattr(thing, "__dict__") else [])
-    return "\n".join(found)
+    return "\n".join(lines)

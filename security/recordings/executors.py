@@ -121,5 +121,5 @@ class ExecutorProcess:
         return read_transcript(self.newest, cut=True)
 
     def _recordings(self) -> list[Path]:
-        found = (self.folder / "transcripts").glob("*.transcript")
-        return sorted(found, key=lambda file: file.stat().st_mtime)
+        paths = (self.folder / "transcripts").glob("*.transcript")
+        return sorted(paths, key=lambda file: file.stat().st_mtime)

@@ -81,8 +81,8 @@ class Gateway:
         Raises:
             AuditError: it does not answer.
         """
-        asked = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
-        body = asked | {"ignore_eos": True, "return_token_ids": True} | options
+        fields = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        body = fields | {"ignore_eos": True, "return_token_ids": True} | options
         headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
         request = urllib.request.Request(  # noqa: S310
             f"{self.url}/v1/completions", json.dumps(body).encode(), headers

@@ -76,10 +76,10 @@ def newest(folder: str | Path) -> Path:
     Raises:
         TranscriptError: there is none.
     """
-    found = sorted(Path(folder).glob("*.transcript"), key=lambda path: path.stat().st_mtime)
-    if not found:
+    paths = sorted(Path(folder).glob("*.transcript"), key=lambda path: path.stat().st_mtime)
+    if not paths:
         raise TranscriptError(f"no transcript in {folder}; `symbiosis-provider serve --transcript` makes one")
-    return found[-1]
+    return paths[-1]
 
 
 def read_transcript(path: str | Path, *, digest: str | None = None, cut: bool = False) -> Transcript:
@@ -142,14 +142,14 @@ def _read(path: Path, file: BinaryIO, digest: str | None, *, cut: bool) -> Trans
                 f"instead of {digest[:16]}"
             )
         transcript = Transcript(manifest)
-        asked: dict[tuple[int, int], RecordedRequest] = {}
-        while _record(cursor, transcript, asked):
+        by_request: dict[tuple[int, int], RecordedRequest] = {}
+        while _record(cursor, transcript, by_request):
             pass
     except EOFError:
         if transcript is None or not cut:
-            found = len(transcript.requests) if transcript else 0
+            count = len(transcript.requests) if transcript else 0
             raise TranscriptError(
-                f"{path} is cut after {found} requests: the provider was killed, is still writing, or had no "
+                f"{path} is cut after {count} requests: the provider was killed, is still writing, or had no "
                 "space. To use what is there: --cut"
             ) from None
     except (WireError, ValueError) as error:

@@ -119,8 +119,8 @@ def write_json(result: AuditResult, verdicts: list[Verdict], path: Path) -> None
             for finding in result.findings
         ],
         "randomness": {
-            mode: dataclasses.asdict(found) | {"histogram": found.histogram.tolist()}
-            for mode, found in result.randomness.items()
+            mode: dataclasses.asdict(randomness) | {"histogram": randomness.histogram.tolist()}
+            for mode, randomness in result.randomness.items()
         },
         "seeds": dataclasses.asdict(result.seeds) if result.seeds else None,
         "figures": result.figures,
@@ -165,7 +165,7 @@ def write_html(result: AuditResult, verdicts: list[Verdict], path: Path) -> None
         statistical=STATISTICAL,
         randomness=result.randomness,
         seeds=result.seeds,
-        outside={mode: plots.outside_band(found) for mode, found in result.randomness.items()},
+        outside={mode: plots.outside_band(randomness) for mode, randomness in result.randomness.items()},
         bank_name=bank_name,
         noise_bank=NoiseBankOptions(),
         ring_masks=RING_MASKS,

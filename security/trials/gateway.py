@@ -159,16 +159,16 @@ class Gateways:
             lengths.append([int(n) for n in self.rng.integers(5, 60, WAVE)])
             starts = self.rng.integers(0, len(self.stream) - 60, WAVE)
             prompts = [self.stream[at : at + n] for at, n in zip(starts, lengths[-1], strict=True)]
-            asked = [(self.names[i % TOGETHER], p, 60 - 4 * i) for i, p in enumerate(prompts)]
-            works.append(served.come_one_by_one(asked))
+            requests = [(self.names[i % TOGETHER], p, 60 - 4 * i) for i, p in enumerate(prompts)]
+            works.append(served.come_one_by_one(requests))
         return lengths, works
 
     def _repeating(self, served: Gateway) -> tuple[list[int], list[Work]]:
         """Prompts of one length, of which every second one repeats a phrase."""
         kinds, works = [0, 1] * self.plan.speculated_prompts, []
         for i, kind in enumerate(kinds):
-            own = list(dict.fromkeys(self.stream[i * PROMPT :]))[:PROMPT]
-            prompt = own if not kind else (own[:PHRASE] * PROMPT)[:PROMPT]
+            distinct = list(dict.fromkeys(self.stream[i * PROMPT :]))[:PROMPT]
+            prompt = distinct if not kind else (distinct[:PHRASE] * PROMPT)[:PROMPT]
             works.append(served.ask([(BASE, prompt, ANSWER)]))
         return kinds, works
 
@@ -223,7 +223,7 @@ class Gateways:
         """What each row stands for: guessed by the provider, and read where masks are known."""
         view = during(views[PROVIDER], works)
         truth, read = self._truth(views[BOTH], works)
-        found = [finding_of(VocabularyMatching, GATEWAY, BOTH, read, None)]
+        findings = [finding_of(VocabularyMatching, GATEWAY, BOTH, read, None)]
         attacks: list[Any] = [VocabularyMatching(), SubspaceProjection(), NoiseAware()]
         for attack in attacks:
             blind = torch.cat(
@@ -234,8 +234,8 @@ class Gateways:
                 may = able(chance, success.trials, self.confidence, self.plan.resolution)
             except NothingToScore:  # the control fails too
                 success, chance, may = NOTHING, 0.0, {}
-            found.append(finding_of(attack, GATEWAY, PROVIDER, success, chance, **may))
-        return found
+            findings.append(finding_of(attack, GATEWAY, PROVIDER, success, chance, **may))
+        return findings
 
     def _truth(self, both: View, works: list[Work]) -> tuple[GroundTruth, Estimate]:
         """Which token each row stands for, and how many of those that clients know of were read.
@@ -313,10 +313,12 @@ class Gateways:
 
     def _streams(self, tenant: str, works: list[Work]) -> list[Stream]:
         """Rows and times of the steps of each work, as the provider has them."""
-        found = products_of(requests_of([self.parties.ring.so_far()], tenant))
-        steps = [r for r in found if (r.header.group, r.header.direction) == (0, Direction.FORWARD)]
-        own = [[r for r in steps if work.begin <= r.arrived <= work.end] for work in works]
-        return [Stream(tuple(r.header.rows for r in each), tuple(r.arrived for r in each)) for each in own]
+        products = products_of(requests_of([self.parties.ring.so_far()], tenant))
+        steps = [r for r in products if (r.header.group, r.header.direction) == (0, Direction.FORWARD)]
+        of_works = [[r for r in steps if work.begin <= r.arrived <= work.end] for work in works]
+        return [
+            Stream(tuple(r.header.rows for r in each), tuple(r.arrived for r in each)) for each in of_works
+        ]
 
     def _speculation(
         self, result: AuditResult, usual: list[Stream], lookup: list[Stream], kinds: list[int]
@@ -350,18 +352,20 @@ class Gateways:
     def _sought(self, public: PublicModel, works: list[Work]) -> dict[bytes, str]:
         """What the provider must not be sent as it is."""
         text = self.trials.text[0][:32].encode()
-        found = {name.encode(): "an adapter's name" for name in self.names}
-        found |= {self.key.encode(): "an API key"}
-        found |= {text[at : at + 8]: "text of a prompt" for at in range(0, len(text) - 8, 8)}
+        patterns = {name.encode(): "an adapter's name" for name in self.names}
+        patterns |= {self.key.encode(): "an API key"}
+        patterns |= {text[at : at + 8]: "text of a prompt" for at in range(0, len(text) - 8, 8)}
         tokens = works[0].sent
         for at in range(0, len(tokens) - 4, 4):
-            found |= {np.array(tokens[at : at + 4], kind).tobytes(): "token ids" for kind in ("<i4", "<i8")}
+            patterns |= {
+                np.array(tokens[at : at + 4], kind).tobytes(): "token ids" for kind in ("<i4", "<i8")
+            }
         for row in public.first_inputs[torch.tensor(tokens)]:
-            found[row.numpy().tobytes()[:24]] = "a row without its mask"
+            patterns[row.numpy().tobytes()[:24]] = "a row without its mask"
         for name in self.names:
             weights = load_file(self.folder / "adapters" / name / "adapter_model.safetensors")
-            found |= {w.numpy().tobytes()[:24]: "an adapter's weights" for w in weights.values()}
-        return found
+            patterns |= {w.numpy().tobytes()[:24]: "an adapter's weights" for w in weights.values()}
+        return patterns
 
 
 def _since(file: Path, start: int) -> bytes:

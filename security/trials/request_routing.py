@@ -56,17 +56,17 @@ class Routes:
     def routes(self) -> tuple[list[HostileFinding], list[Finding]]:
         """The same prompts in every setting, of a few tokens and of many."""
         folder = mixture(self.parties.model, self.trials.folder / "mixture")
-        found = {setting: self._recognised(folder, setting) for setting in SETTINGS}
+        outcomes = {setting: self._recognised(folder, setting) for setting in SETTINGS}
         hostile = [
             HostileFinding(
                 f"{Routing.name}, {setting} experts",
                 defence,
                 f"{self.plan.routed_prompts} prompts of {SHORT} tokens, all of which the provider knows: by "
-                f'rows of experts it recognised {found[setting][SHORT][0].hits} with experts="{setting}", '
-                f'and {found["routed"][SHORT][0].hits} with experts="routed".',
-                found[setting][SHORT][0],
-                found["routed"][SHORT][0],
-                same=found[setting][SHORT][1] == 1,
+                f'rows of experts it recognised {outcomes[setting][SHORT][0].hits} with experts="{setting}", '
+                f'and {outcomes["routed"][SHORT][0].hits} with experts="routed".',
+                outcomes[setting][SHORT][0],
+                outcomes["routed"][SHORT][0],
+                same=outcomes[setting][SHORT][1] == 1,
             )
             for setting, defence in (
                 ("local", "experts stay with the tenant"),
@@ -74,7 +74,7 @@ class Routes:
             )
         ]
         # Of many tokens the bucket says something, and nothing is claimed.
-        return hostile, [found[setting][length][0] for setting in SETTINGS for length in (SHORT, LONG)]
+        return hostile, [outcomes[setting][length][0] for setting in SETTINGS for length in (SHORT, LONG)]
 
     def _recognised(self, folder: Path, setting: str) -> dict[int, tuple[Finding, int]]:
         """By length of the prompts what the attack finds, and how many different counts there were."""

@@ -65,8 +65,8 @@ class _Passes:
 
     @classmethod
     def of(cls, requests: list[RecordedRequest]) -> _Passes:
-        asked = [request.header for request in products_of(requests)]
-        return cls([h.rows for h in asked if (h.group, h.direction) == (0, Direction.FORWARD)])
+        headers = [request.header for request in products_of(requests)]
+        return cls([h.rows for h in headers if (h.group, h.direction) == (0, Direction.FORWARD)])
 
 
 class SupplyAttacks:
@@ -133,10 +133,12 @@ class SupplyAttacks:
         secrets = [0, 1] * self.plan.filler_prompts
         prompts = []
         for i, secret in enumerate(secrets):
-            own = words[i * WORDS : (i + 1) * WORDS]
-            prompts.append(" ".join([*own[: WORDS // 2], (OTHER, WORD)[secret], *own[WORDS // 2 :]]))
+            words_of_text = words[i * WORDS : (i + 1) * WORDS]
+            prompts.append(
+                " ".join([*words_of_text[: WORDS // 2], (OTHER, WORD)[secret], *words_of_text[WORDS // 2 :]])
+            )
         files = {"tokenizer.json": attack.rules((self.parties.model / "tokenizer.json").read_bytes())}
-        found, seen = [], []
+        findings, seen = [], []
         for mode, like in ((ONE_TIME, self.parties.ring), (PLAIN, self.parties.floats)):
             with self.trials.hosted(like, files=files) as host:
                 ends = self._prompted(host, mode, prompts)
@@ -144,9 +146,9 @@ class SupplyAttacks:
             rows = [sum(passes[start:end]) for start, end in pairwise(ends)]
             guesses = attack.attack((rows, secrets[: len(secrets) // 2]), self.rng)
             where = mode if mode == ONE_TIME else f"{PLAIN}, nobody attests"
-            found.append(self.trials.score_guesses(attack, where, guesses, secrets))
+            findings.append(self.trials.score_guesses(attack, where, guesses, secrets))
             seen.append(rows)
-        defended, control = found
+        defended, control = findings
         return [
             HostileFinding(
                 attack.name,
@@ -186,7 +188,7 @@ class SupplyAttacks:
         """Prompts that repeat themselves and prompts that do not, generated as the provider's files say."""
         secrets = [0, 1] * self.plan.served_prompts
         files = ServedSpeculation.files(self.parties.model)
-        found, seen = [], []
+        findings, seen = [], []
         with self.trials.hosted(self.parties.floats, files=files) as host:
             ends = {
                 tenant: self._generated(host, tenant, secrets, own)
@@ -199,9 +201,9 @@ class SupplyAttacks:
                 for start, end in pairwise(ends[tenant])
             ]
             guesses = ServedSpeculation().attack((streams, secrets[: len(secrets) // 2]), self.rng)
-            found.append(self.trials.score_guesses(ServedSpeculation, mode, guesses, secrets, PROVIDER))
+            findings.append(self.trials.score_guesses(ServedSpeculation, mode, guesses, secrets, PROVIDER))
             seen.append({stream.rows for stream in streams})
-        defended, control = found
+        defended, control = findings
         return [
             HostileFinding(
                 ServedSpeculation.name,
@@ -437,9 +439,9 @@ class SupplyAttacks:
 
     def _folder(self) -> Path:
         self._folders += 1
-        made = self.trials.folder / f"supplies-{self._folders}"
-        made.mkdir()
-        return made
+        path = self.trials.folder / f"supplies-{self._folders}"
+        path.mkdir()
+        return path
 
 
 def _ask(session: Session, rows: torch.Tensor) -> None:
@@ -451,9 +453,9 @@ def _integers(manifest: Manifest, rows: torch.Tensor) -> torch.Tensor:
     """What rows of the first group are on the ring, before a mask is added: int32 [T, C]."""
     info = manifest.groups[0]
     assert info.bounds is not None
-    found = torch.zeros(rows.shape, dtype=torch.int32)
-    quantize_and_mask([rows], None, max_row_norm(info.bounds[0], info.inputs), found, None)
-    return found
+    integers = torch.zeros(rows.shape, dtype=torch.int32)
+    quantize_and_mask([rows], None, max_row_norm(info.bounds[0], info.inputs), integers, None)
+    return integers
 
 
 def _tokenizer_of(folder: Path) -> Callable[[], Any]:

@@ -210,8 +210,8 @@ def exponents(norms: torch.Tensor, max_norm: float) -> torch.Tensor:
         int32 [T].
     """
     fraction, power = torch.frexp(norms * (MARGIN / max_norm))
-    found = 8 * power + (16 * fraction).ceil().to(torch.int32) - 8
-    return torch.where(norms > 0, found, ZERO_EXPONENT)
+    exponent = 8 * power + (16 * fraction).ceil().to(torch.int32) - 8
+    return torch.where(norms > 0, exponent, ZERO_EXPONENT)
 
 
 def steps(exponent: torch.Tensor) -> torch.Tensor:

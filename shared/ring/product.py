@@ -234,11 +234,11 @@ def group_planes(checkpoint: Checkpoint, info: GroupInfo, planes: int) -> Planes
     parts = zip(info.members, whole.split(widths, 1), scales.split(widths), strict=True)
     for member, part, part_scales in parts:
         try:
-            made = quantize_weight(checkpoint.member_weight(member), planes)
+            quantized = quantize_weight(checkpoint.member_weight(member), planes)
         except ValueError as error:
             raise CheckpointError(f"{member.tensor}: {error}") from error
-        part.copy_(made.planes)
-        part_scales.copy_(made.scales)
+        part.copy_(quantized.planes)
+        part_scales.copy_(quantized.scales)
     return Planes(whole, scales)
 
 

@@ -264,15 +264,15 @@ class TenantProtocol:
         """
         request_id = self._new_id()
         plan = shape.plan(request.direction, request.members)
-        asked = request._replace(
+        request_header = request._replace(
             request_id=request_id,
             columns=plan.request_columns,
             answer_bits=request.answer_bits if shape.planes else 0,
         )
-        self._expected[request_id] = asked._replace(
+        self._expected[request_id] = request_header._replace(
             operation=Operation.REPLY, columns=plan.answer_columns, request_class=0
         )
-        return asked
+        return request_header
 
     def _new_id(self) -> int:
         request_id = self._next_id

@@ -67,17 +67,17 @@ def diagnose(targets: list[Target], rules: SessionRules) -> Iterator[tuple[str, 
         rules: of a session with them.
     """
     yield "", _untested()
-    own, *others = targets
+    provider, *others = targets
     sources = [target.party for target in others]
     comparison = Comparison(rules)
     executors = [target for target in targets if not target.url.startswith(LOCAL)]
     for target in executors:
         yield target.party if sources or target.replicas else "", _examine_party(target, comparison)
-    if own.party in comparison.manifests:
+    if provider.party in comparison.manifests:
         shared = _shared(executors, rules)
         yield (
             "one-time masks" if sources else "",
-            _together(comparison, comparison.manifests[own.party], sources, shared),
+            _together(comparison, comparison.manifests[provider.party], sources, shared),
         )
 
 

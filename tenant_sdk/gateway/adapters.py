@@ -63,14 +63,14 @@ def folders_in(folder: Path) -> Iterator[Path]:
 
 def mark_of(folder: Path) -> object:
     """What changes when an adapter's files do, without reading them."""
-    found = []
+    marks = []
     for name in (CONFIG, WEIGHTS, RECORD):
         try:
             state = (folder / name).stat()
-            found.append((state.st_mtime_ns, state.st_ctime_ns, state.st_size, state.st_ino))
+            marks.append((state.st_mtime_ns, state.st_ctime_ns, state.st_size, state.st_ino))
         except OSError:
-            found.append((0, 0, 0, 0))
-    return found
+            marks.append((0, 0, 0, 0))
+    return marks
 
 
 def largest_rank(folder: Path) -> int:
@@ -130,9 +130,9 @@ def take(
         check_below(within, source, source.resolve())
     with (
         disk_errors(copies, f"a copy of {source}", "The adapter is not served until then."),
-        tempfile.TemporaryDirectory(prefix=".", dir=copies, ignore_cleanup_errors=True) as made,
+        tempfile.TemporaryDirectory(prefix=".", dir=copies, ignore_cleanup_errors=True) as temporary,
     ):
-        copy = Path(made)
+        copy = Path(temporary)
         check = partial(_check, source=source, most_rank=most_rank)
         received = receive(source, copy, _stub_model(manifest), within=within, check=check)
         record = None if allow_other_base else Provenance.read(copy, source)

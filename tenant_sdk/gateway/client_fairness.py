@@ -222,8 +222,8 @@ def next_admissions(
             queues, key=lambda client: held[client]
         )  # of those that have as many, the first that came
         each = queues[client].popleft()
-        own = share is None or used[client] + each.more <= share or not held[client]
-        if not own or (share is not None and each.more > free) or not for_sequences.take(client, 1):
+        within_share = share is None or used[client] + each.more <= share or not held[client]
+        if not within_share or (share is not None and each.more > free) or not for_sequences.take(client, 1):
             del queues[client]
             continue
         if each.adapter in adapters or for_adapters.take(client, 1):

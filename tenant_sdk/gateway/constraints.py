@@ -53,13 +53,13 @@ def constraint(response_format: Any, structured_outputs: Any) -> Constraint | No
     Raises:
         ConstraintRefused: it is none that this gateway takes.
     """
-    found = [each for each in (_of_format(response_format), _of_outputs(structured_outputs)) if each]
-    if len(found) > 1:
+    constraints = [each for each in (_of_format(response_format), _of_outputs(structured_outputs)) if each]
+    if len(constraints) > 1:
         raise ConstraintRefused("give response_format or structured_outputs, not both")
-    if not found:
+    if not constraints:
         return None
-    _check(found[0])
-    return found[0]
+    _check(constraints[0])
+    return constraints[0]
 
 
 def call_of(parameters: dict[str, Any] | None) -> Constraint:
@@ -68,9 +68,9 @@ def call_of(parameters: dict[str, Any] | None) -> Constraint:
     Raises:
         ConstraintRefused: see ``constraint``.
     """
-    made = Constraint("json", _encoded(parameters or _NO_PARAMETERS))
-    _check(made)
-    return made
+    encoded = Constraint("json", _encoded(parameters or _NO_PARAMETERS))
+    _check(encoded)
+    return encoded
 
 
 def one_call_of(functions: Mapping[str, dict[str, Any] | None]) -> Constraint:
@@ -91,9 +91,9 @@ def one_call_of(functions: Mapping[str, dict[str, Any] | None]) -> Constraint:
         properties = {"name": {"type": "string", "enum": [name]}, "parameters": parameters}
         calls.append({"properties": properties, "required": ["name", "parameters"]})
     schema = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": calls}}
-    made = Constraint("json", _encoded(schema | ({"$defs": definitions} if definitions else {})))
-    _check(made)
-    return made
+    encoded = Constraint("json", _encoded(schema | ({"$defs": definitions} if definitions else {})))
+    _check(encoded)
+    return encoded
 
 
 # Of a schema: schemas by name, lists of them, and single ones; what else is in it is data.
@@ -139,19 +139,19 @@ def _inside(schema: dict[str, Any]) -> Iterator[Any]:
 def _closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
-    made = dict(schema)
+    strict = dict(schema)
     for key in _BY_NAME:
-        if isinstance(made.get(key), dict):
-            made[key] = {name: _closed(each) for name, each in made[key].items()}
+        if isinstance(strict.get(key), dict):
+            strict[key] = {name: _closed(each) for name, each in strict[key].items()}
     for key in _LISTS:
-        if isinstance(made.get(key), list):
-            made[key] = [_closed(each) for each in made[key]]
+        if isinstance(strict.get(key), list):
+            strict[key] = [_closed(each) for each in strict[key]]
     for key in _SINGLE:
-        if key in made:
-            made[key] = _closed(made[key])
-    if "properties" in made and not made.keys() & _OPEN:
-        made["additionalProperties"] = False
-    return made
+        if key in strict:
+            strict[key] = _closed(strict[key])
+    if "properties" in strict and not strict.keys() & _OPEN:
+        strict["additionalProperties"] = False
+    return strict
 
 
 def _of_format(response_format: Any) -> Constraint | None:

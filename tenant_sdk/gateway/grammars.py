@@ -120,10 +120,10 @@ def _in_child(tokenizer: llguidance.LLTokenizer, constraint: Constraint) -> str:
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        found = pipe.read()
+        answer_bytes = pipe.read()
     os.waitpid(child, 0)
-    if found.startswith(b"="):
-        return found[1:].decode()
+    if answer_bytes.startswith(b"="):
+        return answer_bytes[1:].decode()
     return f"compiling it takes more than {SECONDS:g} s or {MEMORY >> 20} MiB; make it smaller"
 
 

@@ -202,13 +202,13 @@ def _tool_parser(options: GatewayOptions, tokenizer: Any, say: Callable[[str], N
     if not shows_tools(tokenizer, options.chat_template):
         say("this model's chat template shows it no tools: it does not know what those of a request are for")
     if not options.tool_parser:
-        found = tool_parser(tokenizer, options.chat_template)
-        if found and found not in QUICK:
+        suitable = tool_parser(tokenizer, options.chat_template)
+        if suitable and suitable not in QUICK:
             say(
-                f"this model's chat template writes calls for vLLM's parser {found}, which takes long for "
+                f"this model's chat template writes calls for vLLM's parser {suitable}, which takes long for "
                 "some answers, while all clients wait; name it as parser of tools if you trust your clients"
             )
-        return found if found in QUICK else ""
+        return suitable if suitable in QUICK else ""
     from vllm.tool_parsers import ToolParserManager
 
     parser = options.tool_parser

@@ -88,8 +88,8 @@ def request_name(client: str, secret: str) -> str:
 
 def client_of(sequence: str) -> str:
     """The client of a sequence, by the name that vLLM has for it, which holds that of its request."""
-    found = re.search(r"([0-9a-z]+)\.[0-9a-f]{32}", sequence)
-    return found[1] if found else ""
+    match = re.search(r"([0-9a-z]+)\.[0-9a-f]{32}", sequence)
+    return match[1] if match else ""
 
 
 def _write(path: Path, record: msgspec.Struct) -> None:

@@ -324,5 +324,5 @@ def _sane(down: torch.Tensor, up: torch.Tensor) -> bool:
     chance = torch.Generator()
     chance.seed()  # its author must not know the rows
     x = torch.randn(TRIED_ROWS, down.shape[1], generator=chance)
-    made = x @ down.cpu().float().T @ up.cpu().float().T
-    return bool((made.abs() < ADAPTER_MOST).all())
+    product = x @ down.cpu().float().T @ up.cpu().float().T
+    return bool((product.abs() < ADAPTER_MOST).all())

@@ -102,5 +102,7 @@ def _replace(model: nn.Module, store: Store) -> None:
         if isinstance(function, _Once):
             function = function.inner
         keywords = getattr(function, "keywords", {})
-        own = keywords.get("context_fn", noop_context_fn) is not noop_context_fn or keywords.get("debug")
-        setattr(module, _FUNCTION, function if own else _Once(function, store))
+        has_own_context = keywords.get("context_fn", noop_context_fn) is not noop_context_fn or keywords.get(
+            "debug"
+        )
+        setattr(module, _FUNCTION, function if has_own_context else _Once(function, store))

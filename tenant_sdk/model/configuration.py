@@ -83,10 +83,10 @@ def model_configuration(data: bytes, manifest: Manifest, overrides: Mapping[str,
     """
     raw = _object(data, "config.json")
     # How long a spectrogram is has the name of an option of generation.
-    own = {"max_length"} if raw.get("model_type") == "audio-spectrogram-transformer" else set()
-    kept = {key: value for key, value in raw.items() if key not in _OF_GENERATION - own}
-    kept = {key: value for key, value in kept.items() if key not in _OF_CLASSES}
-    clean = _clean(kept, _Limits(manifest), "config.json", 0)
+    model_fields = {"max_length"} if raw.get("model_type") == "audio-spectrogram-transformer" else set()
+    fields = {key: value for key, value in raw.items() if key not in _OF_GENERATION - model_fields}
+    fields = {key: value for key, value in fields.items() if key not in _OF_CLASSES}
+    clean = _clean(fields, _Limits(manifest), "config.json", 0)
     with tempfile.TemporaryDirectory(prefix="symbiosis-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(clean))
         # Every configuration class refuses nonsense in a way of its own.

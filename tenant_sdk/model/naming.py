@@ -90,8 +90,8 @@ def base_of(model: nn.Module) -> Base:
     name = str(getattr(inner, "name_or_path", "") or "")
     if snapshot := id_of_snapshot(name):
         return Base(*snapshot)
-    found = Base(name)
-    return Base(name, getattr(inner.config, "_commit_hash", None) if found.hub else None)
+    base = Base(name)
+    return Base(name, getattr(inner.config, "_commit_hash", None) if base.hub else None)
 
 
 def plain_name(text: str) -> str:

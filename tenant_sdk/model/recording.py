@@ -123,10 +123,10 @@ class Recording:
         for index, answer in enumerate(self._answers):
             if answer.matches(request, sample):
                 del self._answers[index]
-                found = [self._store.read(each) for each in answer.kept]
+                answers = [self._store.read(each) for each in answer.kept]
                 for each in answer.kept:
                     self._store.free(each)
-                return found
+                return answers
         return None
 
 
@@ -157,9 +157,9 @@ class RecordingContext:
             # A second run may end as soon as it has computed what is needed: nobody parts from anybody then.
             if hasattr(request[0], "forget"):
                 self._touched.append(request[0])
-            found = self._recording.take(request, blocks)
-            if found is not None:
-                return found
+            recorded = self._recording.take(request, blocks)
+            if recorded is not None:
+                return recorded
         answers = compute() if self._around is None else self._around.answer(request, blocks, compute)
         if not self._replays:
             self._recording.keep(request, blocks, answers)

@@ -203,15 +203,15 @@ class Group:
         widths = [self.info.inputs] if direction == Direction.FORWARD else outputs
         if [block.shape[-1] for block in blocks] != widths:
             names = ", ".join(member.name for member in self._members(member_bits))
-            made = [block.shape[-1] for block in blocks]
+            block_widths = [block.shape[-1] for block in blocks]
             raise ModelMismatch(
-                f"{names} takes rows of {widths} numbers, but the model makes rows of {made}: its "
+                f"{names} takes rows of {widths} numbers, but the model makes rows of {block_widths}: its "
                 "configuration does not fit the weights"
             )
         first = blocks[0]
         if not len(first):  # an empty batch: nothing to ask for
-            made = outputs if direction == Direction.FORWARD else [self.info.inputs]
-            return PendingProduct(lambda: [first.new_empty((0, width)) for width in made])
+            block_widths = outputs if direction == Direction.FORWARD else [self.info.inputs]
+            return PendingProduct(lambda: [first.new_empty((0, width)) for width in block_widths])
         for block in blocks:
             check_values(block, direction, (member.name for member in self.info.members))
         if first.dtype == torch.float32 and first.device.type == "cpu":

@@ -139,10 +139,10 @@ class StoredFingerprints:
 
     def get(self, key: ProductKey, product: IntegerProduct) -> Fingerprint:
         """See ``tenant_sdk.products.verification.Fingerprints``."""
-        made = self._made.get(key)
-        if made is None:
-            made = self._made[key] = self._make(key)
-        return made
+        fingerprint = self._made.get(key)
+        if fingerprint is None:
+            fingerprint = self._made[key] = self._make(key)
+        return fingerprint
 
     def _make(self, key: ProductKey) -> Fingerprint:
         info = self._groups[key.group]

@@ -379,11 +379,11 @@ class OneTimeMasks:
             with self._changed:
                 if self._closed:
                     raise ConnectionLost("the session is closed")
-                asked = [
+                requests = [
                     pool.submit(source.seed_effect, *key.product, rows, seed, request_class)
                     for pool, source, seed in zip(self._pools, self._sources, seeds, strict=True)
                 ]
-            return _results(asked)
+            return _results(requests)
 
         # Seeds of what need not be asked for again are kept nowhere.
         again = exact if key.answer_bits < EXACT else None

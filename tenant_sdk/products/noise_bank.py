@@ -154,9 +154,9 @@ class NoiseBank(PrivacyMode):
                 if bank.next is None and (old or bank.rows > options.rotate_rows):
                     bank.next = self._fetcher.submit(self._make, group, direction)
                 return bank
-        made = self._make(group, direction)
+        new_bank = self._make(group, direction)
         with self._lock:
-            bank = self._banks.setdefault(key, made)
+            bank = self._banks.setdefault(key, new_bank)
             bank.rows += rows
             return bank
 

@@ -253,7 +253,7 @@ class RingProducts:
         count = pieces[-1].rows.stop
         results = [torch.empty((count, width)) for width in self._widths(key)]
         waiting, again, doubted = 0.0, list[tuple[_Piece, torch.Tensor]](), set[int]()
-        asked = False
+        repeated = False
         try:
             while pieces:
                 if self._failed is not None:  # another product of this session
@@ -267,11 +267,15 @@ class RingProducts:
                     again.append((piece, answer))
             # When all of it is there: a repeated piece would tell what the others must be.
             for piece, answer in again:
-                asked = True
+                repeated = True
                 self._recheck_exact(key, piece, answer, check)
         except BaseException as error:
             # What is owed must come: an executor that lies would withhold it.
-            if (asked or doubted) and not isinstance(error, VerificationError) and self._verifier is not None:
+            if (
+                (repeated or doubted)
+                and not isinstance(error, VerificationError)
+                and self._verifier is not None
+            ):
                 unconfirmed = self._refuse_further(self._verifier.unconfirmed(key))
                 if isinstance(error, SymbiosisError):
                     raise unconfirmed from error
@@ -433,11 +437,11 @@ class RingProducts:
         return [shape.outputs[i] for i in member_indices(key.member_bits)]
 
     def _group(self, group: int) -> RingGroup:
-        made = self._groups.get(group)
-        if made is None:
-            made = RingGroup(self._remote.manifest.groups[group], self._scales(group))
-            self._groups[group] = made
-        return made
+        ring_group = self._groups.get(group)
+        if ring_group is None:
+            ring_group = RingGroup(self._remote.manifest.groups[group], self._scales(group))
+            self._groups[group] = ring_group
+        return ring_group
 
     def close(self) -> None:
         """See PrivacyMode."""

@@ -101,18 +101,18 @@ class LiveFingerprints:
 
     def get(self, key: ProductKey, product: IntegerProduct) -> Fingerprint:
         """See Fingerprints."""
-        made = self._made.get(key)
-        if made is None:
+        fingerprint = self._made.get(key)
+        if fingerprint is None:
             shape = self._shapes[key.group]
             plan = shape.plan(key.direction, key.member_bits)
             challenge = draw_challenge(self._entropy, shape.planes, plan.answer_columns // shape.planes)
             multiply = self._product or product
             factor = multiply_challenge(challenge, lambda rows: multiply(transposed(key), rows))
-            made = Fingerprint(challenge.view(-1), factor)
+            fingerprint = Fingerprint(challenge.view(-1), factor)
             if self._product is None:
-                self._try(key, made, plan.request_columns, multiply)
-            made = self._made.setdefault(key, made)
-        return made
+                self._try(key, fingerprint, plan.request_columns, multiply)
+            fingerprint = self._made.setdefault(key, fingerprint)
+        return fingerprint
 
     def _try(self, key: ProductKey, fingerprint: Fingerprint, columns: int, multiply: IntegerProduct) -> None:
         """Check random rows before any of the tenant's.

@@ -244,16 +244,16 @@ def _convert(model: Any, device: torch.device | str | None, dtype: torch.dtype |
 
     So tables that are computed in float32 in any case, such as frequencies of positions, are not rounded.
     """
-    base, kept = _base(model), dict[str, Tensor]()
+    base, buffers = _base(model), dict[str, Tensor]()
     if dtype is not None:
         with torch.device("meta"):
             loaded = type(base)._from_config(copy.deepcopy(base.config), dtype=dtype)
-        own = {name: each.dtype for name, each in loaded.named_buffers()}
+        own_dtypes = {name: each.dtype for name, each in loaded.named_buffers()}
         # Buffers of the checkpoint take the dtype, as parameters do.
         tables = base.named_non_persistent_buffers()
-        kept = {name: each for name, each in tables if own.get(name, dtype) != dtype}
+        buffers = {name: each for name, each in tables if own_dtypes.get(name, dtype) != dtype}
     model.to(device=device, dtype=dtype)
-    for name, table in kept.items():
+    for name, table in buffers.items():
         path, _, leaf = name.rpartition(".")
         base.get_submodule(path)._buffers[leaf] = table.to(model.device)
 

@@ -238,8 +238,8 @@ class DiskLayer(HostLayer):
 
     def shapes(self, tokens: int) -> list[tuple[int, int, int, int]]:
         """Of keys and values, with so many tokens."""
-        found = [buffer.tokens.shape for buffer in self._buffers]
-        return [(batch, heads, tokens, width) for batch, heads, _, width in found]
+        of_buffers = [buffer.tokens.shape for buffer in self._buffers]
+        return [(batch, heads, tokens, width) for batch, heads, _, width in of_buffers]
 
     def nbytes(self, more: int = 0) -> int:
         """Bytes of its buffers, once so many more tokens are in them."""

@@ -131,7 +131,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         return type(self).generate(self, *args, **kwargs)
     cache.check(ids)
     cache.text, cache.reordered = ids, False
-    made = type(self).generate(self, *args, **kwargs)
+    generated = type(self).generate(self, *args, **kwargs)
     if not cache.reordered:
-        cache.text = getattr(made, "sequences", made)[:, : cache.get_seq_length()].clone()
-    return made
+        cache.text = getattr(generated, "sequences", generated)[:, : cache.get_seq_length()].clone()
+    return generated

@@ -164,10 +164,10 @@ def _measured(
 
     Here, nothing larger than the budget is made: it could not be kept either.
     """
-    found: dict[Shape, tuple[float, float]] = {}
+    seconds_of_shape: dict[Shape, tuple[float, float]] = {}
     for at, info in infos.items():
         inputs, *outputs = shape = _shape(info)
-        if shape in found:
+        if shape in seconds_of_shape:
             continue
         remote, local, size = (
             _fastest(products, [at], shape, training=training),
@@ -180,8 +180,8 @@ def _measured(
                 for copy in range(min(max(1, min(COLD_BYTES, budget) // size), MAX_COPIES))
             }
             local = _fastest(KeptProducts(products, cold), cold, shape, training=training)
-        found[shape] = remote, local
-    return found
+        seconds_of_shape[shape] = remote, local
+    return seconds_of_shape
 
 
 def _fastest(products: PrivacyMode, groups: Iterable[int], shape: Shape, *, training: bool) -> float:

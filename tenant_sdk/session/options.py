@@ -413,8 +413,8 @@ class SessionConfig:
             for at, each in enumerate(sources)
             if not is_local(each) and any(isinstance(one, str) for one in replicas_of(each))
         ]
-        own = own_tokens(own_token, [tokens[at] for at in known], allowed)
-        for at, token in zip(known, own, strict=True):
+        distinct = own_tokens(own_token, [tokens[at] for at in known], allowed)
+        for at, token in zip(known, distinct, strict=True):
             tokens[at] = token
         if "token" in allowed:
             tokens = [each or own_token for each in tokens]  # also in this process, where none is needed
@@ -478,12 +478,12 @@ class SessionConfig:
 
     def _check_certificates(self) -> None:
         """Refuse options of TLS that nothing would use: whoever gives them expects TLS."""
-        own = replicas_of(self.provider)
+        providers = replicas_of(self.provider)
         executors = [one for each in self.mask_sources if not is_local(each) for one in replicas_of(each)]
         for option, value, users in (
-            ("ca", self.ca, own),
+            ("ca", self.ca, providers),
             ("mask_source_ca", self.mask_source_ca, executors),
-            ("client_certificate", self.client_certificate, [*own, *executors]),
+            ("client_certificate", self.client_certificate, [*providers, *executors]),
         ):
             if value is not None and users and not any(map(over_tls, users)):
                 raise ConfigurationError(

@@ -104,11 +104,11 @@ class ReplicatedExecutor:
         """See ``ReconnectingConnection``."""
         addresses = self._resolver.resolve()
         seconds = OPENING_SECONDS if len(addresses) > 1 else self._config.timeout
-        found: dict[str, OpenChannel] = {}
+        channels: dict[str, OpenChannel] = {}
         for address in addresses:  # executors in this process may all have one name
-            name = str(address) if str(address) not in found else f"{address} ({len(found) + 1})"
-            found[name] = partial(self._open, address, min(seconds, self._config.timeout))
-        return found
+            name = str(address) if str(address) not in channels else f"{address} ({len(channels) + 1})"
+            channels[name] = partial(self._open, address, min(seconds, self._config.timeout))
+        return channels
 
     def _open(self, address: Address, opening: float) -> Channel:
         try:

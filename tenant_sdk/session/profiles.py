@@ -165,21 +165,21 @@ def read_profile(name: str | os.PathLike[str]) -> dict[str, Any]:
         )
     tables = read_options(path, KINDS)
     folder = path.absolute().parent
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, field in FIELDS.items():
         if secret := field.option.confidential:
-            found |= _secret(tables, key, secret, path.name, folder)
+            values |= _secret(tables, key, secret, path.name, folder)
         elif key not in tables:
             continue
         elif field.plain is not Path:
-            found[key] = tables[key]
+            values[key] = tables[key]
         elif field.option.parts:
-            found[key] = tuple(_beside(folder, each) for each in tables[key])
+            values[key] = tuple(_beside(folder, each) for each in tables[key])
         else:
-            found[key] = _beside(folder, tables[key])
-    if "mask_sources" in found:
-        found |= _sources(found["mask_sources"], path, folder)
-    return found
+            values[key] = _beside(folder, tables[key])
+    if "mask_sources" in values:
+        values |= _sources(values["mask_sources"], path, folder)
+    return values
 
 
 def _beside(folder: Path, name: str) -> Path:
@@ -258,12 +258,12 @@ def _sources(tables: list[dict[str, Any]], path: Path, folder: Path) -> dict[str
         whose = f"mask source {at} in {path.name}"
         tokens.append(_secret(table, "token", f"the token of {party_name(url)}", whose, folder).get("token"))
         authorities.append(ca if ca in (None, SYSTEM) else _beside(folder, ca))
-    found: dict[str, Any] = {"mask_sources": urls}
+    values: dict[str, Any] = {"mask_sources": urls}
     if any(tokens):
-        found["mask_source_token"] = tokens
+        values["mask_source_token"] = tokens
     if any(authorities):
-        found["mask_source_ca"] = authorities
-    return found
+        values["mask_source_ca"] = authorities
+    return values
 
 
 def _secret(table: Mapping[str, Any], name: str, what: str, where: str, folder: Path) -> dict[str, Secret]:
@@ -289,14 +289,14 @@ def merged(profile: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str
     What belongs to a party goes with it: who gives another provider, or other mask sources, gives their
     tokens and authorities too. Else one operator would get what is another's.
     """
-    kept = dict(profile)
+    remaining = dict(profile)
     if "provider" in arguments:
         for name in PROVIDER:
-            kept.pop(name, None)
+            remaining.pop(name, None)
     if "mask_sources" in arguments or arguments.get("privacy") == "plain":  # which has no use for any
         for name in SOURCES:
-            kept.pop(name, None)
-    return {**kept, **arguments}
+            remaining.pop(name, None)
+    return {**remaining, **arguments}
 
 
 def takes_options(
@@ -314,11 +314,11 @@ def takes_options(
             profile = arguments.get("profile")
             if profile is None:
                 return opens(configuration(*provider, **values))
-            found = read_profile(profile)
+            profile_values = read_profile(profile)
             try:
-                return opens(SessionConfig(**merged(found, arguments)))
+                return opens(SessionConfig(**merged(profile_values, arguments)))
             except SymbiosisError as error:
-                error.show_options(names_in(profile, found, arguments))
+                error.show_options(names_in(profile, profile_values, arguments))
                 raise
 
         signature = inspect.signature(SessionConfig)

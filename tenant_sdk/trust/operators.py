@@ -198,8 +198,8 @@ def _keys_of(file: str | Path | None, option: str) -> set[bytes]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_verify_locations(file)
-        found = set(context.get_ca_certs(binary_form=True))
-        keys = {_public_key(x509.load_der_x509_certificate(each)) for each in found}
+        certificates = set(context.get_ca_certs(binary_form=True))
+        keys = {_public_key(x509.load_der_x509_certificate(each)) for each in certificates}
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise ConfigurationError(
             "cannot use the authority's certificate file {} ({}): {}",
@@ -207,7 +207,7 @@ def _keys_of(file: str | Path | None, option: str) -> set[bytes]:
             Argument(option, Placeholder("FILE")),
             str(error),
         ) from error
-    return found | keys
+    return certificates | keys
 
 
 def _keys_of_the_system() -> set[bytes]:
@@ -220,13 +220,13 @@ def _keys_of_the_system() -> set[bytes]:
         for path in sorted(Path(folder).glob("*.[0-9]*")):  # named by a hash, as OpenSSL finds them
             with suppress(OSError):  # ssl.SSLError, too: others than certificates
                 context.load_verify_locations(path)
-    found = set(context.get_ca_certs(binary_form=True))
+    certificates = set(context.get_ca_certs(binary_form=True))
     keys = set()
-    for each in found:
+    for each in certificates:
         # Some certificates are older than the rules, of which this would warn, or fail.
         with suppress(ValueError), warnings.catch_warnings(action="ignore"):
             keys.add(_public_key(x509.load_der_x509_certificate(each)))
-    return found | keys
+    return certificates | keys
 
 
 def _public_key(certificate: x509.Certificate) -> bytes:
@@ -266,10 +266,10 @@ _THIS_MACHINE = Identity("", "", b"", here=True)
 def _identity(url: str, sock: ssl.SSLSocket) -> Identity:
     key = _public_key(x509.load_der_x509_certificate(sock.getpeercert(binary_form=True) or b""))
     try:
-        address, own = (_plain_address(end()[0]) for end in (sock.getpeername, sock.getsockname))
+        address, own_address = (_plain_address(end()[0]) for end in (sock.getpeername, sock.getsockname))
     except OSError:  # it has ended already, and will say so to whoever reads from it
-        address = own = ""
-    here = address != "" and (address == own or _is_ours(address))
+        address = own_address = ""
+    here = address != "" and (address == own_address or _is_ours(address))
     return Identity(_host(url), address, key, here)
 
 

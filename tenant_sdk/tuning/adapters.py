@@ -203,14 +203,14 @@ def options_of(config: Any) -> dict[str, Any]:
             *(bad[0], str(options[bad[0]])[:80]),
         )
     targets = config.target_modules or ()
-    made = {
+    values = {
         "method": name,
         "target_modules": targets if isinstance(targets, str) else ",".join(sorted(targets)),
     }
     if name == "lora":
-        made["method"] = "rslora" if config.use_rslora else name
-        return made | {"rank": config.r, "alpha": config.lora_alpha, "dropout": config.lora_dropout}
-    return made | ({} if name == "ia3" else {"rank": config.r, "alpha": options.get("alpha")})
+        values["method"] = "rslora" if config.use_rslora else name
+        return values | {"rank": config.r, "alpha": config.lora_alpha, "dropout": config.lora_dropout}
+    return values | ({} if name == "ia3" else {"rank": config.r, "alpha": options.get("alpha")})
 
 
 def _divisor(options: dict[str, Any]) -> float:

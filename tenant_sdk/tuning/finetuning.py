@@ -270,13 +270,13 @@ def finetune(
 
 def _begin(checkpoints: TrainingCheckpoints, steps: int, resume: bool, say: Say) -> tuple[Path | None, int]:
     """The checkpoint from which a training goes on, and the steps that are done."""
-    found = checkpoints.begin(resume=resume)
-    done = int(found.name.rpartition("-")[2]) if found else 0
-    if found is not None:
-        say(f"the training goes on after step {done} of {steps}, from {found}")
+    checkpoint = checkpoints.begin(resume=resume)
+    done = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
+    if checkpoint is not None:
+        say(f"the training goes on after step {done} of {steps}, from {checkpoint}")
     elif resume:
         say(f"there is no whole checkpoint in {checkpoints.folder}: the training begins with its first step")
-    return found, done
+    return checkpoint, done
 
 
 @dataclass
@@ -315,13 +315,13 @@ def _perplexity_before(held: _HeldOut, checkpoints: TrainingCheckpoints, *, of_b
     if not held.examples:
         return None
     name = f"{_BEFORE} {digest_of(repr(held.examples).encode())}"
-    kept = checkpoints.kept(name)
-    if not isinstance(kept, float):
+    figure = checkpoints.kept(name)
+    if not isinstance(figure, float):
         with held.model.disable_adapter() if of_base else nullcontext():
-            kept = math.exp(held.measure())
-        checkpoints.keep(name, kept)
-    held.callbacks.say(f"held-out perplexity before: {kept:.2f}")
-    return kept
+            figure = math.exp(held.measure())
+        checkpoints.keep(name, figure)
+    held.callbacks.say(f"held-out perplexity before: {figure:.2f}")
+    return figure
 
 
 def _learn_groups(model: Any, examples: Sequence[Example], say: Say) -> None:
@@ -341,8 +341,8 @@ def _learn_groups(model: Any, examples: Sequence[Example], say: Say) -> None:
         for name, each in model.named_parameters():
             if each.grad is not None:  # None: the model does not use it
                 # Experts count as one, since no token may reach some.
-                found = _LAYER.match(_EXPERT.sub(".experts.", name))
-                layer = found[1] if found else "other parameters"
+                match = _LAYER.match(_EXPERT.sub(".experts.", name))
+                layer = match[1] if match else "other parameters"
                 learns[layer] = learns.get(layer, False) or bool(each.grad.any())
         model.zero_grad()
         if learns and all(learns.values()):
@@ -408,9 +408,9 @@ def _save(output: Path, model: Any, session: Session, figures: dict[str, Any], t
 
 def _started(output: Path, resume: bool) -> date | None:
     """The day of the training that is resumed, if its chat template writes it."""
-    kept = TrainingCheckpoints(output, {}).kept("day") if resume else None
+    day = TrainingCheckpoints(output, {}).kept("day") if resume else None
     try:
-        return date.fromisoformat(kept) if isinstance(kept, str) else None
+        return date.fromisoformat(day) if isinstance(day, str) else None
     except ValueError:
         return None
 

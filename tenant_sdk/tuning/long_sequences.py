@@ -333,8 +333,8 @@ def _compare(tuning: LongTuning, plan: MemoryPlan, model: nn.Module, ids: torch.
     def look() -> list[torch.Tensor]:
         with torch.enable_grad():
             loss = model(input_ids=ids, labels=ids).loss
-            found = torch.autograd.grad(loss, parameters, allow_unused=True) if parameters else ()
-        return [loss.detach(), *(torch.zeros(()) if each is None else each for each in found)]
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True) if parameters else ()
+        return [loss.detach(), *(torch.zeros(()) if each is None else each for each in gradients)]
 
     try:
         with _in_parts(tuning._model):

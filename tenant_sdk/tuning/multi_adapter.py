@@ -300,10 +300,10 @@ def _joined(batches: Mapping[str, Batch]) -> tuple[Tensor, Tensor, Tensor]:
     length = max(batch["input_ids"].shape[1] for batch in batches.values())
     ids, attended, needed = [], [], []
     for batch in batches.values():
-        own, mask, labels = batch["input_ids"], batch.get("attention_mask"), batch.get("labels")
-        mask = torch.ones_like(own) if mask is None else mask.to(own.dtype)
-        padding = (0, length - own.shape[1])
-        ids.append(pad(own, padding))
+        tokens, mask, labels = batch["input_ids"], batch.get("attention_mask"), batch.get("labels")
+        mask = torch.ones_like(tokens) if mask is None else mask.to(tokens.dtype)
+        padding = (0, length - tokens.shape[1])
+        ids.append(pad(tokens, padding))
         attended.append(pad(mask, padding))
         if labels is not None:
             mask = mask.bool() | (shifted(labels) != IGNORE_INDEX)
@@ -367,11 +367,11 @@ class _Mixed:
         }
         if not any(shares.values()):
             return x
-        kept = []
+        dropped = []
         for name, count in self.counts.items():
             length, share = self.lengths[name], shares.get(name, 0.0)
             mask = torch.ones(count, length, x.shape[-1])
             if share:
                 mask = mask.bernoulli_(1 - share, generator=self.random[name]) / (1 - share)
-            kept.append(pad(mask, (0, 0, 0, x.shape[1] - length)))
-        return x * torch.cat(kept).to(x)
+            dropped.append(pad(mask, (0, 0, 0, x.shape[1] - length)))
+        return x * torch.cat(dropped).to(x)

@@ -96,8 +96,8 @@ class _Names:
         """Those of many names that modules have in theirs; a part may end with one, as of modules to save."""
         if len(names) <= _FEW:
             return names
-        found = (n for n in names if n in self._ends or any(part.endswith(n) for part in self._parts))
-        return list(dict.fromkeys(found)) or names[:1]
+        matching = (n for n in names if n in self._ends or any(part.endswith(n) for part in self._parts))
+        return list(dict.fromkeys(matching)) or names[:1]
 
     def matches(self, pattern: str, name: str) -> bool:
         """Whether a pattern matches a whole name.
@@ -126,7 +126,7 @@ class _Names:
             return dict(entries)
         order = {key: at for at, key in enumerate(entries)}
         patterns = [key for key in entries if not _NAME.fullmatch(key)]
-        found: dict[str, Any] = {}
+        compiled: dict[str, Any] = {}
         for name in self.all:
             keys = [key for key in _ends(name) if key in order]
             first = min(map(order.__getitem__, keys), default=len(order))
@@ -135,9 +135,9 @@ class _Names:
                     keys.append(key)
                     break
             if keys:
-                found[name] = entries[min(keys, key=order.__getitem__)]
+                compiled[name] = entries[min(keys, key=order.__getitem__)]
         same: dict[float, list[str]] = {}
-        for name, value in found.items():
+        for name, value in compiled.items():
             same.setdefault(value, []).append(re.escape(name))
         if len(same) > VALUES:
             raise ConfigurationError(f"{self.where} has {len(same)} values in {field}; {VALUES} are the most")

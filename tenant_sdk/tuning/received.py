@@ -278,10 +278,10 @@ def _plain(name: str) -> str:
 def _unpruned(name: str, tensor: Tensor, ranks: Mapping[str, Any]) -> Tensor:
     """A tensor of AdaLoRA's, on the meta device, as it was before ranks were taken from its layer."""
     layer, _, part = name.removeprefix("base_model.model.").rpartition(".")
-    kept, shape, axis = ranks.get(f"{layer}.lora_E"), list(tensor.shape), int(part == "lora_B")
-    if kept is None or len(shape) != 2 or shape[axis] != sum(kept):
+    ranks_kept, shape, axis = ranks.get(f"{layer}.lora_E"), list(tensor.shape), int(part == "lora_B")
+    if ranks_kept is None or len(shape) != 2 or shape[axis] != sum(ranks_kept):
         return tensor
-    shape[axis] = len(kept)
+    shape[axis] = len(ranks_kept)
     return tensor.new_empty(shape)
 
 

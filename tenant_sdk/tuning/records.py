@@ -96,18 +96,18 @@ class Record(msgspec.Struct, frozen=True):
 
     def characters(self) -> set[str]:
         """Those of all its texts, and of names within calls and tools."""
-        found: set[str] = set()
+        used: set[str] = set()
         left: list[Any] = [self.text, self.prompt, self.completion, self.tools]
         left += [value for message in self.messages or () for value in message.values()]
         while left:
             value = left.pop()
             if isinstance(value, str):
-                found.update(value)
+                used.update(value)
             elif isinstance(value, dict):
                 left += [*value, *value.values()]
             elif isinstance(value, list):
                 left += value
-        return found
+        return used
 
 
 _USED = {*Record.__struct_fields__, *_JUDGED, *_GRADES, *_PAIRED} - {"unread", "passed"}
@@ -303,8 +303,8 @@ def _shared_conversation(turns: list[dict[str, Any]], system: str | None, place:
 
 def _instruction(record: Record) -> list[dict[str, Any]]:
     """Alpaca's record as messages: the input stands below the instruction."""
-    asked = "\n".join(filter(None, (record.instruction, record.input)))
-    said = (("system", record.system), ("user", asked), ("assistant", record.output))
+    prompt = "\n".join(filter(None, (record.instruction, record.input)))
+    said = (("system", record.system), ("user", prompt), ("assistant", record.output))
     return [{"role": role, "content": text} for role, text in said if text or role == "assistant"]
 
 

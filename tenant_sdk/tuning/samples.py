@@ -31,16 +31,16 @@ def sample_prompts(
     examples: Sequence[Example], max_prompts: int, context: int = _LONGEST
 ) -> list[tuple[list[int], list[int]]]:
     """Ids of prompts and of their answers, of the first examples that have a short one and fit a context."""
-    found = []
+    pairs = []
     for example in examples:
         labels = example["labels"]
         begin = next((at for at, label in enumerate(labels) if label != IGNORE_INDEX), 0)
         end = next((at for at in range(begin, len(labels)) if labels[at] == IGNORE_INDEX), len(labels))
         if 0 < begin <= min(_LONGEST, context - MAX_ANSWER_TOKENS - 1) and end - begin <= MAX_ANSWER_TOKENS:
-            found.append((example["input_ids"][:begin], example["input_ids"][begin:end]))
-        if len(found) == max_prompts:
+            pairs.append((example["input_ids"][:begin], example["input_ids"][begin:end]))
+        if len(pairs) == max_prompts:
             break
-    return found
+    return pairs
 
 
 @torch.no_grad()
