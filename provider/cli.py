@@ -230,17 +230,17 @@ def _show_layout(config: ServeConfig) -> None:
         processes=bool(config.worker_devices),
         allow_misfit=True,
     )
-    told = {"model": str(config.model_dir)} | described(layout)
+    report = {"model": str(config.model_dir)} | described(layout)
     said = [*reasons(layout), *layout.doubts]
-    _print_plan(layout.misfit, told if config.json else None, [workers_table(layout)], said)
+    _print_plan(layout.misfit, report if config.json else None, [workers_table(layout)], said)
 
 
 def _print_plan(
-    misfit: Message, told: dict[str, Any] | None, tables: Sequence[Table], sentences: Sequence[str]
+    misfit: Message, report: dict[str, Any] | None, tables: Sequence[Table], sentences: Sequence[str]
 ) -> None:
     """As JSON, or tables and sentences below a warning; weights that do not fit have an exit status."""
-    if told is not None:
-        print(json.dumps(told, indent=1))
+    if report is not None:
+        print(json.dumps(report, indent=1))
     else:
         if misfit:
             _tables.print(f"[bold red]{escape(misfit.shown(_NAMES))}.[/]", highlight=False)
@@ -289,8 +289,10 @@ def plan_capacity(options: PlanOptions) -> None:
         sources=options.mask_sources,
     )
     lanes, size = layout.lanes(), layout.itemsize
-    found = plan(lanes, layout.shapes, itemsize=size, link=link, tenants=tenants, groups=layout.dense_groups)
-    kept = kept_forecasts(
+    capacity = plan(
+        lanes, layout.shapes, itemsize=size, link=link, tenants=tenants, groups=layout.dense_groups
+    )
+    forecasts = kept_forecasts(
         lanes,
         layout.shapes,
         layout.dense_groups,
@@ -300,15 +302,15 @@ def plan_capacity(options: PlanOptions) -> None:
     )
     names = ("network", "tenants", "rows", "answers", "mask_sources")
     asked = {name: getattr(options, name) for name in names}
-    told = {"model": str(options.model)} | asked | described(layout) | plan_described(found)
-    told["kept"] = [each._asdict() for each in kept]
+    report = {"model": str(options.model)} | asked | described(layout) | plan_described(capacity)
+    report["kept"] = [each._asdict() for each in forecasts]
     tables = [
         workers_table(layout),
-        plan_table(found, options.tenants, options.rows, source(layout)),
-        kept_table(kept),
+        plan_table(capacity, options.tenants, options.rows, source(layout)),
+        kept_table(forecasts),
     ]
     said = [*reasons(layout), *layout.doubts, assumption()]
-    _print_plan(layout.misfit, told if options.json else None, tables, said)
+    _print_plan(layout.misfit, report if options.json else None, tables, said)
 
 
 def _serve(

@@ -35,8 +35,8 @@ def check_divided(devices: str, workers: int, names: Sequence[str], stripes: int
         ConfigurationError: their number is no multiple of ``stripes``.
     """
     if not all(names) or len(names) % stripes:
-        given = Argument("devices", devices) if devices else Argument("workers", workers)
-        raise ConfigurationError("{} cannot be divided into {stripes}", given, stripes=stripes)
+        argument = Argument("devices", devices) if devices else Argument("workers", workers)
+        raise ConfigurationError("{} cannot be divided into {stripes}", argument, stripes=stripes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,15 +313,15 @@ class ServeConfig:
         """Refuse impossible values."""
         check_fields(self)
         for name in ("tls_dir", "token_file", "client_ca"):
-            given = getattr(self, name)
-            if self.dev and given is not None:
+            value = getattr(self, name)
+            if self.dev and value is not None:
                 raise ConfigurationError(
                     "{dev} makes certificates and tokens in {dev_dir}: leave out {}",
-                    Argument(name, given),
+                    Argument(name, value),
                     dev=True,
                     dev_dir=self.dev_dir,
                 )
-            if not (self.dev or self.plan) and given is None and name != "client_ca":
+            if not (self.dev or self.plan) and value is None and name != "client_ca":
                 raise ConfigurationError(
                     "{} is missing: see `symbiosis-provider certs` and `token add`; or try it all out on "
                     "one machine with {dev}, which makes certificates and tokens",
@@ -353,14 +353,14 @@ class ServeConfig:
                 port=self.port,
                 admin_port=self.admin_port,
             )
-        given = {each.name for each in dataclasses.fields(self) if getattr(self, each.name) != each.default}
+        changed = {each.name for each in dataclasses.fields(self) if getattr(self, each.name) != each.default}
         for part, whole in (("tenant_mib", "total_mib"), ("tenant_connections", "max_connections")):
-            most = getattr(self, whole)
-            if part in given and most and getattr(self, part) > most:
+            limit = getattr(self, whole)
+            if part in changed and limit and getattr(self, part) > limit:
                 raise ConfigurationError(
                     "{} is too much: all tenants together have {}",
                     Argument(part, getattr(self, part)),
-                    Argument(whole, most),
+                    Argument(whole, limit),
                 )
         for name, other, wanted in (
             ("usage_seconds", "usage_file", Message("{usage_file}", usage_file=Placeholder("FILE"))),
@@ -375,7 +375,7 @@ class ServeConfig:
             ),
             ("json", "plan", Message("{plan}", plan=True)),
         ):
-            if name in given and not getattr(self, other):
+            if name in changed and not getattr(self, other):
                 raise ConfigurationError(
                     "{} means nothing without {}; add it, or leave that out",
                     Argument(name, getattr(self, name)),
@@ -394,7 +394,7 @@ class ServeConfig:
         if self.fsdp and self.plan:
             raise ConfigurationError("{plan} is of whole layers and stripes: leave out {fsdp}", plan=True)
         for name in ("workers", "device"):
-            if self.devices and name in given:
+            if self.devices and name in changed:
                 raise ConfigurationError(
                     "{devices} has a worker for each device it names: leave out {}",
                     Argument(name, getattr(self, name)),

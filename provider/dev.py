@@ -184,8 +184,10 @@ class Development:
         model = checkpoint_folder(self._config.model_dir)
         talks = _has_chat_template(model)
         files = ("chats_train.jsonl", "chats_heldout.jsonl") if talks else ("note_fields_train.jsonl",)
-        there = [_EXAMPLES / "data" / name for name in files]
-        data = [shlex.quote(os.path.relpath(each)) for each in there if each.exists()] or ["YOUR_DATA.jsonl"]
+        files_of_examples = [_EXAMPLES / "data" / name for name in files]
+        data = [shlex.quote(os.path.relpath(each)) for each in files_of_examples if each.exists()] or [
+            "YOUR_DATA.jsonl"
+        ]
         fixed = {"profile": self._profile, "adapter": self._folder / "adapter"}
         words = {name: shlex.quote(str(path)) for name, path in fixed.items()}
         small = model.resolve() == _EXAMPLES / "base_model"
@@ -244,13 +246,13 @@ def _party(folder: Path) -> None:
     now = datetime.datetime.now(datetime.UTC)
     if not still_valid(folder, now + datetime.timedelta(days=1)):
         write_certificates(folder, now=now)
-    tokens, kept = TokenFile(folder / "tokens.json"), folder / "token"
+    tokens, shown_token = TokenFile(folder / "tokens.json"), folder / "token"
     with suppress(FileNotFoundError, AuthenticationError, ConfigurationError):
-        if tokens.tenant_of(kept.read_text()) == TENANT:
+        if tokens.tenant_of(shown_token.read_text()) == TENANT:
             return
-    kept.unlink(missing_ok=True)
-    kept.touch(0o600)
-    kept.write_text(tokens.add(TENANT))
+    shown_token.unlink(missing_ok=True)
+    shown_token.touch(0o600)
+    shown_token.write_text(tokens.add(TENANT))
 
 
 def _has_chat_template(model: Path) -> bool:

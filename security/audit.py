@@ -148,20 +148,20 @@ class Audit:
     @contextmanager
     def executors(self, folder: Path) -> Iterator[Parties]:
         """Three executors, each a process with certificates of its own; stopped at the end."""
-        made = [
+        servers = [
             ExecutorProcess(folder / name, self.model, numerics, self.workers)
             for name, numerics in (("floats", "float32"), ("ring", "ring"), ("source", "ring"))
         ]
         try:
             with self.stage("starting three executors"):
-                for executor in made:
+                for executor in servers:
                     executor.token("nobody")  # an executor wants a token file
                     executor.launch()
-                for executor in made:
+                for executor in servers:
                     executor.await_ready()
-            yield Parties(made[0], made[1], made[2], self.model, answers=self.answers)
+            yield Parties(servers[0], servers[1], servers[2], self.model, answers=self.answers)
         finally:
-            for executor in made:
+            for executor in servers:
                 executor.stop()
 
     def work(self, parties: Parties) -> None:
@@ -232,9 +232,9 @@ class Audit:
             if left:
                 return take(key, rows, **options)
             source.pause()
-            taken = take(key, rows, **options)
+            mask = take(key, rows, **options)
             source.crash()
-            return taken
+            return mask
 
         masks.take = dying
 
@@ -272,11 +272,11 @@ class Audit:
             tokenizer = session.load_tokenizer()
             lines = self.text * 8
             stream = [t for line in lines for t in tokenizer(line, add_special_tokens=False)["input_ids"]]
-            members = (1 << len(session.manifest.groups[0].members)) - 1
+            member_bits = (1 << len(session.manifest.groups[0].members)) - 1
             for message in blocks_of(stream, 12, 0)[:768]:
                 with truth.doing("prompt", message):
                     rows = public.first_inputs[message]
-                    session.products.submit(0, Direction.FORWARD, members, [rows]).result()
+                    session.products.submit(0, Direction.FORWARD, member_bits, [rows]).result()
         self.captured[name] = CapturedSession(ELSEWHERE, truth)
 
     # -- active attacks ---------------------------------------------------------------------------
@@ -293,8 +293,10 @@ class Audit:
                     real = PublicModel(self.model, session.manifest).weight(group)
                 self.result.figures[f"weight extraction, {mode}"] = float((copy - real).norm() / real.norm())
         with self.stage(f"canaries of many tenants in {self.plan.replies:,} replies"):
-            found = [asdict(each) for each in self._canaries()]
-            self.result.figures["canaries"] = {key: sum(each[key] for each in found) for key in found[0]}
+            canaries = [asdict(each) for each in self._canaries()]
+            self.result.figures["canaries"] = {
+                key: sum(each[key] for each in canaries) for key in canaries[0]
+            }
         with self.stage("one tenant times another"):
             self._timing(parties)
 
@@ -326,12 +328,12 @@ class Audit:
                 tokens=TokenFile(executor.folder / "tokens.json"),
                 port=0,
             )
-            there: Any = {"provider": server.url} if role == "provider" else {"mask_sources": [server.url]}
+            options: Any = {"provider": server.url} if role == "provider" else {"mask_sources": [server.url]}
             try:
-                self._lie(parties, liar, role, verify=verify, mask_budget_mib=0, **there)
+                self._lie(parties, liar, role, verify=verify, mask_budget_mib=0, **options)
                 if parties.answers == "half" and verify == "always":
-                    there |= {"repeat_rate": 1.0, "mask_budget_mib": 0}
-                    self._lie(parties, liar, role, Poison.SMALL_LIES, verify=verify, **there)
+                    options |= {"repeat_rate": 1.0, "mask_budget_mib": 0}
+                    self._lie(parties, liar, role, Poison.SMALL_LIES, verify=verify, **options)
             finally:
                 server.drain(1.0)
 
@@ -370,11 +372,11 @@ class Audit:
             parties.connect(PLAIN, "watched") as watched,
         ):
             width = watcher.manifest.groups[0].inputs
-            members = (1 << len(watcher.manifest.groups[0].members)) - 1
+            member_bits = (1 << len(watcher.manifest.groups[0].members)) - 1
 
             def send(session: tenant_sdk.Session, rows: int) -> Callable[[], Any]:
                 block = torch.ones(rows, width)
-                return lambda: session.products.submit(0, Direction.FORWARD, members, [block]).result()
+                return lambda: session.products.submit(0, Direction.FORWARD, member_bits, [block]).result()
 
             attack = CoTenantTiming(send(watcher, 1), send(watched, 512), self.plan.timing_moments)
             idle, busy = attack.attack(None, self.rng)

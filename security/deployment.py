@@ -137,17 +137,17 @@ class TranscriptAudit:
             if not seen.seeds:
                 continue
             found = SeedPrediction().attack(seen, np.random.default_rng(self.seed))
-            told = (
+            finding = (
                 f"p = {found.p_value:.3g} ({found.worst}); {found.repeated} repeated of {found.count:,} seeds"
             )
             table = Table(title=f"tenant {tenant}, as {seen.sees} sees it")
             for column in ("attack", "found"):
                 table.add_column(column, overflow="fold")
-            table.add_row(SeedPrediction.name, f"{told}; {found.others} other requests")
+            table.add_row(SeedPrediction.name, f"{finding}; {found.others} other requests")
             reading.tables.append(table)
             if found.repeated or found.p_value < LEVEL:
                 verdict = Verdict(
-                    f"tenant {tenant}: these seeds are NOT fresh and random: {told}", leaks=True
+                    f"tenant {tenant}: these seeds are NOT fresh and random: {finding}", leaks=True
                 )
             elif found.count < MIN_SEEDS:
                 verdict = Verdict(f"tenant {tenant}: {found.count} seeds are too few to tell", leaks=False)
@@ -207,8 +207,8 @@ class TranscriptAudit:
 
     def _together(self, tenant: str, sessions: list[int], view: View) -> Verdict:
         """Whether masks serve in several sessions, each of which looks uniform."""
-        found = Uniformity().attack(view, np.random.default_rng(self.seed))
-        wrong = _not_uniform(view, found)
+        randomness = Uniformity().attack(view, np.random.default_rng(self.seed))
+        wrong = _not_uniform(view, randomness)
         name = f"sessions {', '.join(map(str, sessions))} together (tenant {tenant})"
         if wrong:
             return Verdict(
@@ -252,12 +252,12 @@ def _token_attacks(view: View) -> list[Any]:
 
 def _blind(attack: Any, view: View, rng: np.random.Generator, runs: int) -> list[torch.Tensor]:
     """How well guesses match where rows are uniform, of the shape of the session's, in each run."""
-    found = []
+    findings = []
     for _ in range(runs):
         blind = view.blind(rng, {0})
         blind.masks = view.masks
-        found.append(attack.attack(blind, rng).match)
-    return found
+        findings.append(attack.attack(blind, rng).match)
+    return findings
 
 
 def _is_better(match: torch.Tensor, blind: list[torch.Tensor]) -> bool:
@@ -285,26 +285,26 @@ def _best(guess: TokenGuess, count: int) -> torch.Tensor:
     return guess.tokens[first : first + count]
 
 
-def _not_uniform(view: View, found: Randomness) -> str | None:
+def _not_uniform(view: View, randomness: Randomness) -> str | None:
     """Why these are no rows under one-time masks; None if nothing speaks against it."""
     if view.requests[0].raw.dtype != torch.int32:  # all of an executor's are of one kind
         return "they are floats"
-    numbers, reasons = found.bytes_tested // 4, []
-    if found.p_value < LEVEL and numbers >= MIN_NUMBERS:
-        reasons.append(f"p = {found.p_value:.3g}: {found.worst}")
+    numbers, reasons = randomness.bytes_tested // 4, []
+    if randomness.p_value < LEVEL and numbers >= MIN_NUMBERS:
+        reasons.append(f"p = {randomness.p_value:.3g}: {randomness.worst}")
     for count, size, what in (
-        (found.repeated_tops, 8, "runs of top bytes come again"),
-        (found.repeated_blocks, 4, "blocks of 16 bytes come again"),
+        (randomness.repeated_tops, 8, "runs of top bytes come again"),
+        (randomness.repeated_blocks, 4, "blocks of 16 bytes come again"),
     ):
         if count and stats.poisson.sf(count - 1, (numbers / size) ** 2 / PAIRS) < LEVEL:
             reasons.append(f"{count:,} {what}")
     return "; ".join(reasons) or None
 
 
-def _told(found: Randomness) -> str:
+def _told(randomness: Randomness) -> str:
     return (
-        f"p = {found.p_value:.3g} ({found.worst}); {found.repeated_blocks} repeated blocks, "
-        f"{found.repeated_tops} repeated runs of top bytes"
+        f"p = {randomness.p_value:.3g} ({randomness.worst}); {randomness.repeated_blocks} repeated blocks, "
+        f"{randomness.repeated_tops} repeated runs of top bytes"
     )
 
 

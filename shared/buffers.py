@@ -15,11 +15,11 @@ _MAX_WEIGHTS = 8  # for each byte of a checkpoint
 
 def tables_of(model: nn.Module) -> list[torch.Tensor]:
     """The tensors of a model that are no parameters, once each: buffers, attributes, and what is in these."""
-    found: dict[int, torch.Tensor] = {}
+    tables: dict[int, torch.Tensor] = {}
 
     def look(value: Any, depth: int) -> None:
         if isinstance(value, torch.Tensor):
-            found[id(value)] = value
+            tables[id(value)] = value
         elif isinstance(value, dict | list | tuple) and depth < 3:
             for each in value.values() if isinstance(value, dict) else value:
                 look(each, depth + 1)
@@ -29,7 +29,7 @@ def tables_of(model: nn.Module) -> list[torch.Tensor]:
             if name not in ("_parameters", "_modules"):
                 look(value, 0)
     listed = set(map(id, model.parameters()))
-    return [each for key, each in found.items() if key not in listed]
+    return [each for key, each in tables.items() if key not in listed]
 
 
 def buffer_bytes(model: nn.Module) -> int:

@@ -55,7 +55,7 @@ class Checkpoint:
                 raise CheckpointError(f"{index} is damaged: {error}") from error
         else:
             shards = {WEIGHTS}
-        found: dict[str, Path] = {}
+        file_of: dict[str, Path] = {}
         for shard in sorted(shards):
             try:
                 path = self._own(Path(shard).name)
@@ -63,7 +63,7 @@ class Checkpoint:
                 raise CheckpointError(f"{index} is damaged: no file can be called {shard!r:.80}") from error
             try:
                 with safe_open(path, framework="pt") as file:
-                    found.update(dict.fromkeys(file.keys(), path))
+                    file_of.update(dict.fromkeys(file.keys(), path))
             except (OSError, SafetensorError, MemoryError, RuntimeError) as error:
                 if "Cannot allocate memory" in str(error):  # it is mapped whole, whatever is then read of it
                     raise CheckpointError(
@@ -72,13 +72,13 @@ class Checkpoint:
                         "limit on address space (ulimit -v, vm.overcommit_memory)"
                     ) from error
                 raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
-        for name, path in found.items():
+        for name, path in file_of.items():
             if len(name) > NAME_LENGTH:
                 raise CheckpointError(
                     f"{path} has {name[:80]!r}..., a name of {len(name)} characters; "
                     f"{NAME_LENGTH} are the most"
                 )
-        return found
+        return file_of
 
     @property
     def name(self) -> str:
@@ -174,8 +174,8 @@ class Checkpoint:
             for member in group.members
         }
         with self.kept_open():
-            for tensor, expert, made in sorted(members):
-                weight = self._own_axes(members[tensor, expert, made])
+            for tensor, expert, is_made in sorted(members):
+                weight = self._own_axes(members[tensor, expert, is_made])
                 name = tensor if expert < 0 else f"{tensor}[{expert}]"
                 total.update(f"{name}|{weight.dtype}|{tuple(weight.shape)}|".encode())
                 total.update(bytes_of(weight))
@@ -198,15 +198,17 @@ class Checkpoint:
         Raises:
             CheckpointError: one is larger than any tenant accepts, or lies elsewhere.
         """
-        found = {}
-        for name, most in TENANT_FILES.items():
+        contents = {}
+        for name, max_bytes in TENANT_FILES.items():
             path = self._own(name)
             if path.is_file():
                 with path.open("rb") as file:
-                    found[name] = file.read(most + 1)
-                if len(found[name]) > most:
-                    raise CheckpointError(f"{path} has more than {most} bytes, the most that a tenant takes")
-        return found
+                    contents[name] = file.read(max_bytes + 1)
+                if len(contents[name]) > max_bytes:
+                    raise CheckpointError(
+                        f"{path} has more than {max_bytes} bytes, the most that a tenant takes"
+                    )
+        return contents
 
     def tenant_files(self) -> tuple[FileInfo, ...]:
         """Of ``files`` the sizes and SHA-256.

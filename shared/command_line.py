@@ -128,11 +128,11 @@ class CommandLine:
             default = inspect.Parameter.empty
         if defaults and option.least is not None and not option.above:
             # Typer's own "<float range>" would leave names too little room.
-            most = None if option.most == math.inf else option.most
-            more |= {"min": option.least, "max": most}
+            maximum = None if option.most == math.inf else option.most
+            more |= {"min": option.least, "max": maximum}
         if default is None:
             kind = Union[kind, None]  # noqa: UP007 - of types that are known at run time only
-        made = []
+        parameters = []
         for word, flag, help_ in zip(
             field.words, field.flags, [text for _, text in option.parts] or [text], strict=True
         ):
@@ -141,7 +141,7 @@ class CommandLine:
             else:
                 switch = [flag] if field.plain is bool and not option.negative else []
                 declared = self.option(*switch, help=help_, **more)
-            made.append(
+            parameters.append(
                 inspect.Parameter(
                     word,
                     inspect.Parameter.KEYWORD_ONLY,
@@ -149,7 +149,7 @@ class CommandLine:
                     annotation=Annotated[kind, declared],
                 )
             )
-        return made
+        return parameters
 
     def takes(self, command: Callable[..., None]) -> Callable[..., None]:
         """A command gets the options of its arguments that are configurations.
@@ -160,7 +160,7 @@ class CommandLine:
         All options of the command can also come from the TOML file that ``--config`` names; those on the
         command line win.
         """
-        taken: list[inspect.Parameter] = []
+        parameters: list[inspect.Parameter] = []
         made: dict[str, tuple[type[Any], list[str]]] = {}
         for each in inspect.signature(command, eval_str=True).parameters.values():
             if hasattr(each.annotation, "parameters"):
@@ -168,20 +168,20 @@ class CommandLine:
             elif dataclasses.is_dataclass(each.annotation):
                 expanded = self.parameters(each.annotation)
             else:
-                taken.append(each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+                parameters.append(each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
                 continue
             made[each.name] = (each.annotation, [parameter.name for parameter in expanded])
-            taken += expanded
+            parameters += expanded
 
         @functools.wraps(command)
-        def with_options(config: Path | None, **given: Any) -> None:
+        def with_options(config: Path | None, **values: Any) -> None:
             chosen: dict[str, Any] = {}
             try:
                 for name, (make, options) in made.items():
-                    words = {option: given.pop(option) for option in options}
+                    words = {option: values.pop(option) for option in options}
                     expands = dataclasses.is_dataclass(make)
                     chosen[name] = make(**(arguments_of(make, words) if expands else words))
-                command(**chosen, **given)
+                command(**chosen, **values)
             except SymbiosisError as error:
                 for name, (make, _) in made.items():
                     if dataclasses.is_dataclass(make):
@@ -190,8 +190,8 @@ class CommandLine:
                         error.show_options(chosen[name].names)
                 raise
 
-        taken.append(self._config({each.name: _kind(each.annotation) for each in taken}))
-        with_options.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
+        parameters.append(self._config({each.name: _kind(each.annotation) for each in parameters}))
+        with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_options.__annotations__ = {}
         return with_options
 

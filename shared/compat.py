@@ -65,9 +65,9 @@ def parameters_without_memory() -> Iterator[None]:
         def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
             register(module, name, parameter)
             if parameter is not None and threading.get_ident() == thread:
-                made = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-                made.__dict__.update(parameter.__dict__)
-                module._parameters[name] = made
+                on_meta = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+                on_meta.__dict__.update(parameter.__dict__)
+                module._parameters[name] = on_meta
 
         nn.Module.register_parameter = registered  # type: ignore[method-assign, assignment]
         try:
@@ -210,9 +210,9 @@ def torch_grouped_product(device: torch.device, dtype: torch.dtype) -> Grouped:
         ends = torch.tensor([3, 3, 7], dtype=torch.int32, device=device)
         results = []
         for each in (plain_grouped_product, multiply):
-            given = rows.clone().requires_grad_(), weights.clone().requires_grad_()
-            out = each(*given, ends)
-            results.append((out, *torch.autograd.grad(out, given, out.detach().sign())))
+            operands = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+            out = each(*operands, ends)
+            results.append((out, *torch.autograd.grad(out, operands, out.detach().sign())))
         return all(map(torch.equal, *results))
 
     # Whatever the caller does just now.
@@ -301,27 +301,29 @@ def conversions() -> Conversions | None:
             core_model_loading.WeightConverter,
         )
 
-    def right(found: Conversions) -> bool:
+    def right(candidate: Conversions) -> bool:
         # Eleven experts of two layers each become one parameter.
         from transformers.core_model_loading import Concatenate, MergeModulelist
 
         sources = ["experts.*.up", "experts.*.gate"]
-        experts = found.Converter(sources, "experts.both", [MergeModulelist(dim=0), Concatenate(dim=1)])
+        experts = candidate.Converter(sources, "experts.both", [MergeModulelist(dim=0), Concatenate(dim=1)])
         state = {"model.mlp.experts.both": torch.empty(11, 4, 3)}
         tensors = {
             f"old.experts.{at}.{part}": torch.full((2, 3), 2.0 * at + (part == "up"))
             for at in range(11)
             for part in ("gate", "up")
         }
-        for key in sorted(tensors, key=found.order):
-            name, pattern = found.rename(key, [found.Renaming("old", "mlp")], [experts], "model", state)
+        for key in sorted(tensors, key=candidate.order):
+            name, pattern = candidate.rename(
+                key, [candidate.Renaming("old", "mlp")], [experts], "model", state
+            )
             if name not in state or pattern not in sources:
                 return False
             experts.add_tensor(name, key, pattern, partial(tensors.__getitem__, key))
-        made = experts.convert(name, model=None, config=None)
+        converted = experts.convert(name, model=None, config=None)
         gates, ups = torch.arange(0.0, 22, 2), torch.arange(1.0, 22, 2)
         wanted = torch.stack([ups, gates], 1).repeat_interleave(2, 1).unsqueeze(2).expand(11, 4, 3)
-        return list(made) == [name] and torch.equal(made[name], wanted)
+        return list(converted) == [name] and torch.equal(converted[name], wanted)
 
     return _tried(
         "transformers.core_model_loading", find, right, "checkpoints that it converts cannot be served"

@@ -26,9 +26,9 @@ def to_host(blocks: Sequence[torch.Tensor], dtype: torch.dtype | None = None) ->
     """Copies on the CPU of blocks that are on one device, when all that they are computed from is done."""
     if blocks[0].device.type != "cuda":
         return [block.to("cpu", dtype or block.dtype, copy=True) for block in blocks]
-    there = [block.to(dtype or block.dtype) for block in blocks]
-    out = [torch.empty(block.shape, dtype=block.dtype, pin_memory=True) for block in there]
-    for each, block in zip(out, there, strict=True):
+    sources = [block.to(dtype or block.dtype) for block in blocks]
+    out = [torch.empty(block.shape, dtype=block.dtype, pin_memory=True) for block in sources]
+    for each, block in zip(out, sources, strict=True):
         each.copy_(block, non_blocking=True)
     torch.cuda.current_stream(blocks[0].device).synchronize()
     return out
@@ -80,16 +80,16 @@ class Pipeline:
             Waits until the answers are there.
         """
         with torch.cuda.stream(self._there):
-            there = [block.to(self._device, non_blocking=True) for block in blocks]
+            on_device = [block.to(self._device, non_blocking=True) for block in blocks]
         self._products.wait_stream(self._there)
         with torch.cuda.stream(self._products):
-            answers = product(there)
+            answers = product(on_device)
         self._back.wait_stream(self._products)
         with torch.cuda.stream(self._back):
             for place, answer in zip(places, answers, strict=True):
                 place.copy_(answer, non_blocking=True)
             done: torch.cuda.Event = self._back.record_event()
-        for block in there:
+        for block in on_device:
             block.record_stream(self._products)
         for answer in answers:
             answer.record_stream(self._back)

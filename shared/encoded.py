@@ -28,7 +28,7 @@ def numbers_fit(text: bytes) -> bool:
     return _SHORT.fullmatch(text) is not None
 
 
-def read_within(path: Path, most: int) -> bytes:
+def read_within(path: Path, max_bytes: int) -> bytes:
     """A file of so many bytes at most; no more of it is read, since it may be a hole of any size.
 
     Raises:
@@ -36,9 +36,9 @@ def read_within(path: Path, most: int) -> bytes:
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise ConfigurationError(f"{path} is larger than {most:,} bytes, which is no file of this kind")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ConfigurationError(f"{path} is larger than {max_bytes:,} bytes, which is no file of this kind")
     return content
 
 

@@ -206,10 +206,10 @@ def write_folder(file: Path, folder: Path, digest: str | None = None) -> None:
     """
     check_gguf(file)
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent) as made:
+    with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent) as temporary:
         # Alone: transformers would read adapters and tokenizers that lie beside it. And a copy, which is read
         # several times, and which nobody else can write to in between.
-        alone, written = Path(made) / "alone", Path(made) / "written"
+        alone, written = Path(temporary) / "alone", Path(temporary) / "written"
         alone.mkdir()
         copy = Path(shutil.copyfile(file, alone / "model.gguf"))
         if digest not in (None, _digest(copy)):
@@ -298,12 +298,12 @@ def _check_same(reader: Any, config: Any, called: str) -> None:
     """
     architecture = reader.fields["general.architecture"].contents()
     begins = f"{architecture}."
-    given = {
+    stated = {
         name.removeprefix(begins): field.contents()
         for name, field in reader.fields.items()
         if name.startswith(begins)
     }
-    lost = [f"{begins}{key}" for key in given if key not in {*_SHOWN, *_CALLED, *_ROPE, _CAUSAL}]
+    lost = [f"{begins}{key}" for key in stated if key not in {*_SHOWN, *_CALLED, *_ROPE, _CAUSAL}]
     lost = [name for name in lost if _says(reader.fields[name])]
     lost += [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_")]
     if lost:
@@ -317,25 +317,25 @@ def _check_same(reader: Any, config: Any, called: str) -> None:
     }
     said[_CAUSAL] = True
     if architecture != "gemma2":  # of which llama.cpp knows it
-        given.setdefault("attention.sliding_window", 0)
+        stated.setdefault("attention.sliding_window", 0)
     heads = said["attention.head_count"]
     width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
     if rope := getattr(config, "rope_parameters", None):
         near, rope = (rope.get(f"{name}_attention", rope) for name in ("sliding", "full"))
         turned = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0))
         said |= zip(_ROPE, (rope["rope_theta"], near["rope_theta"], int(width * turned)), strict=True)
-        given = {"rope.freq_base": 10000.0, "rope.dimension_count": width} | given
+        stated = {"rope.freq_base": 10000.0, "rope.dimension_count": width} | stated
         if near is not rope:
-            given.setdefault("rope.freq_base_swa", 10000.0)
+            stated.setdefault("rope.freq_base_swa", 10000.0)
     if scaled := getattr(config, "query_pre_attn_scalar", None):
         by_width = _BY_WIDTH.get(architecture) == config.num_hidden_layers
-        given["attention.scale"] = config.hidden_size // heads if by_width else width
+        stated["attention.scale"] = config.hidden_size // heads if by_width else width
         said["attention.scale"] = scaled
-    for key in sorted(said.keys() & given.keys()):
-        if any(not math.isclose(each, said[key], rel_tol=1e-6) for each in _numbers(given[key])):
+    for key in sorted(said.keys() & stated.keys()):
+        if any(not math.isclose(each, said[key], rel_tol=1e-6) for each in _numbers(stated[key])):
             raise CheckpointError(
-                f"{called} has {begins}{key} = {str(given[key])[:80]}, and transformers makes {said[key]} of "
-                "it: another model would be served. Use the model's safetensors"
+                f"{called} has {begins}{key} = {str(stated[key])[:80]}, and transformers makes {said[key]} "
+                "of it: another model would be served. Use the model's safetensors"
             )
 
 
@@ -380,14 +380,14 @@ def _check_tokenizer(reader: Any, tokenizer: Any, called: str) -> None:
     """
     from tokenizers import pre_tokenizers
 
-    given = {
+    stated = {
         name.removeprefix(_TOKENIZER): field
         for name, field in reader.fields.items()
         if name.startswith(_TOKENIZER)
     }
-    lost = [key for key in given if key not in _OF_TOKENIZER and not key.endswith("_token_id")]
-    lost = [key for key in lost if _says(given[key])]
-    model, split = (given[key].contents() if key in given else "" for key in ("model", "pre"))
+    lost = [key for key in stated if key not in _OF_TOKENIZER and not key.endswith("_token_id")]
+    lost = [key for key in lost if _says(stated[key])]
+    model, split = (stated[key].contents() if key in stated else "" for key in ("model", "pre"))
     backend = tokenizer.backend_tokenizer
     if model == _BYTES and split in _DIGITS_ALONE:
         backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -404,17 +404,18 @@ def _check_tokenizer(reader: Any, tokenizer: Any, called: str) -> None:
         lost += ["pre"] if split not in _AS_GPT2 and "Split(" not in str(backend.pre_tokenizer) else []
         if split in _AS_LLAMA3:
             backend.model.ignore_merges = True
-            if "add_bos_token" not in given and tokenizer.bos_token is not None:
+            if "add_bos_token" not in stated and tokenizer.bos_token is not None:
                 tokenizer.add_bos_token = True
     else:
         lost += ["pre"] if "ByteLevel(" in str(backend.pre_tokenizer) else []
-        if "add_space_prefix" in given:
+        if "add_space_prefix" in stated:
             adds = tokenizer.tokenize("a")[0].startswith(_SPACE)
-            lost += ["add_space_prefix"] if adds != given["add_space_prefix"].contents() else []
+            lost += ["add_space_prefix"] if adds != stated["add_space_prefix"].contents() else []
     if lost:
         raise CheckpointError(
-            f"{called} has {_TOKENIZER}{lost[0]} = {str(given[lost[0]].contents())[:80]}, which transformers "
-            "leaves out when it reads GGUF files: the model would get other tokens. Use its safetensors"
+            f"{called} has {_TOKENIZER}{lost[0]} = {str(stated[lost[0]].contents())[:80]}, which "
+            "transformers leaves out when it reads GGUF files: the model would get other tokens. "
+            "Use its safetensors"
         )
 
 
@@ -440,8 +441,8 @@ def _take_whole(path: Path, reader: Any, called: str) -> None:
     whole = {at: (text, kind) for at, (text, kind) in texts if kind in _WHOLE and text and _SPACE not in text}
 
     def cut() -> list[int]:
-        made = Tokenizer.from_file(str(path))
-        return [at for at in whole if made.encode(whole[at][0], add_special_tokens=False).ids != [at]]
+        tokenizer = Tokenizer.from_file(str(path))
+        return [at for at in whole if tokenizer.encode(whole[at][0], add_special_tokens=False).ids != [at]]
 
     if not (missing := cut()):
         return
@@ -506,10 +507,10 @@ def _convert(file: Path, folder: Path, called: str, reader: Any) -> None:
         with torch.device("meta"), bounded_build(called, len(reader.tensors)):
             blank = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         wanted = sum(parameter.numel() for parameter in blank.parameters())
-        given = sum(int(tensor.n_elements) for tensor in reader.tensors)
-        if wanted > _MORE * given:
+        weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
+        if wanted > _MORE * weights:
             raise CheckpointError(
-                f"{called} says a model of {wanted:,} weights, and has {given:,}: it is damaged"
+                f"{called} says a model of {wanted:,} weights, and has {weights:,}: it is damaged"
             )
         check_loading(blank, file.stat().st_size, called)
         with _one_map_of_names(), without_ggml_kernels():
@@ -526,16 +527,16 @@ def _convert(file: Path, folder: Path, called: str, reader: Any) -> None:
         raise CheckpointError(
             f"transformers cannot read {called}: {str(error)[:300] or repr(error)}"
         ) from error
-    model, told = loaded
-    if missing := sorted(told["missing_keys"]):
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
         raise CheckpointError(f"{called} lacks {missing[0][:100]}, which would be made of random numbers")
     for kind in (".weight", ".bias"):  # experts' are put together, or taken apart
         names = [tensor.name for tensor in reader.tensors if tensor.name.endswith(kind)]
         names = [name for name in names if "_exps" not in name]
-        taken = [name for name in model.state_dict() if name.endswith(kind) and ".experts." not in name]
-        if len(names) > len(taken):
+        of_model = [name for name in model.state_dict() if name.endswith(kind) and ".experts." not in name]
+        if len(names) > len(of_model):
             raise CheckpointError(
-                f"{called} has {len(names)} tensors {kind[1:]}, and transformers' model has {len(taken)}: "
+                f"{called} has {len(names)} tensors {kind[1:]}, and transformers' model has {len(of_model)}: "
                 "another model would be served. Use the model's safetensors"
             )
     vars(model).pop("hf_quantizer", None)  # or transformers would refuse to write it

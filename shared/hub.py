@@ -46,8 +46,8 @@ class HubId(NamedTuple):
 
 def hub_id(text: str | Path) -> HubId | None:
     """What a text without ``hub:`` names at a hub, if it could be a name there; nothing is asked."""
-    found = _ID.fullmatch(str(text))
-    return HubId(*found.groups()) if found else None
+    match = _ID.fullmatch(str(text))
+    return HubId(*match.groups()) if match else None
 
 
 def id_of_snapshot(folder: str | Path) -> HubId | None:

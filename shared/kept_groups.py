@@ -41,18 +41,18 @@ def choose_groups(groups: Sequence[KeptGroup], budget: int) -> list[int]:
         return []
     capacity = budget // unit
     best = np.zeros(capacity + 1)  # saved within so many units
-    taken = np.zeros((len(groups), capacity + 1), dtype=bool)
+    uses = np.zeros((len(groups), capacity + 1), dtype=bool)
     for at in reversed(range(len(groups))):
         units = -(-groups[at].size // unit)
         if groups[at].saving <= 0 or units > capacity:
             continue
         with_it = best[: capacity + 1 - units] + groups[at].saving
         # As good is better: this group comes before those that were looked at.
-        taken[at, units:] = with_it >= best[units:] - 1e-15
+        uses[at, units:] = with_it >= best[units:] - 1e-15
         best[units:] = np.maximum(best[units:], with_it)
     chosen, left = [], capacity
     for at, group in enumerate(groups):
-        if taken[at, left]:
+        if uses[at, left]:
             chosen.append(at)
             left -= -(-group.size // unit)
     return chosen

@@ -27,11 +27,11 @@ class FreedMemory:
     """Gives back what is free between blocks in use: blocks of mixed sizes leave ever more of it.
 
     Args:
-        kept: bytes that this process may grow by, since this was made or memory was given back last.
+        max_bytes: bytes that this process may grow by, since this was made or memory was given back last.
     """
 
-    def __init__(self, kept: int = KEPT_BYTES) -> None:
-        self._kept, self._trim = kept, _function("malloc_trim")
+    def __init__(self, max_bytes: int = KEPT_BYTES) -> None:
+        self._kept, self._trim = max_bytes, _function("malloc_trim")
         self._level = resident_bytes()
 
     def give_back(self) -> bool:

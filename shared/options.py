@@ -123,17 +123,17 @@ class Field:
         """Its names on a command line, as they are typed."""
         return tuple(f"--{word.replace('_', '-')}" for word in self.words)
 
-    def value(self, given: Sequence[Any]) -> Any:
+    def value(self, words: Sequence[Any]) -> Any:
         """Its value in Python, from those of its words on a command line.
 
         Raises:
             ConfigurationError: it has several, and one is missing.
         """
         if self.option.parts:
-            if None in given:
+            if None in words:
                 raise ConfigurationError(f"{' and '.join(self.flags)} go together: give both")
-            return tuple(given)
-        value, secret = given[0], self.option.confidential
+            return tuple(words)
+        value, secret = words[0], self.option.confidential
         if not secret:
             return value
         variables = value if self.option.single else [value]
@@ -154,7 +154,7 @@ class Field:
 def fields_of(configuration: Any) -> dict[str, Field]:
     """The options of a dataclass whose fields are annotated with ``Option``, by name."""
     hints = get_type_hints(configuration, include_extras=True)
-    found = {}
+    fields = {}
     for each in dataclasses.fields(configuration):
         hint, option = get_args(hints[each.name])
         plain, is_path = _plain(hint), Path in _members(hint)
@@ -169,8 +169,8 @@ def fields_of(configuration: Any) -> dict[str, Field]:
             toml = text | list[text] if _several(hint) else text
         if option.confidential:
             words = (f"{words[0]}_env",)
-        found[each.name] = Field(each.name, option, plain, words, toml, each.default)
-    return found
+        fields[each.name] = Field(each.name, option, plain, words, toml, each.default)
+    return fields
 
 
 def flags_of(configuration: Any) -> dict[str, Flag]:
@@ -184,12 +184,12 @@ def arguments_of(configuration: Any, words: Mapping[str, Any]) -> dict[str, Any]
     Raises:
         ConfigurationError: of options that go together one is missing.
     """
-    found = {}
+    arguments = {}
     for name, field in fields_of(configuration).items():
-        given = [words.get(word) for word in field.words]
-        if any(value is not None and value != [] for value in given):
-            found[name] = field.value(given)
-    return found
+        values = [words.get(word) for word in field.words]
+        if any(value is not None and value != [] for value in values):
+            arguments[name] = field.value(values)
+    return arguments
 
 
 def check_fields(configuration: Any) -> None:
@@ -263,7 +263,7 @@ def check_text(option: str, text: str) -> None:
         ) from error
 
 
-def check_options(given: Mapping[str, Any], kinds: Mapping[str, Any], where: str) -> None:
+def check_options(options: Mapping[str, Any], kinds: Mapping[str, Any], where: str) -> None:
     """Refuse unknown names and values of other types.
 
     Args:
@@ -273,7 +273,7 @@ def check_options(given: Mapping[str, Any], kinds: Mapping[str, Any], where: str
     Raises:
         ConfigurationError: an unknown name with the one that was meant, or else the list of them.
     """
-    for key, value in given.items():
+    for key, value in options.items():
         if key not in kinds:
             raise ConfigurationError(f"{where}: {key}: there is no such option; {_meant(key, kinds)}")
         try:
@@ -291,8 +291,8 @@ def _meant(key: str, kinds: Mapping[str, Any]) -> str:
 
 def closest(name: str, known: Iterable[str]) -> str:
     """Which of the known names was meant, as a question; empty: none is like it."""
-    found = difflib.get_close_matches(name.replace("-", "_"), list(known), 1)
-    return f"did you mean {found[0]}?" if found else ""
+    matches = difflib.get_close_matches(name.replace("-", "_"), list(known), 1)
+    return f"did you mean {matches[0]}?" if matches else ""
 
 
 MAX_BYTES = 1 << 16  # of a file of options
@@ -315,10 +315,10 @@ def read_options(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
         for number, line in enumerate(text.splitlines(), 1):
             if line.count(".") > MAX_DOTS:
                 raise ConfigurationError(f"{path}: line {number} has more than {MAX_DOTS} dots")
-        given = tomllib.loads(text)
+        options = tomllib.loads(text)
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
     except UNREADABLE as error:
         raise ConfigurationError(f"{path} is not TOML: {error}") from error
-    check_options(given, kinds, str(path))
-    return given
+    check_options(options, kinds, str(path))
+    return options

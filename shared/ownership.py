@@ -86,8 +86,8 @@ def check_secret(path: str | Path, what: str, *, group: bool = False) -> None:
     """
     check_own(path)
     state = os.stat(path)
-    given = group or (state.st_uid == SYSTEM != os.geteuid())
-    if state.st_mode & (stat.S_IRWXO if given else stat.S_IRWXO | stat.S_IRWXG):
+    group_may_read = group or (state.st_uid == SYSTEM != os.geteuid())
+    if state.st_mode & (stat.S_IRWXO if group_may_read else stat.S_IRWXO | stat.S_IRWXG):
         raise ConfigurationError(f"others can read {path}, which holds {what}: `chmod 600 {path}`")
 
 
@@ -156,5 +156,5 @@ def _is_private(group: int) -> bool:
         user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
         return False
-    own = (user.pw_gid, user.pw_name) == (group, found.gr_name) and set(found.gr_mem) <= {user.pw_name}
-    return own and all(each.pw_uid == user.pw_uid for each in pwd.getpwall() if each.pw_gid == group)
+    private = (user.pw_gid, user.pw_name) == (group, found.gr_name) and set(found.gr_mem) <= {user.pw_name}
+    return private and all(each.pw_uid == user.pw_uid for each in pwd.getpwall() if each.pw_gid == group)

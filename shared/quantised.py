@@ -233,13 +233,13 @@ class _Dequantize(ConversionOps):
                 return {name: one["weight"]}
             weight, layer = self._unpack(one), where["model"].get_submodule(name.rpartition(".")[0])
             return {name: weight.T if isinstance(layer, Conv1D) else weight}
-        made = {name: each for name, each in input_dict.items() if name.endswith(".weight")}
+        weights = {name: each for name, each in input_dict.items() if name.endswith(".weight")}
         for name in (each for each in input_dict if each.endswith(".qweight")):
             stem = name.removesuffix("qweight")
             parts = [each.removeprefix(stem) for each in input_dict if each.startswith(stem)]
             layers = zip(*(input_dict[stem + part] for part in parts), strict=True)
-            made[f"{stem}weight"] = [self._unpack(dict(zip(parts, each, strict=True))) for each in layers]
-        return made
+            weights[f"{stem}weight"] = [self._unpack(dict(zip(parts, each, strict=True))) for each in layers]
+        return weights
 
 
 class _Dequantised(QuantizationConfigMixin):

@@ -124,7 +124,7 @@ class Recipe(NamedTuple):
                 rows = None if self.merges else experts
                 converter.add_tensor(self.first, key, pattern, partial(read, key, rows))
         try:
-            made = converter.convert(self.first, model=model, config=model.config)
+            tensors_made = converter.convert(self.first, model=model, config=model.config)
         except Exception as error:  # every step fails in a way of its own on tensors that do not fit
             reason = str(error)[:200] or repr(error)
             if isinstance(error, KeyError):
@@ -135,7 +135,10 @@ class Recipe(NamedTuple):
             raise CheckpointError(
                 f"{self.first} cannot be made of {', '.join(self.all_keys[:4])}: {reason}"
             ) from error
-        return {name: (each[0] if isinstance(each, list) else each).detach() for name, each in made.items()}
+        return {
+            name: (each[0] if isinstance(each, list) else each).detach()
+            for name, each in tensors_made.items()
+        }
 
 
 def _changes_each_alone(step: Any) -> bool:
@@ -154,20 +157,20 @@ def recipes_of(tensors: Tensors, model: PreTrainedModel) -> dict[str, Recipe]:
     Raises:
         CheckpointError: the checkpoint is quantised in a way that is not served.
     """
-    said, found = quantisation_of(tensors.folder), compat.conversions()
-    if found is None and said is None:
+    said, conversions = quantisation_of(tensors.folder), compat.conversions()
+    if conversions is None and said is None:
         return _of_own_names(tensors, model)
-    if found is None:
+    if conversions is None:
         raise CheckpointError(
             f"{tensors.folder} is quantised, and only other versions of transformers can make dense weights "
             "of it; the log says what is missing in this one"
         )
-    plain = _by_rules(tensors, model, found, None)
+    plain = _by_rules(tensors, model, conversions, None)
     if said is None or _are_dense(tensors, model, plain):
         return plain
     from shared.quantised import check_complete, quantizer_of
 
-    recipes = _by_rules(tensors, model, found, quantizer_of(said))
+    recipes = _by_rules(tensors, model, conversions, quantizer_of(said))
     # Rules for quantised layers take every weight.
     recipes = {name: _without_rules(tensors, recipe) for name, recipe in recipes.items()}
     used = {key for recipe in recipes.values() for key in recipe.all_keys}
@@ -190,18 +193,18 @@ def _are_dense(tensors: Tensors, model: PreTrainedModel, plain: Mapping[str, Rec
 
 
 def _by_rules(
-    tensors: Tensors, model: PreTrainedModel, found: compat.Conversions, quantizer: Any
+    tensors: Tensors, model: PreTrainedModel, conversions: compat.Conversions, quantizer: Any
 ) -> dict[str, Recipe]:
     """As transformers collects tensors in ``convert_and_load_state_dict_in_model``."""
-    rules = found.rules(model, hf_quantizer=quantizer)
-    converters = [rule for rule in rules if isinstance(rule, found.Converter)]
-    renamings = [rule for rule in rules if isinstance(rule, found.Renaming)]
+    rules = conversions.rules(model, hf_quantizer=quantizer)
+    converters = [rule for rule in rules if isinstance(rule, conversions.Converter)]
+    renamings = [rule for rule in rules if isinstance(rule, conversions.Renaming)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     prefix, state, recipes = model.base_model_prefix, model.state_dict(), dict[str, Recipe]()
-    for key in sorted(tensors.names(), key=found.order):
-        name, pattern = found.rename(key, renamings, converters, prefix, state)
+    for key in sorted(tensors.names(), key=conversions.order):
+        name, pattern = conversions.rename(key, renamings, converters, prefix, state)
         if name not in state and key in state:
-            name, pattern = found.rename(key, [], [], prefix, state)
+            name, pattern = conversions.rename(key, [], [], prefix, state)
         if name in state:
             recipe = recipes.setdefault(name, Recipe(by_pattern.get(pattern), name, {}))
             recipe.keys.setdefault(pattern or key, []).append(key)
@@ -225,12 +228,12 @@ def _without_rules(tensors: Tensors, recipe: Recipe) -> Recipe:
 
 def _of_own_names(tensors: Tensors, model: PreTrainedModel) -> dict[str, Recipe]:
     """Of tensors that have the parameters' names, with or without the prefix, or those of old norms."""
-    there, prefix, recipes = set(tensors.names()), prefix_of(model), dict[str, Recipe]()
+    stored, prefix, recipes = set(tensors.names()), prefix_of(model), dict[str, Recipe]()
     for name in model.state_dict():
         candidates = [name, strip_prefix(name, prefix), f"{prefix}.{name}"]
         candidates += [each.replace("LayerNorm.weight", "LayerNorm.gamma") for each in candidates]
         candidates += [each.replace("LayerNorm.bias", "LayerNorm.beta") for each in candidates]
-        key = next((each for each in candidates if each in there), None)
+        key = next((each for each in candidates if each in stored), None)
         if key is not None:
             recipes[name] = Recipe(None, name, {key: [key]})
     return recipes
@@ -293,7 +296,7 @@ def _backbone(read: Any) -> str:
     return name if name and isinstance(name, str) else _backbone(list(read.values()))
 
 
-def _check_counts(said: Any, most: int, where: str, key: str = "") -> None:
+def _check_counts(said: Any, limit: int, where: str, key: str = "") -> None:
     """Refuse a configuration that counts more of something than a checkpoint can hold.
 
     Raises:
@@ -301,14 +304,14 @@ def _check_counts(said: Any, most: int, where: str, key: str = "") -> None:
     """
     if isinstance(said, dict):
         for name, each in said.items():
-            _check_counts(each, most, where, name)
+            _check_counts(each, limit, where, name)
     elif isinstance(said, list):
-        for each in said[: most + 1] if _COUNTS.search(key) else said:
-            _check_counts(each, most, where, key)
+        for each in said[: limit + 1] if _COUNTS.search(key) else said:
+            _check_counts(each, limit, where, key)
     elif isinstance(said, int) and _COUNTS.search(key) and not _SIZES.search(key):
-        most = _LABELS if key == "num_labels" else most
-        if said > most:
-            raise CheckpointError(f"{where}: {key[:80]} is {said:.6g}, and its tensors hold {most} at most")
+        limit = _LABELS if key == "num_labels" else limit
+        if said > limit:
+            raise CheckpointError(f"{where}: {key[:80]} is {said:.6g}, and its tensors hold {limit} at most")
 
 
 @contextmanager

@@ -54,12 +54,12 @@ def stop_spinning() -> None:
     except (OSError, StopIteration, AttributeError) as error:
         log.info("threads of OpenMP spin while they wait: %r", error)
         return
-    made = threading.Event()
+    event = threading.Event()
 
     def team() -> None:
         parallel(nothing, None, (os.cpu_count() or 1) + 1, 0)
-        made.set()
+        event.set()
         threading.Event().wait()  # the team lasts as long as this thread
 
     threading.Thread(target=team, name="symbiosis-spinning", daemon=True).start()
-    made.wait()
+    event.wait()

@@ -90,13 +90,13 @@ class Stored:
     @cached_property
     def largest_conversion(self) -> int:
         """Bytes that the largest conversion, of a parameter or an expert, takes under way, about."""
-        most = 0
+        largest = 0
         for name, recipe in self._recipes.items():
             if recipe.converter is not None:
                 pieces = sum(each is recipe for each in self._recipes.values()) if recipe.makes_several else 1
-                most = max(most, pieces * self._state[name].numel() // (self._experts(name) or 1))
+                largest = max(largest, pieces * self._state[name].numel() // (self._experts(name) or 1))
         # float32, before and after the last step, and what is stored, which is no larger
-        return 3 * 4 * most
+        return 3 * 4 * largest
 
     def source(self, name: str) -> Source | None:
         """What holds a parameter or persistent buffer, or one that is tied to it; None: nothing."""
@@ -150,8 +150,8 @@ class Stored:
         if rows is not None and self._experts(source.parameter):
             return recipe.make(self.model, self._tensors.read, rows)[source.parameter]
         with self._lock:
-            made = self._whole(recipe, again=rows is not None)[source.parameter]
-        return made if rows is None else made[rows]
+            tensor = self._whole(recipe, again=rows is not None)[source.parameter]
+        return tensor if rows is None else tensor[rows]
 
     def sha256(self, name: str) -> str:
         """Of a parameter's dtype, its axes, and its bytes as stored or made.
@@ -191,9 +191,9 @@ class Stored:
         from transformers.pytorch_utils import Conv1D
 
         for name, module in self.model.named_modules():
-            found = self.layer(name) if isinstance(module, (nn.Linear, Conv1D)) else None
-            if found is not None:
-                yield found
+            layer = self.layer(name) if isinstance(module, (nn.Linear, Conv1D)) else None
+            if layer is not None:
+                yield layer
         yield from self.experts()
 
     def experts(self) -> Iterator[tuple[Member, int]]:
@@ -252,18 +252,18 @@ class Stored:
 
         experts = self._experts(source.parameter)
         recipe = self._recipes[source.parameter]
-        made = recipe.make(self.model, empty, slice(0, 1) if experts else None)[source.parameter]
-        return (experts, *made.shape[1:]) if experts else tuple(made.shape), made.dtype
+        layout = recipe.make(self.model, empty, slice(0, 1) if experts else None)[source.parameter]
+        return (experts, *layout.shape[1:]) if experts else tuple(layout.shape), layout.dtype
 
     def _whole(self, recipe: Recipe, *, again: bool) -> dict[str, torch.Tensor]:
         """All that a recipe makes, which is kept if more of it will be asked for."""
         if self._last is not None and self._last[0] is recipe:
             return self._last[1]
         self._last = None  # so that not both are there
-        made = recipe.make(self.model, self._tensors.read)
+        tensors = recipe.make(self.model, self._tensors.read)
         if again or recipe.makes_several:
-            self._last = recipe, made
-        return made
+            self._last = recipe, tensors
+        return tensors
 
 
 def parameter_hash(dtype: str, shape: Iterable[int]) -> hashlib._Hash:

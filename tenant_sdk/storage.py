@@ -103,11 +103,11 @@ def check_adapter_folder(path: Path) -> None:
             raise ConfigurationError(f"{path} holds no adapter: there is no {name} in it")
 
 
-def copy_file(source: Path, copy: Path, most: int, within: Path | None = None) -> str:
+def copy_file(source: Path, copy: Path, max_bytes: int, within: Path | None = None) -> str:
     """Copy a file, which may be exchanged for another, or for a link, at any time.
 
     Args:
-        most: bytes of it.
+        max_bytes: bytes of it.
         within: the folder that it must lie below; None: it may lie anywhere.
 
     Returns:
@@ -119,13 +119,13 @@ def copy_file(source: Path, copy: Path, most: int, within: Path | None = None) -
     """
     digest = hashlib.sha256()
     with copy.open("wb") as written:
-        for block in read_blocks(source, most, within):
+        for block in read_blocks(source, max_bytes, within):
             written.write(block)
             digest.update(block)
     return digest.hexdigest()
 
 
-def read_blocks(source: Path, most: int, within: Path | None = None) -> Iterator[bytes]:
+def read_blocks(source: Path, max_bytes: int, within: Path | None = None) -> Iterator[bytes]:
     """The content of a file that may be anybody's; arguments and errors: see ``copy_file``."""
     try:
         opened = os.open(source, os.O_RDONLY | os.O_NONBLOCK)  # which does not wait for the writer of a pipe
@@ -138,13 +138,13 @@ def read_blocks(source: Path, most: int, within: Path | None = None) -> Iterator
             )  # the gateway is on Linux
         if not stat.S_ISREG(os.fstat(opened).st_mode):
             raise ConfigurationError(f"{source} is no file")
-        left = most + 1 if os.fstat(opened).st_size <= most else 0
+        left = max_bytes + 1 if os.fstat(opened).st_size <= max_bytes else 0
         while left and (block := file.read(min(left, _BLOCK_BYTES))):
             left -= len(block)
             if left:
                 yield block
     if not left:
-        raise ConfigurationError(f"{source} has more than {most} bytes, the most that an adapter's has")
+        raise ConfigurationError(f"{source} has more than {max_bytes} bytes, the most that an adapter's has")
 
 
 def check_below(within: Path, called: Path, lies: Path) -> None:

@@ -34,7 +34,7 @@ class Catalog:
 
     Args:
         checkpoint: what is served.
-        found: what it offers.
+        discovery: what it offers.
         numerics: in which it is served.
         groups: those found, on the ring with bounds.
         scales: float32 [O] by number of group, on the ring.
@@ -52,7 +52,7 @@ class Catalog:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        found: Discovery,
+        discovery: Discovery,
         *,
         numerics: str,
         groups: Sequence[GroupInfo],
@@ -65,16 +65,16 @@ class Catalog:
         manifest = Manifest(
             server="symbiosis/1",
             model=checkpoint.name,
-            architecture=found.architecture,
-            base_prefix=found.base_prefix,
+            architecture=discovery.architecture,
+            base_prefix=discovery.base_prefix,
             weights=checkpoint.weights_digest(groups),
             digest="",
             numerics=numerics,
             wire_dtypes=wire_dtypes(numerics),
             limits=limits or Limits(max_message_bytes=64 << 20, max_rows=65536),
             groups=tuple(groups),
-            parameters=found.parameters,
-            unavailable=found.unavailable,
+            parameters=discovery.parameters,
+            unavailable=discovery.unavailable,
             files=checkpoint.tenant_files(),
             recorded=recorded,
             part=part,
@@ -92,7 +92,7 @@ class Catalog:
                 "make one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
                 checkpoint.folder,
             )
-        self._parameters = {p.name: p for p in found.parameters}
+        self._parameters = {p.name: p for p in discovery.parameters}
         self._scales = {str(group): each for group, each in scales.items()}  # no other spelling is one
 
     def fetch(self, request: Fetch, request_id: int) -> tuple[Header, Callable[[], torch.Tensor]]:

@@ -160,8 +160,8 @@ def _tenant_parameters(
         if first is None:
             missing.append(names[0])
             continue
-        own = [name for name in names[1:] if stored.source(name) != first]
-        hashes = {name: stored.sha256(name) for name in (names[0], *own)}
+        untied = [name for name in names[1:] if stored.source(name) != first]
+        hashes = {name: stored.sha256(name) for name in (names[0], *untied)}
         for name, sha256 in hashes.items():
             if name == names[0] or sha256 != hashes[names[0]]:
                 shape, dtype = stored.describe(name)

@@ -28,20 +28,20 @@ def with_experts(groups: Sequence[GroupInfo], experts: Iterable[tuple[Member, in
         by_block.setdefault(block, []).append(GroupInfo(inputs, (member,)))
     together = [*groups, *(each for infos in by_block.values() for each in infos)]
     size = len(msgspec.json.encode(together)) + _BOUNDS_BYTES * len(together)
-    most = MAX_ANSWER_CONTROL_BYTES * 3 // 4  # the rest is for parameters
-    if len(together) > MAX_GROUPS or size > most:
+    max_bytes = MAX_ANSWER_CONTROL_BYTES * 3 // 4  # the rest is for parameters
+    if len(together) > MAX_GROUPS or size > max_bytes:
         log.warning(
             "tenants download the experts' weights, wherever they want experts to be: with each as a group "
             "there were %d groups, %.1f MiB of a manifest, and no tenant takes more than %d and %.1f MiB",
-            *(len(together), size / 2**20, MAX_GROUPS, most / 2**20),
+            *(len(together), size / 2**20, MAX_GROUPS, max_bytes / 2**20),
         )
         return list(groups)
     ends = {block: _end(groups, block) for block in by_block}
-    found: list[GroupInfo] = []
+    ordered: list[GroupInfo] = []
     for at in range(len(groups) + 1):
-        found += [each for block, end in ends.items() if end == at for each in by_block[block]]
-        found += groups[at : at + 1]
-    return found
+        ordered += [each for block, end in ends.items() if end == at for each in by_block[block]]
+        ordered += groups[at : at + 1]
+    return ordered
 
 
 def _block(name: str) -> str:
@@ -53,5 +53,7 @@ def _block(name: str) -> str:
 
 def _end(groups: Sequence[GroupInfo], block: str) -> int:
     """Behind the last group of a block, or behind all."""
-    own = [at for at, group in enumerate(groups) if any(m.name.startswith(block) for m in group.members)]
-    return own[-1] + 1 if own else len(groups)
+    positions = [
+        at for at, group in enumerate(groups) if any(m.name.startswith(block) for m in group.members)
+    ]
+    return positions[-1] + 1 if positions else len(groups)

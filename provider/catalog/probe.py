@@ -63,20 +63,20 @@ def probe(model: PreTrainedModel, layers: Collection[str]) -> Probe:
         model: on the meta device.
         layers: names of those that are looked at. The output head is alone, whoever else gets its input.
     """
-    found = _best(model, layers, "meta")
-    left = found.reached < len(layers) and any(towers_of(model, "meta"))
+    result = _best(model, layers, "meta")
+    left = result.reached < len(layers) and any(towers_of(model, "meta"))
     # Tenants load no model of larger tables, and here they would take their memory.
-    if (found.stopped is not None or left) and buffer_bytes(model) <= MAX_BUFFERS:
+    if (result.stopped is not None or left) and buffer_bytes(model) <= MAX_BUFFERS:
         again = _best(_with_values(model), layers, "cpu")
-        if again.reached > found.reached or (again.stopped is None and found.stopped is not None):
-            found = again
-    if found.stopped is not None:
+        if again.reached > result.reached or (again.stopped is None and result.stopped is not None):
+            result = again
+    if result.stopped is not None:
         log.warning(
             "%d of %d layers were reached before the tiny forward pass stopped with: %s. The others are "
             "served, each with a request of its own, which is correct and slower",
-            *(found.reached, len(layers), str(found.stopped)[:300] or type(found.stopped).__name__),
+            *(result.reached, len(layers), str(result.stopped)[:300] or type(result.stopped).__name__),
         )
-    return found
+    return result
 
 
 def _best(model: PreTrainedModel, layers: Collection[str], device: str) -> Probe:
@@ -84,10 +84,10 @@ def _best(model: PreTrainedModel, layers: Collection[str], device: str) -> Probe
     unknown = NotImplementedError(f"this model takes {model.main_input_name}, and nothing like it is known")
     best: Probe | None = None
     for inputs in inputs_of(model, device):
-        found = _pass(model, layers, inputs, device)
-        if best is None or best.reached < found.reached or found.stopped is None:
-            best = found
-        if found.stopped is None:
+        result = _pass(model, layers, inputs, device)
+        if best is None or best.reached < result.reached or result.stopped is None:
+            best = result
+        if result.stopped is None:
             break
     return best or Probe([[name] for name in layers], stopped=unknown)
 
@@ -116,15 +116,15 @@ def inputs_of(model: PreTrainedModel, device: str) -> Iterator[dict[str, torch.T
     name = named if isinstance(named, str) else named[0]
     ids = torch.ones((1, TOKENS), dtype=torch.long, device=device)
     rest = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-    taken = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(model.forward).parameters
     # There are no values to look at: some models look for padding if there is no mask, others look at the
     # mask if there is one.
     masks: list[dict[str, torch.Tensor]] = [{}, {"attention_mask": torch.ones_like(ids)}]
     if name == "input_ids":
         yield from ({name: ids} | rest | mask for mask in masks)
-    others = {"input_ids": ids} if "input_ids" in taken else {}
+    others = {"input_ids": ids} if "input_ids" in parameters else {}
     for main in (name, "pixel_values", "input_features") if name == "input_ids" else (name,):
-        shapes = _shapes(main, model.config) if main in (name, *taken) else ()
+        shapes = _shapes(main, model.config) if main in (name, *parameters) else ()
         for shape, extra in product(shapes, ({}, others) if others and name == main else (others,)):
             yield {main: torch.ones(shape, dtype=model.dtype, device=device)} | extra | rest
 
@@ -299,16 +299,18 @@ class _Watch(TorchDispatchMode):
         large = sum(each.nbytes for each in tensors if not each.is_meta) > LOOKED_AT
         if not blank and not (large and not func.is_view):
             return func(*args, **kwargs)
-        there = tree_map(_to_meta, (args, kwargs | ({"device": "meta"} if "device" in kwargs else {})))
+        on_meta = tree_map(_to_meta, (args, kwargs | ({"device": "meta"} if "device" in kwargs else {})))
         try:
-            shapes = func(*there[0], **there[1])
+            shapes = func(*on_meta[0], **on_meta[1])
         except (RuntimeError, NotImplementedError):  # they depend on values
             if sum(each.nbytes for each in tensors) > MAX_BYTES:
                 raise
             return func(*args, **kwargs)
-        most = max((leaf.nbytes for leaf in tree_leaves(shapes) if isinstance(leaf, torch.Tensor)), default=0)
-        if most > MAX_BYTES:
-            raise MemoryError(f"{func} makes a tensor of {most / 2**30:.1f} GiB")
+        largest = max(
+            (leaf.nbytes for leaf in tree_leaves(shapes) if isinstance(leaf, torch.Tensor)), default=0
+        )
+        if largest > MAX_BYTES:
+            raise MemoryError(f"{func} makes a tensor of {largest / 2**30:.1f} GiB")
         return tree_map(_to_zeros, shapes) if blank else func(*args, **kwargs)
 
 
@@ -325,14 +327,14 @@ def _with_values(model: PreTrainedModel) -> PreTrainedModel:
     with parameters_without_memory():
         same: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config))
     zeros: dict[torch.dtype, torch.Tensor] = {}
-    made: dict[int, nn.Parameter] = {}  # tied parameters stay one
+    parameters: dict[int, nn.Parameter] = {}  # tied parameters stay one
     for module in same.modules():
         for name, old in module._parameters.items():
             if old is None:
                 continue
-            if id(old) not in made:
+            if id(old) not in parameters:
                 zero = zeros.setdefault(old.dtype, torch.zeros((), dtype=old.dtype))
-                made[id(old)] = nn.Parameter(zero.expand(old.shape), requires_grad=False)
-            module._parameters[name] = made[id(old)]
+                parameters[id(old)] = nn.Parameter(zero.expand(old.shape), requires_grad=False)
+            module._parameters[name] = parameters[id(old)]
     same.eval()
     return same

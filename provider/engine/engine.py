@@ -277,7 +277,7 @@ class Engine:
             self._submissions[work].under_way += 1
         started = self._clock()
         key, count = batch[0].work.key, rows_of(batch)
-        expected = self._latency.seconds(key.group, key.direction, key.members, count)
+        expected = self._latency.seconds(key.group, key.direction, key.member_bits, count)
         # Rows are made of a payload as a whole, which what is expected of a part of them leaves out.
         whole = all(r.request.blocks is not None or r.stop - r.start == r.request.header.rows for r in rows)
         if lane.inline and whole and expected <= INLINE_SECONDS:

@@ -44,17 +44,17 @@ class BatchResult(NamedTuple):
     processor_seconds: float = 0.0
 
 
-def answer_of(blocks: Sequence[torch.Tensor], answer_bits: int, *, own: bool) -> list[torch.Tensor]:
+def answer_of(blocks: Sequence[torch.Tensor], answer_bits: int, *, unshared: bool) -> list[torch.Tensor]:
     """A product's blocks as they are answered.
 
     Args:
         answer_bits: as in the request's header.
-        own: no other request has rows in their memory. Else the answer is a copy: a view would
+        unshared: no other request has rows in their memory. Else the answer is a copy: a view would
             hold others' answers for as long as its tenant does not read.
     """
     if 0 < answer_bits < EXACT:
         return [take_upper_bits(block, answer_bits) for block in blocks]
-    return list(blocks) if own else [block.clone() for block in blocks]
+    return list(blocks) if unshared else [block.clone() for block in blocks]
 
 
 class Lane(Protocol):
@@ -143,8 +143,10 @@ class ProcessLane:
 
         def divided(out: list[torch.Tensor]) -> list[torch.Tensor]:
             own, answers = len(batch) == 1, list[torch.Tensor]()
-            for place, kept in zip(places, bits, strict=True):
-                answers += answer_of([block[place] for block in out] if not own else out, kept, own=own)
+            for place, answer_bits in zip(places, bits, strict=True):
+                answers += answer_of(
+                    [block[place] for block in out] if not own else out, answer_bits, unshared=own
+                )
             return answers
 
         try:

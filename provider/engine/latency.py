@@ -43,21 +43,21 @@ class LatencyModel:
         """Set the forecast of a group's shape and direction."""
         self._lines[self.shapes[group], direction] = line
 
-    def share(self, group: int, members: int) -> float:
+    def share(self, group: int, member_bits: int) -> float:
         """The part of a group's weight that these members are."""
         outputs = self.shapes[group].outputs
-        if members == (1 << len(outputs)) - 1:
+        if member_bits == (1 << len(outputs)) - 1:
             return 1.0
-        return sum(outputs[i] for i in member_indices(members)) / sum(outputs)
+        return sum(outputs[i] for i in member_indices(member_bits)) / sum(outputs)
 
-    def seconds(self, group: int, direction: int, members: int, rows: int) -> float:
+    def seconds(self, group: int, direction: int, member_bits: int, rows: int) -> float:
         """The forecast for one product."""
-        return self.line(group, direction).seconds(rows) * self.share(group, members)
+        return self.line(group, direction).seconds(rows) * self.share(group, member_bits)
 
-    def rows(self, group: int, direction: int, members: int, seconds: float) -> int:
+    def rows(self, group: int, direction: int, member_bits: int, seconds: float) -> int:
         """How many rows can be multiplied within some seconds; may be 0 or less."""
-        return self.line(group, direction).rows(seconds / self.share(group, members))
+        return self.line(group, direction).rows(seconds / self.share(group, member_bits))
 
-    def observe(self, group: int, direction: int, members: int, rows: int, seconds: float) -> None:
+    def observe(self, group: int, direction: int, member_bits: int, rows: int, seconds: float) -> None:
         """Correct the forecast by a product that took some seconds."""
-        self.line(group, direction).observe(rows, seconds / self.share(group, members))
+        self.line(group, direction).observe(rows, seconds / self.share(group, member_bits))

@@ -39,7 +39,7 @@ class BatchKey(NamedTuple):
 
     group: int
     direction: int
-    members: int
+    member_bits: int
     dtype: int
 
 
@@ -291,8 +291,8 @@ class Opportunistic:
 
     def finished(self, batch: Batch, seconds: float, now: float) -> None:
         """See Policy."""
-        group, direction, members, _ = batch[0].work.key
-        self._latency.observe(group, direction, members, rows_of(batch), seconds)
+        group, direction, member_bits, _ = batch[0].work.key
+        self._latency.observe(group, direction, member_bits, rows_of(batch), seconds)
         for work, _, stop in batch:
             self._note_activity(work, now)
             if work.decodes and stop == work.rows:
@@ -312,8 +312,8 @@ class Opportunistic:
         """When a request has waited long enough for others; one that has begun waits no more."""
         if work.taken:
             return work.arrived
-        group, direction, members, _ = work.key
-        wait = self._objective.wait_share * self._latency.seconds(group, direction, members, work.rows)
+        group, direction, member_bits, _ = work.key
+        wait = self._objective.wait_share * self._latency.seconds(group, direction, member_bits, work.rows)
         wait = min(wait, self._objective.wait_seconds)
         return work.arrived + (wait if wait > MIN_WAIT_SECONDS else 0.0)
 
@@ -326,16 +326,16 @@ class Opportunistic:
 
     def _row_limit(self, work: QueuedRequest, now: float) -> int:
         """Rows of a product that this request, no decode, may be part of."""
-        group, direction, members, _ = work.key
+        group, direction, member_bits, _ = work.key
         others = self._interactive.latest_of_others({work.tenant}, now)
         seconds = PRODUCT_SECONDS
         if others is not None:
-            reading = self._latency.seconds(group, direction, members, 0)
+            reading = self._latency.seconds(group, direction, member_bits, 0)
             seconds = min(seconds, max(SHORT_PRODUCT_SECONDS, MIN_READINGS * reading))
         if now - self._last_decode <= QUIET_SECONDS:
-            own = self._latency.seconds(group, Direction.FORWARD, members, 1)
-            seconds = min(seconds, self.tokens.decode_slack * self._request_seconds - own)
-        rows = self._latency.rows(group, direction, members, seconds)
+            seconds_of_decode = self._latency.seconds(group, Direction.FORWARD, member_bits, 1)
+            seconds = min(seconds, self.tokens.decode_slack * self._request_seconds - seconds_of_decode)
+        rows = self._latency.rows(group, direction, member_bits, seconds)
         return max(TILE, rows - rows % tile_of(rows))
 
     def _most_rows(self, work: QueuedRequest, now: float) -> int:
@@ -365,10 +365,10 @@ class Opportunistic:
 
     def _take(self, work: QueuedRequest, rows: int) -> QueuedRows:
         self.counters.charge(work.tenant, rows * work.row_cost)
-        taken = work.take(rows)
+        queued_rows = work.take(rows)
         if not work.remaining:
             self.drop(work)
-        return taken
+        return queued_rows
 
 
 def _queue_of(work: QueuedRequest) -> tuple[int, str, bool]:

@@ -62,9 +62,9 @@ class BaseExecutor(GroupExecutor):
             with checkpoint.kept_open():
                 conversion = checkpoint.stored.largest_conversion
                 check_memory(checkpoint.name, [], 0, conversion=conversion)
-                found = discover(checkpoint, serve_head=serve_head)
+                discovery = discover(checkpoint, serve_head=serve_head)
                 here = where.type == "cpu"
-                groups = list(found.groups)
+                groups = list(discovery.groups)
                 first, stop = served = part_of(groups, *part) if part else (0, len(groups))
                 weight_bytes = kind.weight_bytes if here else 0
                 check_memory(checkpoint.name, groups[first:stop], weight_bytes, conversion=conversion)
@@ -75,7 +75,7 @@ class BaseExecutor(GroupExecutor):
                 super().__init__(loaded, numerics, where)
                 self.catalog = Catalog(
                     checkpoint,
-                    found,
+                    discovery,
                     numerics=numerics,
                     groups=groups,
                     scales={i: group.scales for i, group in loaded.items() if group.scales is not None},

@@ -58,14 +58,14 @@ class GatheredWeight:
     def apply(
         self,
         direction: int,
-        members: int,
+        member_bits: int,
         blocks: list[torch.Tensor],
         into: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """See GroupWeight. Also for blocks of no rows: the others may have some."""
         self._sharded.unshard()
         try:
-            return FloatWeight(self._layers.weight, self._widths).apply(direction, members, blocks, into)
+            return FloatWeight(self._layers.weight, self._widths).apply(direction, member_bits, blocks, into)
         finally:
             self._sharded.reshard()
 
@@ -92,7 +92,7 @@ class Shards:
 
     def __init__(self, gathering: Gathering, numerics: str, device: torch.device) -> None:
         self._gathering, self._dtype = gathering, DTYPE_NAMES[numerics]
-        self._freed = FreedMemory(kept=0)
+        self._freed = FreedMemory(max_bytes=0)
         self._store = dist.FileStore(gathering.store, gathering.count)  # type: ignore[attr-defined]
         # All are on this machine, and what they say to each other is neither encrypted nor signed.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
@@ -131,12 +131,12 @@ class Shards:
         layers = _Layers(sum(widths), info.inputs, self._dtype)
         sharded = fully_shard(layers, mesh=self._mesh)
         layers.to_empty(device=device)
-        shard, own = cast(DTensor, layers.weight).to_local(), self._gathering.shard(sum(widths))
+        shard, own_rows = cast(DTensor, layers.weight).to_local(), self._gathering.shard(sum(widths))
         at = 0  # in the group's weight
         for member in info.members:
-            start, stop = (min(max(edge - at, 0), member.outputs) for edge in (own.start, own.stop))
+            start, stop = (min(max(edge - at, 0), member.outputs) for edge in (own_rows.start, own_rows.stop))
             if start < stop:
-                place = shard[at + start - own.start : at + stop - own.start]
+                place = shard[at + start - own_rows.start : at + stop - own_rows.start]
                 place.copy_(checkpoint.member_weight(member, slice(start, stop)))
             at += member.outputs
         return LoadedGroup(GatheredWeight(layers, sharded, widths), info)

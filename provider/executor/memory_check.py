@@ -46,12 +46,12 @@ def check_memory(
     sizes = [member.outputs * group.inputs for group in groups for member in group.members]
     weights = weight_bytes * sum(sizes)
     more = BASE_BYTES + max(STORED_BYTES * max(sizes, default=0), conversion)
-    there, where = (available or available_memory)()
-    if weights + more > there:
+    free, where = (available or available_memory)()
+    if weights + more > free:
         raise ConfigurationError(
             "not enough memory to load {}: needs about {} (weights {} + {} for Python and torch), {} "
             "available ({}); {}",
-            *(model, gib(weights + more), gib(weights), gib(more), gib(there), where, ADVICE),
+            *(model, gib(weights + more), gib(weights), gib(more), gib(free), where, ADVICE),
         )
 
 
@@ -70,23 +70,23 @@ def memory_errors(model: str) -> Iterator[None]:
         wants.append("failed to map segment")  # of a library
         if not (isinstance(error, MemoryError) or any(want in text for want in wants)):
             raise
-        there, where = available_memory()
+        free, where = available_memory()
         raise ConfigurationError(
             "not enough memory to load {}: {}; {} available ({}); {}",
-            *(model, str(error).splitlines()[0] if text else "none is left", gib(there), where, ADVICE),
+            *(model, str(error).splitlines()[0] if text else "none is left", gib(free), where, ADVICE),
         ) from error
 
 
 def available_memory() -> tuple[float, str]:
     """Bytes that this process may still take, and what limits it."""
-    found = [(float("inf"), "no limit is known"), _machine(), _address_space()]
+    limits = [(float("inf"), "no limit is known"), _machine(), _address_space()]
     try:
         path = Path("/proc/self/cgroup").read_text().partition("0::/")[2].partition("\n")[0]
         group = Path("/sys/fs/cgroup") / path
-        found += [_of_group(each) for each in (group, *group.parents) if (each / "memory.max").is_file()]
+        limits += [_of_group(each) for each in (group, *group.parents) if (each / "memory.max").is_file()]
     except OSError:
         pass
-    return min(found)
+    return min(limits)
 
 
 def _machine() -> tuple[float, str]:

@@ -78,19 +78,19 @@ class GroupExecutor:
         return self._own(header.group, header.direction, header.members, blocks)
 
     def _own(
-        self, group: int, direction: int, members: int, blocks: list[torch.Tensor]
+        self, group: int, direction: int, member_bits: int, blocks: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Of a request's blocks the columns that belong to this stripe's outputs."""
         if self._stripe is None or direction == Direction.FORWARD:
             return blocks
         if len(blocks) == 1:
-            widths = [self._shapes[group].outputs[i] for i in member_indices(members)]
-            own = [blocks[0][:, columns] for columns in self._stripe.columns(widths)]
-            return [own[0] if len(own) == 1 else torch.cat(own, 1)]
+            widths = [self._shapes[group].outputs[i] for i in member_indices(member_bits)]
+            columns_of_blocks = [blocks[0][:, columns] for columns in self._stripe.columns(widths)]
+            return [columns_of_blocks[0] if len(columns_of_blocks) == 1 else torch.cat(columns_of_blocks, 1)]
         return [block[:, self._stripe.of(block.shape[1])].contiguous() for block in blocks]
 
     def _places(
-        self, group: int, direction: int, members: int, answers: list[torch.Tensor]
+        self, group: int, direction: int, member_bits: int, answers: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Of blocks of whole answers the columns that are this stripe's outputs; backward it adds to all."""
         if self._stripe is None or direction == Direction.BACKWARD:
@@ -98,14 +98,14 @@ class GroupExecutor:
         shape = self._shapes[group]
         if not shape.planes:
             return [block[:, self._stripe.of(block.shape[1])] for block in answers]
-        widths = [shape.outputs[i] for i in member_indices(members)]
+        widths = [shape.outputs[i] for i in member_indices(member_bits)]
         return [answers[0][:, columns] for columns in self._stripe.columns(widths, shape.planes)]
 
     def compute(
         self,
         group: int,
         direction: int,
-        members: int,
+        member_bits: int,
         blocks: list[torch.Tensor],
         divided: Callable[[list[torch.Tensor]], list[torch.Tensor]] = list,
     ) -> list[torch.Tensor]:
@@ -114,7 +114,7 @@ class GroupExecutor:
         Args:
             group: one whose weight is here.
             direction: a ``Direction``.
-            members: which members take part, a bit mask.
+            member_bits: which members take part, a bit mask.
             blocks: on the CPU.
             divided: makes the answers of the product's blocks, on the device.
 
@@ -123,14 +123,14 @@ class GroupExecutor:
         """
         weight = self._weights[group]
         if self._device.type == "cpu":  # no further call into torch: each queues for Python's lock
-            return divided(weight.apply(direction, members, blocks))
-        return to_host(divided(weight.apply(direction, members, to_device(blocks, self._device))))
+            return divided(weight.apply(direction, member_bits, blocks))
+        return to_host(divided(weight.apply(direction, member_bits, to_device(blocks, self._device))))
 
     def begin(
         self,
         group: int,
         direction: int,
-        members: int,
+        member_bits: int,
         blocks: list[torch.Tensor],
         answers: list[torch.Tensor],
     ) -> Callable[[], None] | None:
@@ -144,11 +144,11 @@ class GroupExecutor:
         Returns:
             Waits until the answers are there; None: they are.
         """
-        places = self._places(group, direction, members, answers)
+        places = self._places(group, direction, member_bits, answers)
 
         def product(blocks: list[torch.Tensor], into: torch.Tensor | None = None) -> list[torch.Tensor]:
-            own = self._own(group, direction, members, blocks)
-            out = self._weights[group].apply(direction, members, own, into)
+            own_blocks = self._own(group, direction, member_bits, blocks)
+            out = self._weights[group].apply(direction, member_bits, own_blocks, into)
             if len(out) < len(places):  # of the ring
                 return list(out[0].split([place.shape[1] for place in places], 1))
             return out
@@ -162,11 +162,11 @@ class GroupExecutor:
                 place.copy_(block)
         return None
 
-    def zeros(self, group: int, direction: int, members: int, rows: int) -> list[torch.Tensor]:
+    def zeros(self, group: int, direction: int, member_bits: int, rows: int) -> list[torch.Tensor]:
         """Blocks of a request, to measure with."""
-        widths = self._shapes[group].plan(direction, members).request_widths
+        widths = self._shapes[group].plan(direction, member_bits).request_widths
         blocks = [torch.zeros((rows, width), dtype=self._wire_dtype) for width in widths]
-        return self._own(group, direction, members, blocks)
+        return self._own(group, direction, member_bits, blocks)
 
     def read_ahead(self, group: int, stop: Callable[[], bool]) -> None:
         """Bring a group's weight nearer to the processor, until ``stop()``.

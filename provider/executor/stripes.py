@@ -31,12 +31,12 @@ class OutputStripe(msgspec.Struct, frozen=True):
 
     def columns(self, widths: Sequence[int], times: int = 1) -> list[slice]:
         """Its columns of rows in which layers of these widths lie side by side, and that so many times."""
-        found, at = [], 0
+        slices, at = [], 0
         for width in tuple(widths) * times:
             part = self.of(width)
-            found.append(slice(at + part.start, at + part.stop))
+            slices.append(slice(at + part.start, at + part.stop))
             at += width
-        return found
+        return slices
 
 
 class Gathering(msgspec.Struct, frozen=True):

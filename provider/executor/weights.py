@@ -26,7 +26,7 @@ class GroupWeight(Protocol):
     def apply(
         self,
         direction: int,
-        members: int,
+        member_bits: int,
         blocks: list[torch.Tensor],
         into: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
@@ -34,7 +34,7 @@ class GroupWeight(Protocol):
 
         Args:
             direction: a ``Direction``.
-            members: which members take part.
+            member_bits: which members take part.
             blocks: of one dtype: [T, D] forward, backward one [T, O_m] for each member; on the ring
                 always one.
             into: where the answer goes, if it is one block and this can write it there; rows may be further
@@ -78,15 +78,15 @@ class FloatWeight:
     def apply(
         self,
         direction: int,
-        members: int,
+        member_bits: int,
         blocks: list[torch.Tensor],
         into: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """See GroupWeight. Rows in another dtype are rounded to the weight's, and answers back."""
-        given, served = blocks[0].dtype, self._weight.dtype
-        if given != served:
-            rounded = self.apply(direction, members, [block.to(served) for block in blocks])
-            return [block.to(given) for block in rounded]
+        dtype, served = blocks[0].dtype, self._weight.dtype
+        if dtype != served:
+            rounded = self.apply(direction, member_bits, [block.to(served) for block in blocks])
+            return [block.to(dtype) for block in rounded]
         rows = len(blocks[0])
         mm: Callable[..., torch.Tensor] = torch.mm
         addmm: Callable[..., torch.Tensor] = torch.addmm
@@ -94,14 +94,14 @@ class FloatWeight:
             blocks = [_whole_tiles(block) for block in blocks]
             mm, addmm = self._onednn
         if direction == Direction.BACKWARD:
-            first, *others = (self._parts[i] for i in member_indices(members))
+            first, *others = (self._parts[i] for i in member_indices(member_bits))
             gx = mm(blocks[0], first)
             for weight, block in zip(others, blocks[1:], strict=True):
                 gx = addmm(gx, block, weight)
             return [gx[:rows]]
-        if rows == 1 and members == self._all:  # the blocks are the row: one product
+        if rows == 1 and member_bits == self._all:  # the blocks are the row: one product
             return list(mm(blocks[0], self._weight.T).split(self._widths, 1))
-        return [mm(blocks[0], self._parts[i].T)[:rows] for i in member_indices(members)]
+        return [mm(blocks[0], self._parts[i].T)[:rows] for i in member_indices(member_bits)]
 
     def striped(self, stripe: OutputStripe) -> FloatWeight:
         """See GroupWeight."""
@@ -143,7 +143,7 @@ class RingWeight:
     def apply(
         self,
         direction: int,
-        members: int,
+        member_bits: int,
         blocks: list[torch.Tensor],
         into: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
@@ -151,9 +151,9 @@ class RingWeight:
         (rows,) = blocks
         width = self._planes.shape[2]
         if direction == Direction.FORWARD:
-            width = sum(self._widths[i] for i in member_indices(members))
+            width = sum(self._widths[i] for i in member_indices(member_bits))
         out = rows.new_empty((len(rows), len(self._planes) * width)) if into is None else into
-        self._products.matmul(direction, members, rows, out)
+        self._products.matmul(direction, member_bits, rows, out)
         return [out]
 
     def striped(self, stripe: OutputStripe) -> RingWeight:

@@ -193,11 +193,11 @@ class AdminServer:
         self._server.server_close()
 
 
-def _by_address(asked: str, own: str) -> bool:
+def _by_address(host: str, own_address: str) -> bool:
     """Whether a Host header has an address, which no site can claim, or a name that is this machine's."""
     try:
-        name = urlsplit(f"//{asked}").hostname or ""
-        return name in ("localhost", own) or bool(ip_address(name))
+        name = urlsplit(f"//{host}").hostname or ""
+        return name in ("localhost", own_address) or bool(ip_address(name))
     except ValueError:
         return False
 

@@ -80,4 +80,6 @@ def _log_everything() -> None:
 
     logging.captureWarnings(True)
     sys.excepthook = uncaught
-    threading.excepthook = lambda told: uncaught(told.exc_type, told.exc_value, told.exc_traceback)
+    threading.excepthook = lambda thread_error: uncaught(
+        thread_error.exc_type, thread_error.exc_value, thread_error.exc_traceback
+    )

@@ -286,13 +286,13 @@ class Metrics:
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
         """The values of a metric by one of its labels."""
-        found: dict[str, float] = {}
+        sums: dict[str, float] = {}
         for family in self.registry.collect():
             for sample in family.samples:
                 if sample.name == name:
                     value = sample.labels.get(label, "")
-                    found[value] = found.get(value, 0.0) + sample.value
-        return found
+                    sums[value] = sums.get(value, 0.0) + sample.value
+        return sums
 
     def total(self, name: str) -> float:
         """The values of a metric under all its labels together."""

@@ -31,14 +31,14 @@ def pass_steps(
     answer_bits: int = EXACT,
 ) -> list[Step]:
     """The requests of a pass: all groups, or some, in order, and backward in the other order."""
-    steps, asked = [], list(range(len(shapes)) if groups is None else groups)
+    steps, requested = [], list(range(len(shapes)) if groups is None else groups)
     for direction in directions:
-        for group in asked if direction == Direction.FORWARD else reversed(asked):
-            members = (1 << len(shapes[group].outputs)) - 1
-            plan = shapes[group].plan(direction, members)
+        for group in requested if direction == Direction.FORWARD else reversed(requested):
+            member_bits = (1 << len(shapes[group].outputs)) - 1
+            plan = shapes[group].plan(direction, member_bits)
             up = plan.request_columns * itemsize
             down = plan.answer_columns * (answer_bits // 8 if shapes[group].planes else itemsize)
-            steps.append(Step(group, direction, members, up, down))
+            steps.append(Step(group, direction, member_bits, up, down))
     return steps
 
 
@@ -82,12 +82,14 @@ class PlacedLanes:
 
     def model(self) -> LatencyModel:
         """What the policy is told of products."""
-        told = LatencyModel(self.placement.shapes)
+        latency = LatencyModel(self.placement.shapes)
         for group in range(len(self.placement.shapes)):
             for direction in (Direction.FORWARD, Direction.BACKWARD):
                 worker = self._lane_of[group] * self.placement.stripes
-                told.set(group, direction, replace(self.latency[worker].line(group, direction)))  # it learns
-        return told
+                latency.set(
+                    group, direction, replace(self.latency[worker].line(group, direction))
+                )  # it learns
+        return latency
 
 
 @dataclass(frozen=True)

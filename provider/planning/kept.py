@@ -64,12 +64,12 @@ def kept_forecasts(
         return sum(token_bytes([shapes[at]], directions, **kind))
 
     sizes = [KEPT_ITEM_BYTES * shapes[at].inputs * sum(shapes[at].outputs) for at in groups]
-    here = [size / TENANT_BYTES_PER_SECOND for size in sizes]
+    local = [size / TENANT_BYTES_PER_SECOND for size in sizes]
     forward = [moved(at, (Direction.FORWARD,)) for at in groups]
     both = [moved(at, (Direction.FORWARD, Direction.BACKWARD)) for at in groups]
     software = COSTS.request_seconds + COSTS.tenant_seconds
     per_byte = COSTS.byte_seconds + COSTS.tenant_byte_seconds
-    found = []
+    forecasts = []
     for gigabits in GIGABITS:
         each = 8 / (gigabits * 1e9) + per_byte
         near = [
@@ -79,12 +79,12 @@ def kept_forecasts(
         for share in SHARES:
             budget, tokens, requests, tuning = int(share * sum(sizes)), [], [], 0.0
             for round_trip in ROUND_TRIPS:
-                there = [seconds + round_trip for seconds in near]
-                savings = [a - b for a, b in zip(there, here, strict=True)]
+                remote = [seconds + round_trip for seconds in near]
+                savings = [a - b for a, b in zip(remote, local, strict=True)]
                 chosen = set(choose_groups(list(map(KeptGroup, sizes, savings)), budget))
                 places = range(len(sizes))
-                tokens.append(1 / sum(here[at] if at in chosen else there[at] for at in places))
+                tokens.append(1 / sum(local[at] if at in chosen else remote[at] for at in places))
                 requests.append(len(sizes) - len(chosen))
                 tuning = sum(both[at] for at in places if at not in chosen)
-            found.append(KeptForecast(gigabits, budget, tokens, requests, tuning))
-    return found
+            forecasts.append(KeptForecast(gigabits, budget, tokens, requests, tuning))
+    return forecasts

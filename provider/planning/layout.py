@@ -77,10 +77,10 @@ class WorkerLayout:
         if not groups:
             return 0.0
         both = (Direction.FORWARD, Direction.BACKWARD)
-        taken = [
+        seconds = [
             lines(group, way).fixed + lines(group, way).per_row * rows for group in groups for way in both
         ]
-        return len(taken) / sum(taken)
+        return len(seconds) / sum(seconds)
 
     def layers_per_second(self, rows: int) -> float:
         """Products with whole layers, of all workers at work; of those that share layers the last counts."""
@@ -95,9 +95,9 @@ class WorkerLayout:
         planes, groups = RINGS.get(self.numerics, 1), self.placement.groups(worker)
         into = out = sums = 0
         for group in groups:
-            inputs, own = self.groups[group].inputs, sum(self.placement.shape(group, worker).outputs)
-            into += inputs + own
-            out += planes * (own + inputs)
+            inputs, outputs = self.groups[group].inputs, sum(self.placement.shape(group, worker).outputs)
+            into += inputs + outputs
+            out += planes * (outputs + inputs)
             sums += planes * inputs if self.placement.stripes > 1 else 0
         scale = self.itemsize / 2 / max(1, len(groups))
         return into * scale, out * scale, sums * scale
@@ -144,13 +144,13 @@ def plan_layout(
     check_lanes(groups, len(names), stripes)
     shapes = shapes_of(groups)
     widest = OutputStripe(stripes - 1, stripes)
-    own = [
+    widest_shapes = [
         GroupShape(shape.inputs, tuple(len(range(width)[widest.of(width)]) for width in shape.outputs))
         for shape in shapes
     ]
-    asked = [name for name in names if not {name, name.partition(":")[0]} & assumed.keys()]
-    found = survey(asked, numerics, own, threads)
-    devices, misfit = devices_of(names, groups, weight_bytes, found, own, assumed), Message()
+    measured_names = [name for name in names if not {name, name.partition(":")[0]} & assumed.keys()]
+    surveys = survey(measured_names, numerics, widest_shapes, threads)
+    devices, misfit = devices_of(names, groups, weight_bytes, surveys, widest_shapes, assumed), Message()
     try:
         placement = place(shapes, devices, weight_bytes=weight_bytes, stripes=stripes)
     except ConfigurationError as error:
@@ -159,9 +159,11 @@ def plan_layout(
         misfit = error.structured_message
         roomy: list[Device] = [replace(device, memory=float("inf")) for device in devices]
         placement = place(shapes, roomy, weight_bytes=weight_bytes, stripes=stripes)
-    by_name = {each.name: each for each in found}
-    latency = tuple(latency_of(device, weight_bytes, own, by_name.get(device.name)) for device in devices)
-    doubts = _doubts(devices, assumed, own)
+    by_name = {each.name: each for each in surveys}
+    latency = tuple(
+        latency_of(device, weight_bytes, widest_shapes, by_name.get(device.name)) for device in devices
+    )
+    doubts = _doubts(devices, assumed, widest_shapes)
     if any(group.members[0].expert is not None for group in groups):
         doubts += (
             "products, bytes and tokens a second are those of tenants that keep the experts themselves "
@@ -170,16 +172,16 @@ def plan_layout(
     return WorkerLayout(tuple(groups), numerics, placement, latency, doubts, misfit, processes)
 
 
-def _doubts(devices: Sequence[Device], assumed: Assumed, own: Sequence[GroupShape]) -> tuple[str, ...]:
-    found = []
+def _doubts(devices: Sequence[Device], assumed: Assumed, shapes: Sequence[GroupShape]) -> tuple[str, ...]:
+    doubts = []
     for name in dict.fromkeys(device.name for device in devices if not device.measured):
         source = (
             "as was said" if {name, name.partition(":")[0]} & assumed.keys() else "a guess: it is not here"
         )
-        found.append(f"the speed of {name} is {source}")
-    if any(device.measured for device in devices) and any(shape.size > MEASURED_ELEMENTS for shape in own):
-        found.append("products of large layers were measured with a part of their outputs, and multiplied")
-    return tuple(found)
+        doubts.append(f"the speed of {name} is {source}")
+    if any(device.measured for device in devices) and any(shape.size > MEASURED_ELEMENTS for shape in shapes):
+        doubts.append("products of large layers were measured with a part of their outputs, and multiplied")
+    return tuple(doubts)
 
 
 def described(layout: WorkerLayout) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def parse_assumed(texts: Sequence[str]) -> Assumed:
     Raises:
         ConfigurationError: it is something else.
     """
-    found = {}
+    speeds = {}
     for text in texts:
         name, _, figures = text.partition("=")
         try:
@@ -177,8 +177,8 @@ def parse_assumed(texts: Sequence[str]) -> Assumed:
                 "cuda=141e9,4.8e12,2e13",
                 assume=text,
             )
-        found[name] = numbers
-    return found
+        speeds[name] = numbers
+    return speeds
 
 
 def check_shapes(model: Path) -> Path:

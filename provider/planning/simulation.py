@@ -72,7 +72,7 @@ class Step(NamedTuple):
 
     group: int
     direction: Direction
-    members: int
+    member_bits: int
     up: float
     down: float
 
@@ -222,25 +222,25 @@ class Simulation:
         heapq.heappush(self._events, (at, next(self._order), event))
 
     def _asks(self, tenant: int, at: int) -> Callable[[float], None]:
-        group, direction, members, up, down = self.load.steps[at]
+        group, direction, member_bits, up, down = self.load.steps[at]
         size = self.load.rows * (up + down)
         thread = self.costs.request_seconds / 2 + self.costs.byte_seconds * size / 2
 
-        own = self.costs.tenant_seconds + self.costs.tenant_byte_seconds * size
+        tenant_seconds = self.costs.tenant_seconds + self.costs.tenant_byte_seconds * size
         what = bounded_class(self.load.what, direction, self.load.rows)
 
         def made(now: float) -> None:
-            self._later(self._machines[tenant % len(self._machines)].take(now, own), sent)
+            self._later(self._machines[tenant % len(self._machines)].take(now, tenant_seconds), sent)
 
         def sent(now: float) -> None:
-            there = self._up.take(now, self.load.rows * up / self.link.bytes_per_second)
-            self._later(there + self.link.seconds, received)
+            arrival = self._up.take(now, self.load.rows * up / self.link.bytes_per_second)
+            self._later(arrival + self.link.seconds, received)
 
         def received(now: float) -> None:
             self._later(self._loop.take(now, thread), ready)
 
         def ready(now: float) -> None:
-            key = BatchKey(group, direction, members, 1)
+            key = BatchKey(group, direction, member_bits, 1)
             cost, lane = 1 / len(self.load.steps), self.lanes.of(group)
             work = QueuedRequest(str(tenant), key, self.load.rows, what, cost, now, lane=lane)
             self._remaining[work], self._at[work] = self.load.rows, at
@@ -257,8 +257,8 @@ class Simulation:
         written = self._loop.take(now, self.costs.request_seconds / 2 + self.costs.byte_seconds * size / 2)
 
         def sent(now: float) -> None:
-            there = self._down.take(now, self.load.rows * down / self.link.bytes_per_second)
-            self._later(there + self.link.seconds, answered)
+            arrival = self._down.take(now, self.load.rows * down / self.link.bytes_per_second)
+            self._later(arrival + self.link.seconds, answered)
 
         def answered(now: float) -> None:
             self._answered += 1

@@ -135,7 +135,9 @@ def kept_table(forecasts: Sequence[KeptForecast]) -> Table:
     ):
         table.add_column(title, justify="right")
     for each in forecasts:
-        cells = [f"{count:,.3g} ({asked})" for count, asked in zip(each.tokens, each.requests, strict=True)]
+        cells = [
+            f"{count:,.3g} ({requests})" for count, requests in zip(each.tokens, each.requests, strict=True)
+        ]
         size, moved = f"{each.size / 2**30:.2f}", f"{each.tuning_bytes / 1e6:,.3g}"
         table.add_row(f"{each.gigabits:g} Gbit/s", size, *cells, moved)
     return table
@@ -166,12 +168,12 @@ def _busy(forecast: CapacityForecast) -> str:
 
 def plan_described(plan: CapacityPlan) -> dict[str, Any]:
     """For programs."""
-    found: dict[str, Any] = {}
+    description: dict[str, Any] = {}
     for name in ("decode", "tune"):
         forecast: CapacityForecast = getattr(plan, name)
-        found[name] = forecast._asdict() | {"limit": forecast.limit}
-    found["assumed"] = COSTS._asdict()
+        description[name] = forecast._asdict() | {"limit": forecast.limit}
+    description["assumed"] = COSTS._asdict()
     for field in dataclasses.fields(plan):
-        if field.name not in found:
-            found[field.name] = getattr(plan, field.name)
-    return found
+        if field.name not in description:
+            description[field.name] = getattr(plan, field.name)
+    return description

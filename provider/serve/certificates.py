@@ -188,8 +188,8 @@ class CertificateInUse:
     def reload(self) -> bool:
         """Have connections that begin from now on use the files as they are now; whether they can be used."""
         try:
-            found = certificate_of(self._folder)
-            check_dates(found, self._clock())
+            certificate = certificate_of(self._folder)
+            check_dates(certificate, self._clock())
             fresh = own_certificate(self._folder, self._client_ca)
         except ConfigurationError as error:
             log.error(
@@ -198,7 +198,7 @@ class CertificateInUse:
             return False
         # Loading it into the context that serves would keep an old one of another kind of key beside it.
         self._context.sni_callback = lambda sock, *_: setattr(sock, "context", fresh)
-        self._certificate = found
+        self._certificate = certificate
         self._tell()
         self.warn()
         return True
@@ -273,10 +273,10 @@ def still_valid(folder: Path, at: datetime.datetime) -> bool:
     """Whether ``write_certificates`` has written to this folder, and they will be valid then."""
     try:
         own_certificate(folder)
-        found = [
+        certificates = [
             x509.load_pem_x509_certificate((folder / name).read_bytes()) for name in ("ca.pem", "server.pem")
         ]
-        return all(each.not_valid_before_utc <= at < each.not_valid_after_utc for each in found)
+        return all(each.not_valid_before_utc <= at < each.not_valid_after_utc for each in certificates)
     except (OSError, ValueError, ConfigurationError):
         return False
 

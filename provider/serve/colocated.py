@@ -92,20 +92,20 @@ class SessionMemory:
     the executor with a bus error.
 
     Args:
-        most: bytes that it may grow to.
+        max_bytes: bytes that it may grow to.
 
     Raises:
         MemoryError: there is none left.
     """
 
-    def __init__(self, budget: MemoryBudget, tenant: str, most: int) -> None:
-        self._budget, self._tenant, self.most, self.size = budget, tenant, most, 0
+    def __init__(self, budget: MemoryBudget, tenant: str, max_bytes: int) -> None:
+        self._budget, self._tenant, self.most, self.size = budget, tenant, max_bytes, 0
         self.name = f"symbiosis-{secrets.token_hex(8)}"
         self.descriptor = os.memfd_create(self.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(self.descriptor, 0o600)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-            self.grow(min(FIRST_BYTES, most))
+            self.grow(min(FIRST_BYTES, max_bytes))
             if not self.size:
                 raise MemoryError
         except BaseException:
@@ -153,13 +153,13 @@ class ColocatedConnection(Connection):
         self._greeted = self._reading = False
         self._name = f"session-{secrets.token_hex(8)}"
         self._path = directory / self._name
-        with ExitStack() as made:
+        with ExitStack() as resources:
             # The largest request with its answer, and as much again, to be filled while that is computed.
             self._memory = SessionMemory(budget, tenant, 4 * limits.max_message_bytes)
-            made.callback(self._memory.close)
-            made.callback(self._remove_files)
-            self._requests, self._answers = self._make_pipes(made)
-            self._socket: zmq.Socket[bytes] = made.enter_context(zmq.Context.instance().socket(zmq.PAIR))
+            resources.callback(self._memory.close)
+            resources.callback(self._remove_files)
+            self._requests, self._answers = self._make_pipes(resources)
+            self._socket: zmq.Socket[bytes] = resources.enter_context(zmq.Context.instance().socket(zmq.PAIR))
             self._socket.set(zmq.LINGER, LINGER_MILLISECONDS)
             self._socket.set(zmq.MAXMSGSIZE, PREAMBLE_BYTES + MAX_REQUEST_CONTROL_BYTES)
             for queue in (zmq.SNDHWM, zmq.RCVHWM):
@@ -168,8 +168,8 @@ class ColocatedConnection(Connection):
             # Not ZeroMQ's own polling: that looks at the socket each time, which products do not need.
             self._socket_fd = int(self._socket.get(zmq.FD))
             self._session = TenantSession(service, tenant, self._send, PEER)
-            made.callback(self._session.close)
-            self._made = made.pop_all()
+            resources.callback(self._session.close)
+            self._made = resources.pop_all()
 
     def opened(self) -> Opened:
         """What the tenant needs to reach it."""
@@ -299,13 +299,13 @@ class ColocatedConnection(Connection):
             return Incoming(header or Header(0, request_id=request_id_of(data)), None, error)
         return Incoming(header, payload)
 
-    def _make_pipes(self, made: ExitStack) -> list[int]:
+    def _make_pipes(self, resources: ExitStack) -> list[int]:
         ends = []
         for kind, flags in ((REQUESTS, os.O_RDONLY), (ANSWERS, os.O_RDWR)):
             path = f"{self._path}{kind}"
             os.mkfifo(path, 0o600)
             ends.append(os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC))
-            made.callback(os.close, ends[-1])
+            resources.callback(os.close, ends[-1])
         # A pipe has an end only once somebody has written: now a tenant that never opens it has ended, too.
         os.close(os.open(f"{self._path}{REQUESTS}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
         return ends
@@ -314,8 +314,8 @@ class ColocatedConnection(Connection):
         for kind in ("", REQUESTS, ANSWERS):
             Path(f"{self._path}{kind}").unlink(missing_ok=True)
 
-    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, taken: Callable[[], None]) -> None:
-        taken()
+    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, on_taken: Callable[[], None]) -> None:
+        on_taken()
         at = self._places.pop(header.request_id, 0)
         if self._ending or self._ended:
             return

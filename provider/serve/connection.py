@@ -155,8 +155,8 @@ class Connections:
     def reserve_for(self, tenant: str) -> bool:
         """Whether a tenant may have another; kept, or counted and logged, as by ``reserve``."""
         with self._changed:
-            there = sum(each.tenant == tenant for each in self._open) + self._reserved_for[tenant]
-            if there < self._limits.per_tenant:
+            count = sum(each.tenant == tenant for each in self._open) + self._reserved_for[tenant]
+            if count < self._limits.per_tenant:
                 self._reserved_for[tenant] += 1
                 return True
         self.metrics.handshake_failed("tenant_full")
@@ -193,14 +193,14 @@ class Connections:
     def end_revoked(self, tokens: TokenFile) -> None:
         """Shut those out whose token is valid no more; from any thread, which waits for the file."""
         with self._changed:
-            there = list(self._open)  # before the file is read: who comes later may have a later token
+            connections = list(self._open)  # before the file is read: who comes later may have a later token
         try:
-            valid = tokens.good() if there else set()
+            valid = tokens.good() if connections else set()
         except ConfigurationError as error:
             if self._unchecked.due(time.monotonic()):
                 log.error("cannot check the tokens of open sessions: %s", error)
             return
-        for connection in there:
+        for connection in connections:
             if (connection.tenant, connection.token) not in valid:
                 self.loop.call_soon_threadsafe(connection.revoke)
 

@@ -63,14 +63,14 @@ def check_outputs(config: ServeConfig, now: datetime.datetime) -> None:
         _check_folder("transcript", config.transcript, folder)
 
 
-def _check_folder(name: str, given: Path, folder: Path) -> None:
+def _check_folder(name: str, path: Path, folder: Path) -> None:
     if not folder.is_dir():
         reason = "is not a folder" if folder.exists() else "does not exist"
     elif not os.access(folder, os.W_OK | os.X_OK):
         reason = "is not writable by this user"
     else:
         return
-    raise ConfigurationError("{} cannot be used: {} {}", Argument(name, given), str(folder), reason)
+    raise ConfigurationError("{} cannot be used: {} {}", Argument(name, path), str(folder), reason)
 
 
 def withdraw(ready_file: Path, pid: int | None = None) -> None:

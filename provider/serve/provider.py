@@ -108,8 +108,8 @@ class Provider:
             withdraw(config.ready_file)
         if config.threads:
             torch.set_num_threads(config.threads)
-        own = needed(config.max_connections, local=bool(config.local_dir))
-        allow(own + OF_A_WORKER * len(config.worker_devices))
+        descriptors = needed(config.max_connections, local=bool(config.local_dir))
+        allow(descriptors + OF_A_WORKER * len(config.worker_devices))
         context = server_context(config.certificates, config.client_ca)
         self._certificate = CertificateInUse(context, config.certificates, config.client_ca)
         tokens = TokenFile(config.tokens)

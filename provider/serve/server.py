@@ -165,10 +165,10 @@ class Acceptor:
         elif isinstance(error, ssl.SSLError) and error.reason:  # OpenSSL's own name for it
             more = error.reason
         self._connections.metrics.handshake_failed(reason)
-        told = f"{reason} ({more})" if more else reason
+        shown = f"{reason} ({more})" if more else reason
         limiter = self._failures[reason]  # strangers decide how many there are
         if limiter.due(time.monotonic()):
-            log.info("no session for %s: %s%s", peer, told, limiter.more(), extra=who | {"reason": reason})
+            log.info("no session for %s: %s%s", peer, shown, limiter.more(), extra=who | {"reason": reason})
 
     def _open(self, tenant: str, send: Send, peer: str) -> TenantSession:
         session = self._open_session(tenant, send, peer)

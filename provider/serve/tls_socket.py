@@ -217,10 +217,10 @@ class TlsSocket:
                 break
             end += _HEADER + int.from_bytes(self._read[end + _HEADER - 2 : end + _HEADER], "big")
             self._idle += 1
-        taken = min(end, len(self._read))
-        self._begun = end - taken
-        self._in.write(self._read[:taken])
-        self._read = self._read[taken:] or _NOTHING
+        count = min(end, len(self._read))
+        self._begun = end - count
+        self._in.write(self._read[:count])
+        self._read = self._read[count:] or _NOTHING
         return True
 
     def _wait_until_deadline(self) -> None:

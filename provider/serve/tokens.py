@@ -93,7 +93,7 @@ class TokenFile:
 
     def _read(self) -> _Tokens:
         try:
-            found = _stored.decode(self.path.read_bytes())
+            stored = _stored.decode(self.path.read_bytes())
         except FileNotFoundError:
             raise ConfigurationError(
                 f"{self.path} does not exist; make it with "
@@ -103,7 +103,9 @@ class TokenFile:
             raise ConfigurationError(f"cannot read {self.path}: {error.strerror}") from error
         except UNREADABLE as error:
             raise ConfigurationError(f"{self.path} is not a token file: {error}") from error
-        return {name: [StoredToken(kept)] if isinstance(kept, str) else kept for name, kept in found.items()}
+        return {
+            name: [StoredToken(entry)] if isinstance(entry, str) else entry for name, entry in stored.items()
+        }
 
     def _trusted(self) -> _Tokens:
         """The file's tokens, as those whom it lets in: nobody else may have written it."""
@@ -168,13 +170,13 @@ class TokenFile:
             raise ConfigurationError(f"{self.path} has no tenant {tenant!r}; `token add` makes a first token")
         last = now + timedelta(days=overlap_days)
         valid = [old for old in tokens[tenant] if not old.ended(now)][-1:] if overlap_days else []
-        kept = [msgspec.structs.replace(old, expires=min(old.expires or last, last)) for old in valid]
-        return self._store(tokens, tenant, kept, days)
+        earlier = [msgspec.structs.replace(old, expires=min(old.expires or last, last)) for old in valid]
+        return self._store(tokens, tenant, earlier, days)
 
-    def _store(self, tokens: _Tokens, tenant: str, kept: list[StoredToken], days: int | None) -> str:
+    def _store(self, tokens: _Tokens, tenant: str, earlier: list[StoredToken], days: int | None) -> str:
         now, token = self._clock(), secrets.token_urlsafe(32)
         expires = None if days is None else now + timedelta(days=days)
-        self._write({**tokens, tenant: [*kept, StoredToken(sha256_of(token), now, expires)]})
+        self._write({**tokens, tenant: [*earlier, StoredToken(sha256_of(token), now, expires)]})
         return token
 
     def remove(self, tenant: str) -> None:
@@ -223,15 +225,15 @@ class TokenFile:
         Raises:
             ExpiredToken: it was one; the message is for who holds it.
         """
-        given = sha256_of(token)
-        found: tuple[str, StoredToken] | None = None
+        digest = sha256_of(token)
+        holder: tuple[str, StoredToken] | None = None
         for tenant, stored in self._last_good().items():
             for each in stored:
-                if hmac.compare_digest(given, each.sha256):
-                    found = tenant, each
-        if found is None:
+                if hmac.compare_digest(digest, each.sha256):
+                    holder = tenant, each
+        if holder is None:
             return None
-        tenant, stored_token = found
+        tenant, stored_token = holder
         if stored_token.ended(self._clock()):
             when = shown(stored_token.expires)
             expired = ExpiredToken(f"this token expired at {when} UTC; ask the provider for a new one")

@@ -218,20 +218,22 @@ class WebsocketConnection(Connection):
 
     # -- out --------------------------------------------------------------------------------------
 
-    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, taken: Callable[[], None]) -> None:
+    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, on_taken: Callable[[], None]) -> None:
         if self._ending:
-            taken()
+            on_taken()
             return
-        self._queue(encode_message(header, blocks), taken)
+        self._queue(encode_message(header, blocks), on_taken)
         self._read_again()
         if self._draining:
             self._resume_soon()
 
-    def _queue(self, pieces: Iterator[bytes | memoryview], taken: Callable[[], None] = lambda: None) -> None:
+    def _queue(
+        self, pieces: Iterator[bytes | memoryview], on_taken: Callable[[], None] = lambda: None
+    ) -> None:
         if self._ended:
-            taken()
+            on_taken()
             return
-        self._write_queue.append(_Out(pieces, taken))
+        self._write_queue.append(_Out(pieces, on_taken))
         if len(self._write_queue) == 1 and not self._writing:
             self._ask_to_write()
 

@@ -121,13 +121,13 @@ class Quotas:
             WireError: ``overloaded``, with ``retry_after``.
         """
         with self._lock:
-            own = self._tenants.get(tenant)
-            if own is None:
-                own = self._tenants[tenant] = _Account(self._quota, now)
+            charged = self._tenants.get(tenant)
+            if charged is None:
+                charged = self._tenants[tenant] = _Account(self._quota, now)
             # Else a few tenants that send slowly could keep all others out.
             small = held * RESERVED_DIVISOR <= self._all.quota.bytes_in_flight
-            for account, whose in ((own, "your requests"), (self._all, "all requests together")):
-                reserved = account is self._all and not own.bytes and small
+            for account, whose in ((charged, "your requests"), (self._all, "all requests together")):
+                reserved = account is self._all and not charged.bytes and small
                 seconds = account.wait(rows, held, received, now, reserved=reserved)
                 if seconds:
                     raise WireError(
@@ -135,7 +135,7 @@ class Quotas:
                         f"{whose} are over the executor's quota; repeat this one later",
                         retry_after=round(max(seconds, 0.001), 3),
                     )
-            for account in (own, self._all):
+            for account in (charged, self._all):
                 account.take(rows, held, received)
 
     def release(self, tenant: str, rows: int, held: int) -> None:

@@ -108,7 +108,7 @@ def _connect(processors: int, opened: ExitStack) -> str:
     import ray
     from ray.exceptions import RayError
 
-    own: dict[str, Any] = {
+    options: dict[str, Any] = {
         "num_cpus": processors,  # whatever there are: these workers are all that is placed
         "object_store_memory": _OBJECT_STORE_BYTES,
         "include_dashboard": False,
@@ -121,7 +121,7 @@ def _connect(processors: int, opened: ExitStack) -> str:
             address=cluster or "local",
             log_to_driver=False,
             configure_logging=False,
-            **({} if cluster else own),
+            **({} if cluster else options),
         )
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise SymbiosisError(
@@ -155,10 +155,10 @@ def _actors(workers: int, bundle: Mapping[str, int], opened: ExitStack) -> list[
     wanted = f"{workers} x ({' and '.join(f'{number} {name}' for name, number in bundle.items())})"
     log.info("waiting until Ray has room for workers: %s", wanted)
     if not group.wait(PLACE_SECONDS):
-        there = ", ".join(f"{ray.cluster_resources().get(name, 0):g} {name}" for name in bundle)
+        resources = ", ".join(f"{ray.cluster_resources().get(name, 0):g} {name}" for name in bundle)
         raise SymbiosisError(
             f"Ray has had no room for workers, {wanted}, for {PLACE_SECONDS:.0f} s; all its machines "
-            f"together have {there}, in use or not: add some, or ask for less"
+            f"together have {resources}, in use or not: add some, or ask for less"
         )
     actors = []
     for index in range(workers):

@@ -75,13 +75,13 @@ class BatchLayout:
         self._request_rows, self._plan, self._dtype, self.terms = requests, plan, DTYPES[dtype], terms
         self._seeds = [number for number, request in enumerate(requests) if request.of]
         self._rows, item = sum(request.rows for request in requests), self._dtype.itemsize
-        own = self._rows - sum(requests[number].rows for number in self._seeds)
+        sent_rows = self._rows - sum(requests[number].rows for number in self._seeds)
         at = len(self._seeds) * aligned(SEED_BYTES)
         self.sent = at
         self._requests, self._answers = [], []
         for width in plan.request_widths:
             self._requests.append((at, width))
-            self.sent = at + own * width * item
+            self.sent = at + sent_rows * width * item
             at += aligned(self._rows * width * item)
         self.first = at
         for _ in range(terms):
@@ -94,11 +94,11 @@ class BatchLayout:
 
     def ranges(self) -> list[slice]:
         """The rows of each request."""
-        found, at = [], 0
+        slices, at = [], 0
         for request in self._request_rows:
-            found.append(slice(at, at + request.rows))
+            slices.append(slice(at, at + request.rows))
             at += request.rows
-        return found
+        return slices
 
     def write(self, memory: SharedMemory, batch: Sequence[RowRange]) -> None:
         """Copy the rows of requests, or their seeds, to where they shall be."""

@@ -170,10 +170,10 @@ def _lost(name: str, error: Exception) -> ConnectionError:
     return ConnectionError(f"the connection to {name} is lost: {_first_line(error)}")
 
 
-def _pair(store: Store, rank: int, time_: int, own: int, name: str) -> ProcessGroupGloo:
+def _pair(store: Store, rank: int, time_: int, own_rank: int, name: str) -> ProcessGroupGloo:
     prefix = PrefixStore(_said(rank, time_, "pair"), store)
     try:
-        return ProcessGroupGloo(prefix, own, 2, timedelta(seconds=CONNECT_SECONDS))
+        return ProcessGroupGloo(prefix, own_rank, 2, timedelta(seconds=CONNECT_SECONDS))
     except RuntimeError as error:
         raise _lost(name, error) from error
 

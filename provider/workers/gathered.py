@@ -20,10 +20,10 @@ from provider.workers.process import Ready, WorkerProcess
 class GatheredLatency(LatencyModel):
     """Of products that each gather their weight first, however few rows they have."""
 
-    def rows(self, group: int, direction: int, members: int, seconds: float) -> int:
+    def rows(self, group: int, direction: int, member_bits: int, seconds: float) -> int:
         """See LatencyModel; but as many as take as long as the gather, or little else would be done."""
         line = self.line(group, direction)
-        return max(super().rows(group, direction, members, seconds), int(line.fixed / line.per_row))
+        return max(super().rows(group, direction, member_bits, seconds), int(line.fixed / line.per_row))
 
 
 class GatheredLane(WorkerLane):
@@ -61,8 +61,8 @@ class GatheredLane(WorkerLane):
     def ready(self) -> list[Ready]:
         """See WorkerLane. If one cannot, at once, although the others wait for it."""
         with ThreadPoolExecutor(len(self.workers)) as waiting:
-            asked = [waiting.submit(worker.ready) for worker in self.workers]
-            done, _ = wait(asked, return_when=FIRST_EXCEPTION)
+            futures = [waiting.submit(worker.ready) for worker in self.workers]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             try:
                 for each in done:
                     each.result()
@@ -70,7 +70,7 @@ class GatheredLane(WorkerLane):
                 for worker in self.workers:
                     worker.kill()
                 raise
-        return [each.result() for each in asked]
+        return [each.result() for each in futures]
 
     def restart_assignment(self, worker: WorkerProcess) -> Assignment:
         """See ``provider.workers.process.Owner``: the first one that comes back ends all others."""

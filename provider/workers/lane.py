@@ -165,10 +165,10 @@ class WorkerLane:
             layout, order, bits, whole and few, memory, future, began, deadline, set(self.workers)
         )
         self._under_way[segment.number] = under_way
-        asked = WorkerBatch(
+        work = WorkerBatch(
             segment.number, header.group, header.direction, header.members, header.dtype, requests
         )
-        message = msgspec.msgpack.encode(asked)
+        message = msgspec.msgpack.encode(work)
         for worker in self.workers:
             try:
                 if (link := worker.link) is not None:
@@ -263,9 +263,9 @@ def _result(batch: _UnderWay) -> BatchResult:
             answers[number] = batch.failures[index].error()
         elif len(terms) > 1:
             sums = [_sum([block[rows] for block in blocks]) for blocks in zip(*terms, strict=True)]
-            answers[number] = answer_of(sums, bits, own=True)
+            answers[number] = answer_of(sums, bits, unshared=True)
         else:
-            answers[number] = answer_of([block[rows] for block in terms[0]], bits, own=batch.whole)
+            answers[number] = answer_of([block[rows] for block in terms[0]], bits, unshared=batch.whole)
     return BatchResult(answers, batch.processor_seconds)
 
 

@@ -117,8 +117,8 @@ class _Lanes:
 
     def done(self, lane: int, shape: GroupShape) -> float:
         """When a lane would be done if it had this group too: of its workers the last counts."""
-        own = zip(self._lanes[lane], self._sizes(shape), strict=True)
-        return self._seconds[lane] + max(device.seconds(size, self._weight_bytes) for device, size in own)
+        sizes = zip(self._lanes[lane], self._sizes(shape), strict=True)
+        return self._seconds[lane] + max(device.seconds(size, self._weight_bytes) for device, size in sizes)
 
     def remaining(self, lane: int, shape: GroupShape) -> float:
         """Bytes that would be left where it is the tightest; below 0: there is no room."""
@@ -165,38 +165,46 @@ def _fill(
     shapes: Sequence[GroupShape], devices: Sequence[Device], weight_bytes: int, stripes: int, choose: _Choice
 ) -> dict[int, Decision]:
     """Decisions for as many groups as find room."""
-    lanes, found = _Lanes(devices, weight_bytes, stripes), dict[int, Decision]()
+    lanes, decisions = _Lanes(devices, weight_bytes, stripes), dict[int, Decision]()
     for group in sorted(range(len(shapes)), key=lambda group: (-shapes[group].size, group)):
         roomy = [lane for lane in range(len(lanes)) if lanes.remaining(lane, shapes[group]) >= 0]
         if roomy:
-            found[group] = choose(lanes, shapes[group], roomy)
-            lanes.put(found[group].lane, shapes[group])
-    return found
+            decisions[group] = choose(lanes, shapes[group], roomy)
+            lanes.put(decisions[group].lane, shapes[group])
+    return decisions
 
 
 def _placed(
     shapes: Sequence[GroupShape], devices: Sequence[Device], weight_bytes: int, stripes: int
 ) -> dict[int, Decision]:
-    found = _fill(shapes, devices, weight_bytes, stripes, _by_speed)
-    return found if len(found) == len(shapes) else _fill(shapes, devices, weight_bytes, stripes, _by_room)
+    decisions = _fill(shapes, devices, weight_bytes, stripes, _by_speed)
+    return (
+        decisions
+        if len(decisions) == len(shapes)
+        else _fill(shapes, devices, weight_bytes, stripes, _by_room)
+    )
 
 
-def _in_turns(shapes: Sequence[GroupShape], found: dict[int, Decision]) -> dict[int, Decision]:
+def _in_turns(shapes: Sequence[GroupShape], decisions: dict[int, Decision]) -> dict[int, Decision]:
     """The same, groups of one shape exchanged so that lanes have done alike at any place of a pass."""
     counts = Counter(shapes)
     several = [group for group, shape in enumerate(shapes) if counts[shape] > 1]
     left, total = defaultdict[GroupShape, list[Decision]](list), Counter[int]()
     for group in several:
-        left[shapes[group]].append(found[group])
-        total[found[group].lane] += shapes[group].size
-    turns, done, last = dict(found), Counter[int](), -1
+        left[shapes[group]].append(decisions[group])
+        total[decisions[group].lane] += shapes[group].size
+    turns, done, last = dict(decisions), Counter[int](), -1
     for group in several:
-        size, own = shapes[group].size, left[shapes[group]]
+        size, candidates = shapes[group].size, left[shapes[group]]
         at = min(
-            range(len(own)),
-            key=lambda at: ((done[own[at].lane] + size) / total[own[at].lane], own[at].lane == last, at),
+            range(len(candidates)),
+            key=lambda at: (
+                (done[candidates[at].lane] + size) / total[candidates[at].lane],
+                candidates[at].lane == last,
+                at,
+            ),
         )
-        turns[group] = own.pop(at)
+        turns[group] = candidates.pop(at)
         last = turns[group].lane
         done[last] += size
     return turns
@@ -216,11 +224,11 @@ def place(
     Raises:
         ConfigurationError: it does not fit; what would.
     """
-    found = _placed(shapes, devices, weight_bytes, stripes)
-    if len(found) < len(shapes):
-        raise ConfigurationError(_refusal(shapes, devices, weight_bytes, stripes, len(found)))
-    found = _in_turns(shapes, found)
-    decisions = tuple(found[group] for group in range(len(shapes)))
+    lanes_of_groups = _placed(shapes, devices, weight_bytes, stripes)
+    if len(lanes_of_groups) < len(shapes):
+        raise ConfigurationError(_refusal(shapes, devices, weight_bytes, stripes, len(lanes_of_groups)))
+    lanes_of_groups = _in_turns(shapes, lanes_of_groups)
+    decisions = tuple(lanes_of_groups[group] for group in range(len(shapes)))
     return Placement(tuple(shapes), tuple(devices), weight_bytes, stripes, decisions)
 
 
@@ -233,7 +241,7 @@ def _refusal(
     memory = {device.name: device.memory for device in devices}
     needed = weight_bytes * sum(shape.size for shape in shapes)
     largest = weight_bytes * max(shape.size for shape in shapes)
-    there = ", ".join(f"{name} has {gib(size)}" for name, size in memory.items())
+    free = ", ".join(f"{name} has {gib(size)}" for name, size in memory.items())
     advice: list[str] = []
     if weight_bytes > 2 and fits(devices, 2, stripes):
         ring, floats = Argument("numerics", "ring"), Argument("numerics", "bfloat16")
@@ -241,8 +249,8 @@ def _refusal(
     divisors = (count for count in range(stripes + 1, len(devices) + 1) if len(devices) % count == 0)
     wider = next((count for count in divisors if fits(devices, weight_bytes, count)), None)
     if wider is not None:
-        told = "{stripes} would fit, where each device has its part of each layer"
-        advice.append(Message(told, stripes=wider))
+        text = "{stripes} would fit, where each device has its part of each layer"
+        advice.append(Message(text, stripes=wider))
     widest = max(memory.values())
     if widest > 0 and max(memory, key=lambda name: memory[name]) != "cpu":
         least = max(math.ceil(needed / widest), len(memory) + 1)
@@ -250,12 +258,12 @@ def _refusal(
     room = sum(max(size, 0.0) for size in memory.values())
     if largest < room < needed:
         parts = math.ceil(needed / room)
-        told = "with as much room on each, {} hosts or more could serve a part each ({part})"
-        advice.append(Message(told, parts, part=Placeholder(f"k/{parts}")))
+        text = "with as much room on each, {} hosts or more could serve a part each ({part})"
+        advice.append(Message(text, parts, part=Placeholder(f"k/{parts}")))
     advice.append("choose a smaller model, or free memory")
     return Message(
         "the weights do not fit: {} groups take {} at {} bytes a weight, the largest of them {}, and {} for "
         "weights; {} of {} find room. {}",
-        *(len(shapes), gib(needed), weight_bytes, gib(largest), there, placed, len(shapes)),
+        *(len(shapes), gib(needed), weight_bytes, gib(largest), free, placed, len(shapes)),
         Message.joined("; ", advice),
     )

@@ -94,7 +94,7 @@ def place_groups(
     Raises:
         ConfigurationError: one of the devices is not here, or they have no room for the weights.
     """
-    shapes, found = shapes_of(groups), list[DeviceSurvey]()
+    shapes, surveys = shapes_of(groups), list[DeviceSurvey]()
     weight_bytes = Numerics.named(numerics).weight_bytes
     if per_host:
         # Once for all: what is free changes.
@@ -106,13 +106,13 @@ def place_groups(
             known.append(dataclasses.replace(like[name], name=where))
         return place(shapes, known, weight_bytes=weight_bytes, stripes=stripes)
     if set(devices) != {"cpu"}:
-        found = survey_in_subprocess(devices, numerics, shapes)
-        for each in found:
+        surveys = survey_in_subprocess(devices, numerics, shapes)
+        for each in surveys:
             if each.lines is None:
                 raise ConfigurationError(
                     "{devices} names {}, which is not here", each.name, devices=",".join(devices)
                 )
-    known = devices_of(devices, groups, weight_bytes, found, shapes)
+    known = devices_of(devices, groups, weight_bytes, surveys, shapes)
     return place(shapes, known, weight_bytes=weight_bytes, stripes=stripes)
 
 
@@ -195,8 +195,8 @@ class WorkerPool:
     ) -> None:
         checkpoint, world = Checkpoint(folder), sharding.world
         with checkpoint.kept_open():
-            found = discover(checkpoint, serve_head=serve_head)
-        groups: list[GroupInfo] = list(found.groups)
+            discovery = discover(checkpoint, serve_head=serve_head)
+        groups: list[GroupInfo] = list(discovery.groups)
         self.latency = (GatheredLatency if sharding.fsdp else LatencyModel)(shapes_of(groups))
         check_stripes(groups, sharding.stripes)
         served = part_of(groups, *part) if part else (0, len(groups))
@@ -211,14 +211,16 @@ class WorkerPool:
         self.lanes: list[WorkerLane] = []
         with ExitStack() as opened:
             for number, start in enumerate(sharding.starts(self._store)):
-                own = {group: groups[group] for group in range(*served) if self.lane_of[group] == number}
-                lane = self._lane(number, own, sharding, start, checkpoint, numerics)
+                lane_groups = {
+                    group: groups[group] for group in range(*served) if self.lane_of[group] == number
+                }
+                lane = self._lane(number, lane_groups, sharding, start, checkpoint, numerics)
                 opened.callback(lane.close)
                 self.lanes.append(lane)
             scales = self._loaded(groups, checkpoint if world is not None else None)
             self.catalog = Catalog(
                 checkpoint,
-                found,
+                discovery,
                 numerics=numerics,
                 groups=groups,
                 scales=scales,
@@ -231,7 +233,7 @@ class WorkerPool:
     def _lane(
         self,
         number: int,
-        own: dict[int, GroupInfo],
+        groups: dict[int, GroupInfo],
         sharding: Sharding,
         start: StartWorker,
         checkpoint: Checkpoint,
@@ -240,7 +242,7 @@ class WorkerPool:
         devices, stripes = sharding.lane_devices(number), sharding.stripes
         digest = sharding.world is not None or numerics not in RINGS
         threads = sharding.threads_of(start)
-        whole = Assignment(str(checkpoint.folder), numerics, devices[0], threads, own, digest=digest)
+        whole = Assignment(str(checkpoint.folder), numerics, devices[0], threads, groups, digest=digest)
         if sharding.fsdp:
             return GatheredLane(str(number), whole, len(devices), self._expected)
         cut = [OutputStripe(index, stripes) if stripes > 1 else None for index in range(stripes)]

@@ -73,14 +73,14 @@ class WorkerState(NamedTuple):
 
 def weight_bytes(assignment: Assignment) -> int:
     """Of all weights of a share."""
-    kept = 0
+    elements = 0
     for info in assignment.groups.values():
         for member in info.members:
             outputs = range(member.outputs)
-            kept += info.inputs * len(
+            elements += info.inputs * len(
                 outputs[assignment.stripe.of(member.outputs)] if assignment.stripe else outputs
             )
-    return kept * Numerics.named(assignment.numerics).weight_bytes
+    return elements * Numerics.named(assignment.numerics).weight_bytes
 
 
 def resident_bytes(pid: int) -> int:

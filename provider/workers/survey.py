@@ -69,12 +69,12 @@ def survey(
     With so many threads on the CPU; 0: all workers there together have one a core. Shapes of more than
     MEASURED_ELEMENTS are measured by a part of their outputs, and the time multiplied.
     """
-    found = []
+    surveys = []
     for name in dict.fromkeys(devices):
         try:
             device = device_of(name)
         except ConfigurationError:
-            found.append(DeviceSurvey(name, None, None))
+            surveys.append(DeviceSurvey(name, None, None))
             continue
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
         workers = list(devices).count(name)
@@ -87,8 +87,8 @@ def survey(
             torch.set_num_threads(before)
         if device.type != "cpu":
             lines = [tuple((a * workers, b * workers) for a, b in both) for both in lines]  # type: ignore[misc]
-        found.append(DeviceSurvey(name, free, lines))
-    return found
+        surveys.append(DeviceSurvey(name, free, lines))
+    return surveys
 
 
 def survey_in_subprocess(
@@ -124,7 +124,7 @@ def devices_of(
     names: Sequence[str],
     groups: Sequence[GroupInfo],
     weight_bytes: int,
-    found: Sequence[DeviceSurvey] = (),
+    surveys: Sequence[DeviceSurvey] = (),
     shapes: Sequence[GroupShape] = (),
     assumed: Mapping[str, Sequence[float]] | None = None,
 ) -> list[Device]:
@@ -133,19 +133,19 @@ def devices_of(
     Args:
         names: of each worker's.
         groups: what will be loaded: part of it lies in memory twice meanwhile.
-        found, shapes: what was measured, of which shapes.
+        surveys, shapes: what was measured, of which shapes.
         assumed: by a device's name, or its kind (``cuda``), to go by instead: bytes of memory, bytes and
             multiplications a second.
     """
-    by_name, counts = {each.name: each for each in found}, Counter(names)
-    made = []
+    by_name, counts = {each.name: each for each in surveys}, Counter(names)
+    devices_found = []
     for name in names:
         here = by_name.get(name)
         kind = name.partition(":")[0]
         known = next((assumed[each] for each in (name, kind) if each in assumed), None) if assumed else None
         if known is not None:
             memory, *rates = known
-            made.append(Device(name, memory, rates[0] / counts[name], rates[1] / counts[name]))
+            devices_found.append(Device(name, memory, rates[0] / counts[name], rates[1] / counts[name]))
             continue
         if kind == "cpu":
             largest = max((m.outputs * g.inputs for g in groups for m in g.members), default=0)
@@ -154,24 +154,26 @@ def devices_of(
             free = here.memory if here is not None else None
             available = float("inf") if free is None else free - counts[name] * ACCELERATOR_BYTES
         if here is not None and here.lines:
-            made.append(Device(name, available, *_rates(here.lines, shapes, weight_bytes), measured=True))
+            devices_found.append(
+                Device(name, available, *_rates(here.lines, shapes, weight_bytes), measured=True)
+            )
             continue
         guessed = (GUESSED_BYTES_PER_SECOND, GUESSED_PRODUCTS_PER_SECOND)
         reads, multiplies = guessed if kind == "cpu" else GUESSED_ACCELERATOR
-        made.append(Device(name, available, reads / counts[name], multiplies / counts[name]))
-    return made
+        devices_found.append(Device(name, available, reads / counts[name], multiplies / counts[name]))
+    return devices_found
 
 
 def latency_of(
-    device: Device, weight_bytes: int, shapes: Sequence[GroupShape], found: DeviceSurvey | None
+    device: Device, weight_bytes: int, shapes: Sequence[GroupShape], survey: DeviceSurvey | None
 ) -> LatencyModel:
     """A model for shapes: of the lines measured of these same shapes, or of the device's two rates."""
     model = LatencyModel(shapes)
     for number, shape in enumerate(shapes):
         fixed = shape.size * weight_bytes / device.bytes_per_second
         both = [(fixed, shape.size / device.multiplications_per_second)] * 2
-        if found is not None and found.lines is not None:
-            both = list(found.lines[number])
+        if survey is not None and survey.lines is not None:
+            both = list(survey.lines[number])
         for direction, line in zip((Direction.FORWARD, Direction.BACKWARD), both, strict=True):
             model.set(number, direction, LinearLatency(*line))
     return model
@@ -213,10 +215,10 @@ def _synthetic(info: GroupInfo, numerics: str, device: torch.device) -> GroupWei
     if numerics not in RINGS:
         dtype = torch.bfloat16 if numerics == "bfloat16" else torch.float32
         return FloatWeight(torch.randn(size, dtype=dtype, device=device), widths)
-    planes, dtype, most = RINGS[numerics], torch.int16, LARGEST
+    planes, dtype, largest = RINGS[numerics], torch.int16, LARGEST
     if planes > 1:
-        dtype, most = torch.int8, 127
-    return RingWeight(torch.randint(-most, most, (planes, *size), dtype=dtype, device=device), widths)
+        dtype, largest = torch.int8, 127
+    return RingWeight(torch.randint(-largest, largest, (planes, *size), dtype=dtype, device=device), widths)
 
 
 def weight_bytes_of(numerics: str) -> int:

@@ -202,15 +202,15 @@ class Worker:
                 failures[number] = Failure.of(error)
         mine = self._gathering.rows(len(blocks[0]))
         try:
-            own = [block[mine] for block in blocks]
-            return failures, self._executor.begin(*key, own, [block[mine] for block in answers])
+            own_blocks = [block[mine] for block in blocks]
+            return failures, self._executor.begin(*key, own_blocks, [block[mine] for block in answers])
         except Exception:  # who of them asked for too much fails alone
             if self._gathering is not ALONE:
                 raise
             for number, place in enumerate(layout.ranges()):
                 try:
-                    own = [block[place] for block in blocks]
-                    wait = self._executor.begin(*key, own, [block[place] for block in answers])
+                    own_blocks = [block[place] for block in blocks]
+                    wait = self._executor.begin(*key, own_blocks, [block[place] for block in answers])
                     if wait is not None:
                         wait()
                 except Exception as error:

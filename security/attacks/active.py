@@ -96,11 +96,11 @@ class Poison:
         blocks = [
             torch.from_numpy(rng.standard_normal((POISONED_ROWS, n)).astype(np.float32)) for n in widths
         ]
-        members = (1 << len(info.members)) - 1
+        member_bits = (1 << len(info.members)) - 1
         old: list[torch.Tensor] = []
 
         def ask() -> None:
-            session.products.submit(self.group, self.direction, members, blocks).result()
+            session.products.submit(self.group, self.direction, member_bits, blocks).result()
 
         bits: list[int] = []
 
@@ -117,7 +117,7 @@ class Poison:
 
         self.provider.lie = keep
         ask()
-        told = self.provider.told
+        sent = self.provider.told
         self.provider.lie = lambda header, answer: (
             _altered(kind, bit, answer, old[-1], rng) if meant(header) else None
         )
@@ -128,8 +128,8 @@ class Poison:
             noticed = True
         finally:
             self.provider.lie = lambda header, answer: None
-        if self.provider.told != told + 1:
-            raise AuditError(f"a lie ({kind}) was to be told once, not {self.provider.told - told} times")
+        if self.provider.told != sent + 1:
+            raise AuditError(f"a lie ({kind}) was to be told once, not {self.provider.told - sent} times")
         return noticed
 
 
@@ -170,9 +170,9 @@ class WeightExtraction:
     def attack(self, view: Session, rng: np.random.Generator) -> torch.Tensor:
         """The weight of all members: [O, D]."""
         info = view.manifest.groups[self.group]
-        members = (1 << len(info.members)) - 1
+        member_bits = (1 << len(info.members)) - 1
         columns = view.products.submit(
-            self.group, Direction.FORWARD, members, [torch.eye(info.inputs)]
+            self.group, Direction.FORWARD, member_bits, [torch.eye(info.inputs)]
         ).result()
         return torch.cat(columns, 1).T
 
@@ -217,7 +217,7 @@ class CanaryRows:
         products: list[int] = []  # rows of each
         engine = Engine.of(view, on_batch=lambda rows, seconds, processor: products.append(rows))
         info = view.manifest.groups[self.GROUP]
-        members = (1 << len(info.members)) - 1
+        member_bits = (1 << len(info.members)) - 1
         wrong = [0] * self.TENANTS
         each = self.replies // self.TENANTS
 
@@ -232,16 +232,16 @@ class CanaryRows:
                 1,
                 1,
                 info.inputs,
-                members,
+                member_bits,
             )
             canary = torch.zeros(1, info.inputs, dtype=self.weight.dtype)
             canary[0, number] = 1 << number
             expected = (self.weight[:, number] * (1 << number)).numpy().tobytes()
-            asked = 0
+            count = 0
 
             def ask() -> None:
-                nonlocal asked
-                asked += 1
+                nonlocal count
+                count += 1
                 engine.submit(f"tenant {number}", number, header, canary, answered)
 
             def answered(done: Completion | Exception) -> None:
@@ -249,7 +249,7 @@ class CanaryRows:
                     failed.append(done)
                 elif b"".join([block.numpy().tobytes() for block in done.blocks]) != expected:
                     wrong[number] += 1
-                if asked < each and not failed:
+                if count < each and not failed:
                     ask()
                 else:
                     ended.release()

@@ -37,9 +37,9 @@ class AdaptersInStep:
         Args:
             view: rows [N, C] of each request, and whether each of the first ones has several adapters.
         """
-        requests, told = view
+        requests, labels = view
         likeness = [_likeness(rows) for rows in requests]
-        return guess_from_labelled(likeness, [""] * len(likeness), told)
+        return guess_from_labelled(likeness, [""] * len(likeness), labels)
 
 
 def _likeness(rows: torch.Tensor) -> float:
@@ -63,12 +63,12 @@ class SequenceBoundary:
 
     def attack(self, view: list[torch.Tensor], rng: np.random.Generator) -> torch.Tensor:
         """For each request's rows [N, C] how many belong to the first: ``least`` to N - ``least``."""
-        found = []
+        guesses = []
         for rows in view:
             alike = cosine(rows[:-1].float(), rows[1:].float())  # of row i with row i + 1
             inner = alike[self.least - 1 : len(rows) - self.least]
-            found.append(self.least + int(inner.argmin()))
-        return torch.tensor(found)
+            guesses.append(self.least + int(inner.argmin()))
+        return torch.tensor(guesses)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class StepCounts:
     def attack(self, view: list[int], rng: np.random.Generator) -> SeenSequences:
         """See Attack; the view begins when nothing is computed."""
         prompts: list[int] = []
-        decoding = ended = most = 0
+        decoding = ended = largest = 0
         for rows in view:
             if rows > decoding:
                 prompts.append(rows - decoding)
@@ -103,8 +103,8 @@ class StepCounts:
             else:
                 ended += decoding - rows
                 decoding = rows
-            most = max(most, decoding)
-        return SeenSequences(prompts, ended + decoding, most)
+            largest = max(largest, decoding)
+        return SeenSequences(prompts, ended + decoding, largest)
 
 
 class CachedPrefix:
@@ -118,8 +118,8 @@ class CachedPrefix:
 
     def attack(self, view: tuple[list[int], list[int]], rng: np.random.Generator) -> torch.Tensor:
         """Guesses for the prompts that it was not told of; the view: rows, and whether it was met before."""
-        rows, told = view
-        return guess_from_labelled([float(count) for count in rows], [""] * len(rows), told)
+        rows, labels = view
+        return guess_from_labelled([float(count) for count in rows], [""] * len(rows), labels)
 
 
 class ByteSearch:

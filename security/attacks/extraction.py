@@ -93,8 +93,8 @@ def _steps(x: torch.Tensor, factor: torch.Tensor, known: torch.Tensor, z: torch.
     guess = _nearest(_logarithm((factor * known).norm(dim=1) / sizes))
     if len(x) < 2 * width:
         return torch.exp2(guess).float()
-    some = factor.square().mean(0).topk(FEW_OUTPUTS).indices
-    f, target, inputs = factor[:, some].double(), (z[:, some] / sizes[:, None]).double(), x.double()
+    columns = factor.square().mean(0).topk(FEW_OUTPUTS).indices
+    f, target, inputs = factor[:, columns].double(), (z[:, columns] / sizes[:, None]).double(), x.double()
     normal = torch.zeros(FEW_OUTPUTS * width, FEW_OUTPUTS * width, dtype=torch.float64)
     for j, k in itertools.combinations(range(FEW_OUTPUTS), 2):
         sides = (inputs * (target[:, b] * f[:, a])[:, None] for a, b in ((j, k), (k, j)))
@@ -107,8 +107,8 @@ def _steps(x: torch.Tensor, factor: torch.Tensor, known: torch.Tensor, z: torch.
     # All logarithms are those of steps but for one common part, with which they are nearest to such.
     parts = torch.arange(0, 1, 2**-10, dtype=torch.float64)
     away = torch.stack([(logarithm - part - _nearest(logarithm - part)).abs().median() for part in parts])
-    found = _nearest(logarithm - parts[away.argmin()])
-    beyond = found - guess
+    step = _nearest(logarithm - parts[away.argmin()])
+    beyond = step - guess
     return torch.exp2(guess + (beyond - beyond.median().round()).clamp(-8, 8)).float()
 
 

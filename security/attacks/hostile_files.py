@@ -41,12 +41,12 @@ class VocabularyPath:
 
     def files(self, path: Path) -> list[dict[str, bytes | None]]:
         """What to serve: without the rules that would make a vocabulary needless, and with them."""
-        given = [
+        tokens = [
             json.dumps({"tokenizer_class": each, "vocab": str(path), "vocab_file": str(path)}).encode()
             for each in self.CLASSES
         ]
-        return [{"tokenizer.json": None, "tokenizer_config.json": each} for each in given] + [
-            {"tokenizer_config.json": each} for each in given
+        return [{"tokenizer.json": None, "tokenizer_config.json": each} for each in tokens] + [
+            {"tokenizer_config.json": each} for each in tokens
         ]
 
     def attack(self, view: str, rng: np.random.Generator) -> bool:
@@ -96,8 +96,8 @@ class Filler:
         Args:
             view: rows of each prompt, and which of the first ones name the word.
         """
-        rows, told = view
-        return guess_from_labelled([float(each) for each in rows], [""] * len(rows), told)
+        rows, labels = view
+        return guess_from_labelled([float(each) for each in rows], [""] * len(rows), labels)
 
 
 class ServedSpeculation(SpeculationWatch):
@@ -110,9 +110,11 @@ class ServedSpeculation(SpeculationWatch):
     @classmethod
     def files(cls, folder: Path) -> dict[str, bytes]:
         """What to serve: the setting is read from either file."""
-        asked = {"prompt_lookup_num_tokens": cls.LOOKED_UP}
+        generation = {"prompt_lookup_num_tokens": cls.LOOKED_UP}
         names = ("config.json", "generation_config.json")
-        return {name: json.dumps(json.loads((folder / name).read_bytes()) | asked).encode() for name in names}
+        return {
+            name: json.dumps(json.loads((folder / name).read_bytes()) | generation).encode() for name in names
+        }
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ def load_as_transformers(url: str, token: str, ca: Path, folder: Path) -> None:
     transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
 
 
-def measured(load: Callable[..., None], *given: Any) -> LoadOutcome:
+def measured(load: Callable[..., None], *arguments: Any) -> LoadOutcome:
     """Run a load with little memory left; for a process of its own, whose address space it bounds."""
     logging.disable()  # what a session says here it says to nobody
     gc.collect()
@@ -181,7 +183,7 @@ def measured(load: Callable[..., None], *given: Any) -> LoadOutcome:
     resource.setrlimit(resource.RLIMIT_AS, (_memory("VmSize") + MemoryBomb.ROOM_BYTES, limits[1]))
     error: BaseException | None = None
     try:
-        load(*given)
+        load(*arguments)
     except BaseException as raised:  # also a panic of compiled parts: how loading ends is what is measured
         error = raised
     finally:

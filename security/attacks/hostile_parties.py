@@ -139,13 +139,13 @@ class MaskServedTwice:
         Args:
             view: requests for one kind of product, int32 [T, C] as sent.
         """
-        found = []
+        guesses = []
         for one, other in combinations(view, 2):
             apart = (one[:, None] - other[None]).flatten(0, 1)
             small = apart[apart.float().abs().mean(1) < 2.0**28]
             if len(small):
-                found.append(small)
-        return found
+                guesses.append(small)
+        return guesses
 
 
 def in_copy(action: Callable[[], object]) -> str:
@@ -175,8 +175,8 @@ def in_copy(action: Callable[[], object]) -> str:
     finally:
         os.getpid = getpid
         os.close(write)
-    with os.fdopen(read, "rb") as told:
-        name = told.read().decode()
+    with os.fdopen(read, "rb") as pipe:
+        name = pipe.read().decode()
     if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0:
         raise AuditError("a forked child was killed, or did not end as it should")
     return name

@@ -73,18 +73,18 @@ class AbortOracle:
             AuditError: it was not told.
         """
         block = self.rows[secret].expand(ORACLE_ROWS, -1).contiguous()
-        members = (1 << len(session.manifest.groups[self.group].members)) - 1
-        told = self.provider.told
+        member_bits = (1 << len(session.manifest.groups[self.group].members)) - 1
+        lies = self.provider.told
         after = 0
 
         def answer(header: Header, honest: torch.Tensor) -> torch.Tensor | None:
             nonlocal after
             fingerprint = kind == self.LIES[2]
-            after += self.provider.told > told and header.rows == ORACLE_ROWS
+            after += self.provider.told > lies and header.rows == ORACLE_ROWS
             rows = FINGERPRINT_ROWS[0] if fingerprint else ORACLE_ROWS
             direction = Direction.BACKWARD if fingerprint else Direction.FORWARD
             wanted = (self.group, direction, rows)
-            if self.provider.told > told or (header.group, header.direction, header.rows) != wanted:
+            if self.provider.told > lies or (header.group, header.direction, header.rows) != wanted:
                 return None
             lie = honest.clone()
             cut = 16 if lie.dtype == torch.int16 else 0  # bits of each number that are not there
@@ -95,13 +95,13 @@ class AbortOracle:
         self.provider.lie = answer
         try:
             for _ in range(2):
-                session.products.submit(self.group, Direction.FORWARD, members, [block]).result()
+                session.products.submit(self.group, Direction.FORWARD, member_bits, [block]).result()
         except VerificationError:
             pass  # which the provider knows from what does not follow
         finally:
             self.provider.lie = lambda header, answer: None
-        if self.provider.told != told + 1:
-            raise AuditError(f"a lie ({kind}) was to be told once, not {self.provider.told - told} times")
+        if self.provider.told != lies + 1:
+            raise AuditError(f"a lie ({kind}) was to be told once, not {self.provider.told - lies} times")
         return after
 
     def attack(self, view: tuple[list[tuple[str, int]], list[int]], rng: np.random.Generator) -> torch.Tensor:
@@ -110,9 +110,9 @@ class AbortOracle:
         Args:
             view: for each lie its kind and what followed; and the secrets of the first of them.
         """
-        observed, told = view
+        observed, labels = view
         return guess_from_labelled(
-            [float(after) for _, after in observed], [kind for kind, _ in observed], told
+            [float(after) for _, after in observed], [kind for kind, _ in observed], labels
         )
 
 

@@ -54,25 +54,29 @@ class LogScan:
 
 
 def _patterns(secrets: Secrets) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+    patterns: list[tuple[str, str]] = []
     for tensor in secrets.tensors:
         numbers = tensor.reshape(-1)[:3].tolist()
         # Three numbers side by side as Python, numpy and torch print them; one alone may be chance.
         for spell in (repr, "{:.4f}".format, "{: .4f}".format, "{:.6f}".format, "{: .4e}".format):
             for separator in (", ", " ", ","):
-                found.append((separator.join(spell(number) for number in numbers), "numbers of a tensor"))
-        found += _spelled(tensor.contiguous().view(torch.uint8).numpy().tobytes()[:24], "bytes of a tensor")
+                patterns.append((separator.join(spell(number) for number in numbers), "numbers of a tensor"))
+        patterns += _spelled(
+            tensor.contiguous().view(torch.uint8).numpy().tobytes()[:24], "bytes of a tensor"
+        )
     for seed in secrets.seeds:
-        found += _spelled(seed, "a seed")
+        patterns += _spelled(seed, "a seed")
     for start in range(0, len(secrets.token_ids) - 4, 4):
         ids = secrets.token_ids[start : start + 4]
-        found += [(separator.join(map(str, ids)), "token ids") for separator in (", ", " ", ",")]
+        patterns += [(separator.join(map(str, ids)), "token ids") for separator in (", ", " ", ",")]
     for line in secrets.text:
-        found += [(line[i : i + 16], "text") for i in range(0, max(1, len(line) - 16), 16) if len(line) >= 16]
-    found += [(password, "a bearer token") for password in secrets.passwords]
+        patterns += [
+            (line[i : i + 16], "text") for i in range(0, max(1, len(line) - 16), 16) if len(line) >= 16
+        ]
+    patterns += [(password, "a bearer token") for password in secrets.passwords]
     if secrets.planted:
-        found.append((secrets.planted, PLANTED))
-    return found
+        patterns.append((secrets.planted, PLANTED))
+    return patterns
 
 
 def _spelled(data: bytes, what: str) -> list[tuple[str, str]]:

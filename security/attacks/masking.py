@@ -42,11 +42,11 @@ class DistinguishingGame:
         Args:
             view: rows [N, C], and which input each of the first half is, bool [N // 2].
         """
-        rows, told = view
-        known = told.numpy()
+        rows, labels = view
+        known = labels.numpy()
         # Rates with one of each added, so that a bit that never varied does not decide everything.
         counts = [
-            _bit_sums(rows[: len(told)][torch.from_numpy(known == side)]) + 1.0 for side in (False, True)
+            _bit_sums(rows[: len(labels)][torch.from_numpy(known == side)]) + 1.0 for side in (False, True)
         ]
         sizes = [float((known == side).sum()) + 2.0 for side in (False, True)]
         rates = [count / size for count, size in zip(counts, sizes, strict=True)]
@@ -54,12 +54,12 @@ class DistinguishingGame:
         zeros = np.log1p(-rates[1]) - np.log1p(-rates[0])
         scores = [
             bits @ (ones - zeros) + zeros.sum()
-            for part in rows[len(told) :].split(1024)
+            for part in rows[len(labels) :].split(1024)
             for bits in [_bits(part)]
         ]
         guesses = np.concatenate(scores) > 0
-        before = {row.tobytes(): side for row, side in zip(as_bytes(rows[: len(told)]), known, strict=True)}
-        for i, row in enumerate(as_bytes(rows[len(told) :])):
+        before = {row.tobytes(): side for row, side in zip(as_bytes(rows[: len(labels)]), known, strict=True)}
+        for i, row in enumerate(as_bytes(rows[len(labels) :])):
             guesses[i] = before.get(row.tobytes(), guesses[i])
         return torch.from_numpy(guesses)
 

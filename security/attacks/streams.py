@@ -36,18 +36,18 @@ class SpeculationWatch:
 
     def attack(self, view: LabelledStreams, rng: np.random.Generator) -> torch.Tensor:
         """Guesses for the prompts of which it was not told, by what tells the others apart best."""
-        streams, told = view
+        streams, labels = view
         numbers = np.array(
             [(s.rows[0], max(s.rows[1:], default=0), len(s.rows), sum(s.rows)) for s in streams], float
         )
-        known = torch.tensor(told, dtype=torch.bool)
+        known = torch.tensor(labels, dtype=torch.bool)
 
         def again(column: np.ndarray) -> int:
-            values = [*column[: len(told)], *column[: len(told)]]
-            return int((guess_from_labelled(values, [""] * len(values), told) == known).sum())
+            values = [*column[: len(labels)], *column[: len(labels)]]
+            return int((guess_from_labelled(values, [""] * len(values), labels) == known).sum())
 
         best = max(numbers.T, key=again)
-        return guess_from_labelled(list(best), [""] * len(best), told)
+        return guess_from_labelled(list(best), [""] * len(best), labels)
 
 
 class TopicFromTraffic:
@@ -61,15 +61,15 @@ class TopicFromTraffic:
 
     def attack(self, view: LabelledStreams, rng: np.random.Generator) -> torch.Tensor:
         """See Attack; guesses for the prompts of which it was not told."""
-        streams, told = view
+        streams, labels = view
         features = np.array([_features(stream) for stream in streams])
-        known, topics = features[: len(told)], np.array(told)
+        known, topics = features[: len(labels)], np.array(labels)
         scores = []
         for topic in (0, 1):
-            own = known[topics == topic]
-            mean, spread = own.mean(0), own.std(0) + 0.05 * known.std(0) + 1e-6
+            of_topic = known[topics == topic]
+            mean, spread = of_topic.mean(0), of_topic.std(0) + 0.05 * known.std(0) + 1e-6
             scores.append((-0.5 * ((features - mean) / spread) ** 2 - np.log(spread)).sum(1))
-        return torch.from_numpy((scores[1] > scores[0])[len(told) :])
+        return torch.from_numpy((scores[1] > scores[0])[len(labels) :])
 
 
 def _features(stream: Stream) -> list[float]:
@@ -80,16 +80,18 @@ def _features(stream: Stream) -> list[float]:
     return [float(np.log(number)) for number in numbers]
 
 
-def guess_from_labelled(values: list[float], kinds: list[str], told: list[int]) -> torch.Tensor:
-    """Which of two secrets each value goes with, learned for each kind from the first, ``told`` ones.
+def guess_from_labelled(values: list[float], kinds: list[str], labels: list[int]) -> torch.Tensor:
+    """Which of two secrets each value goes with, learned for each kind from the first, ``labels`` ones.
 
     The secret whose mean is nearer; the first one where both are equally near. bool [values - told]
     """
     guesses = []
-    for value, kind in list(zip(values, kinds, strict=True))[len(told) :]:
+    for value, kind in list(zip(values, kinds, strict=True))[len(labels) :]:
         away = []
         for secret in (0, 1):
-            own = [v for v, k, t in zip(values, kinds, told, strict=False) if (k, t) == (kind, secret)]
-            away.append(abs(value - float(np.mean(own))) if own else float("inf"))
+            of_secret = [
+                v for v, k, t in zip(values, kinds, labels, strict=False) if (k, t) == (kind, secret)
+            ]
+            away.append(abs(value - float(np.mean(of_secret))) if of_secret else float("inf"))
         guesses.append(away[1] < away[0])
     return torch.tensor(guesses, dtype=torch.bool)

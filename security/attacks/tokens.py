@@ -166,11 +166,11 @@ class MaskReuse:
 
 def _distinct(directions: torch.Tensor) -> torch.Tensor:
     """One of each among unit vectors that repeat up to rounding; 256 at most."""
-    kept: list[torch.Tensor] = []
+    distinct: list[torch.Tensor] = []
     for direction in directions:
-        if len(kept) < 256 and not any(abs(float(direction @ other)) > 0.99 for other in kept):
-            kept.append(direction)
-    return torch.stack(kept) if kept else directions[:0]
+        if len(distinct) < 256 and not any(abs(float(direction @ other)) > 0.99 for other in distinct):
+            distinct.append(direction)
+    return torch.stack(distinct) if distinct else directions[:0]
 
 
 def _first_token(public: PublicModel) -> int:

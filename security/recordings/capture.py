@@ -56,18 +56,18 @@ class Parties:
     def connect(self, mode: str, tenant: str, **options: Any) -> tenant_sdk.Session:
         """A session in one of MODES, under a tenant's name of its own, so that transcripts tell it apart."""
         provider = self.floats if mode in (PLAIN, SAME, ELSEWHERE) else self.ring
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "privacy": "noise-bank" if "bank" in mode else mode,
             "allow_transcript": True,
             # What is lost is not sent again: a copy would look like a mask that serves twice.
             "patience": 0.0,
         }
         if mode in (ELSEWHERE, RING_BANK):
-            given["mask_sources"] = [f"local:{self.model}"]
+            arguments["mask_sources"] = [f"local:{self.model}"]
         if mode == RING_BANK:
-            given["noise_bank"] = NoiseBankOptions(masks=RING_MASKS)
+            arguments["noise_bank"] = NoiseBankOptions(masks=RING_MASKS)
         if mode == ONE_TIME:
-            given |= {
+            arguments |= {
                 "mask_sources": [self.source.url],
                 "mask_source_token": self.source.token(tenant),
                 "mask_source_ca": self.source.ca,
@@ -75,10 +75,12 @@ class Parties:
                 "answers": self.answers,
             }
         if mode == ONE_TIME and self.answers != "exact":
-            given["repeat_rate"] = 0.0  # as above: what is repeated is a copy
-        given |= {"provider": provider.url, "token": provider.token(tenant), "ca": provider.ca}
-        self.tokens.extend(str(given[name]) for name in ("token", "mask_source_token") if name in given)
-        return tenant_sdk.connect(**(given | options))
+            arguments["repeat_rate"] = 0.0  # as above: what is repeated is a copy
+        arguments |= {"provider": provider.url, "token": provider.token(tenant), "ca": provider.ca}
+        self.tokens.extend(
+            str(arguments[name]) for name in ("token", "mask_source_token") if name in arguments
+        )
+        return tenant_sdk.connect(**(arguments | options))
 
     def all(self) -> list[ExecutorProcess]:
         """The three."""
@@ -122,11 +124,11 @@ def tenant_of(mode: str) -> str:
 def play(session: tenant_sdk.Session, group: int, rows: int, rng: np.random.Generator) -> torch.Tensor:
     """Send rows of one of two inputs, drawn for each: zeros, or large numbers that are all equal."""
     width = session.manifest.groups[group].inputs
-    members = (1 << len(session.manifest.groups[group].members)) - 1
+    member_bits = (1 << len(session.manifest.groups[group].members)) - 1
     drawn = torch.from_numpy(rng.integers(0, 2, rows).astype(bool))
     for part in drawn.split(2048):
         block = part[:, None].float().expand(-1, width).contiguous() * 3.0
-        session.products.submit(group, Direction.FORWARD, members, [block]).result()
+        session.products.submit(group, Direction.FORWARD, member_bits, [block]).result()
     return drawn
 
 
@@ -182,7 +184,7 @@ def metrics_page(executor: ExecutorProcess) -> str:
 def printed(root: Any) -> str:
     """``repr`` of an object and of those of this project that it leads to, of the first 2,000 objects."""
     seen: dict[int, Any] = {}
-    found: list[str] = []
+    lines: list[str] = []
     waiting = [root]
     while waiting and len(seen) < 2000:
         thing = waiting.pop()
@@ -194,6 +196,6 @@ def printed(root: Any) -> str:
         elif isinstance(thing, dict):
             waiting.extend(list(thing.values())[:50])
         elif type(thing).__module__.split(".")[0] in ("tenant_sdk", "shared"):
-            found.append(repr(thing))
+            lines.append(repr(thing))
             waiting.extend(vars(thing).values() if hasattr(thing, "__dict__") else [])
-    return "\n".join(found)
+    return "\n".join(lines)

@@ -82,8 +82,8 @@ class ExecutorProcess:
             LaunchError: it does not, with its last words.
         """
         assert self._program is not None
-        told = json.loads(self._program.wait_until_ready())
-        self.url, self.admin_url = told["url"], told["admin_url"]
+        ready = json.loads(self._program.wait_until_ready())
+        self.url, self.admin_url = ready["url"], ready["admin_url"]
 
     def pause(self) -> None:
         """Let the process answer nothing from now on, until it is restarted."""
@@ -121,5 +121,5 @@ class ExecutorProcess:
         return read_transcript(self.newest, cut=True)
 
     def _recordings(self) -> list[Path]:
-        found = (self.folder / "transcripts").glob("*.transcript")
-        return sorted(found, key=lambda file: file.stat().st_mtime)
+        paths = (self.folder / "transcripts").glob("*.transcript")
+        return sorted(paths, key=lambda file: file.stat().st_mtime)

@@ -81,8 +81,8 @@ class Gateway:
         Raises:
             AuditError: it does not answer.
         """
-        asked = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
-        body = asked | {"ignore_eos": True, "return_token_ids": True} | options
+        fields = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        body = fields | {"ignore_eos": True, "return_token_ids": True} | options
         headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
         request = urllib.request.Request(  # noqa: S310
             f"{self.url}/v1/completions", json.dumps(body).encode(), headers
@@ -92,7 +92,7 @@ class Gateway:
         except OSError as error:
             raise AuditError(f"the gateway does not answer: {error}") from error
 
-    def ask(self, asked: list[tuple[str, Any, int]]) -> Work:
+    def ask(self, requests: list[tuple[str, Any, int]]) -> Work:
         """Let clients ask at the same time for ``tokens`` after ``prompt`` with ``model``, and wait."""
 
         def one(each: tuple[str, Any, int]) -> list[int]:
@@ -102,14 +102,14 @@ class Gateway:
             return [t for c in choices for t in [*c["prompt_token_ids"], *c["token_ids"][:-1]]]
 
         begin = time.time()
-        with ThreadPoolExecutor(len(asked)) as clients:
-            sent = [token for tokens in clients.map(one, asked) for token in tokens]
+        with ThreadPoolExecutor(len(requests)) as clients:
+            sent = [token for tokens in clients.map(one, requests) for token in tokens]
         return Work(begin, time.time(), sent)
 
-    def come_one_by_one(self, asked: list[tuple[str, Any, int]]) -> Work:
+    def come_one_by_one(self, requests: list[tuple[str, Any, int]]) -> Work:
         """Let each client come when the one before it has its first token; all answers go on meanwhile."""
         begin, streams = time.time(), []
-        for model, prompt, tokens in asked:
+        for model, prompt, tokens in requests:
             streams.append(self.open(model, prompt, tokens, stream=True))
             streams[-1].readline()
         for stream in streams:

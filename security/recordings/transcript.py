@@ -76,10 +76,10 @@ def newest(folder: str | Path) -> Path:
     Raises:
         TranscriptError: there is none.
     """
-    found = sorted(Path(folder).glob("*.transcript"), key=lambda path: path.stat().st_mtime)
-    if not found:
+    paths = sorted(Path(folder).glob("*.transcript"), key=lambda path: path.stat().st_mtime)
+    if not paths:
         raise TranscriptError(f"no transcript in {folder}; `symbiosis-provider serve --transcript` makes one")
-    return found[-1]
+    return paths[-1]
 
 
 def read_transcript(path: str | Path, *, digest: str | None = None, cut: bool = False) -> Transcript:
@@ -113,14 +113,14 @@ def check_served(recorded: Transcript, model: str | Path) -> None:
         return
     members = [member for group in manifest.groups if not group.head for member in group.members]
     missing = sorted(member.tensor for member in members if not checkpoint.has(member))
-    there = (
+    served = (
         f"{model} has no {missing[0]}"
         if missing
         else f"those of {model}: {checkpoint.weights_digest(manifest.groups)[:16]}"
     )
     raise TranscriptError(
         f"the transcript is of another model than {model}: {manifest.model}, whose layers' weights have "
-        f"SHA-256 {manifest.weights[:16]}; {there}. Name the checkpoint that was served with --model"
+        f"SHA-256 {manifest.weights[:16]}; {served}. Name the checkpoint that was served with --model"
     )
 
 
@@ -142,14 +142,14 @@ def _read(path: Path, file: BinaryIO, digest: str | None, *, cut: bool) -> Trans
                 f"instead of {digest[:16]}"
             )
         transcript = Transcript(manifest)
-        asked: dict[tuple[int, int], RecordedRequest] = {}
-        while _record(cursor, transcript, asked):
+        by_request: dict[tuple[int, int], RecordedRequest] = {}
+        while _record(cursor, transcript, by_request):
             pass
     except EOFError:
         if transcript is None or not cut:
-            found = len(transcript.requests) if transcript else 0
+            count = len(transcript.requests) if transcript else 0
             raise TranscriptError(
-                f"{path} is cut after {found} requests: the provider was killed, is still writing, or had no "
+                f"{path} is cut after {count} requests: the provider was killed, is still writing, or had no "
                 "space. To use what is there: --cut"
             ) from None
     except (WireError, ValueError) as error:
@@ -181,23 +181,23 @@ class _Cursor:
         return self.take(length)
 
 
-def _record(cursor: _Cursor, into: Transcript, asked: dict[tuple[int, int], RecordedRequest]) -> bool:
-    """Read one record; whether more follow. ``asked``: by session and request id, without an answer."""
+def _record(cursor: _Cursor, into: Transcript, requests: dict[tuple[int, int], RecordedRequest]) -> bool:
+    """Read one record; whether more follow. ``requests``: by session and request id, without an answer."""
     kind, session, at = RECORD.unpack(cursor.take(RECORD.size))
     if kind == Record.OPENED:
         into.tenants[session] = cursor.sized().decode()
     elif kind == Record.REQUEST:
         header = parse_header(cursor.take(HEADER_BYTES))
         where = cursor.pass_over(header.payload_bytes)
-        request = asked[session, header.request_id] = RecordedRequest(
+        request = requests[session, header.request_id] = RecordedRequest(
             session, at, header, cursor.path, ((where, header.payload_bytes),)
         )
         into.requests.append(request)
     elif kind == Record.ANSWERED:
         request_id, seconds = ANSWER.unpack(cursor.take(ANSWER.size))
-        if (session, request_id) not in asked:
+        if (session, request_id) not in requests:
             raise ValueError("an answer to nothing")
-        asked.pop((session, request_id)).seconds = seconds
+        requests.pop((session, request_id)).seconds = seconds
     elif kind not in (Record.END, Record.CLOSED):
         raise ValueError(f"unknown record {kind}")
     return bool(kind != Record.END)

@@ -104,11 +104,11 @@ def watch(session: Session, truth: GroundTruth) -> None:
     ask, send = products.submit, executor.submit_piece
 
     def asking(
-        group: int, direction: Direction, members: int, rows: list[torch.Tensor], *options: Any
+        group: int, direction: Direction, member_bits: int, rows: list[torch.Tensor], *options: Any
     ) -> PendingProduct:
         if len(truth.samples) < SAMPLES:
             truth.samples += [block.detach().clone() for block in rows if len(block[0].unique()) > 3]
-        pending = ask(group, direction, members, rows, *options)
+        pending = ask(group, direction, member_bits, rows, *options)
         # Fingerprints of a group are made before its first request, so its pieces are the last.
         pieces = len(rows[0])
         while pieces > 0:
@@ -123,13 +123,13 @@ def watch(session: Session, truth: GroundTruth) -> None:
         operation: Operation,
         group: int,
         direction: Direction,
-        members: int,
+        member_bits: int,
         rows: list[torch.Tensor],
         *options: Any,
     ) -> PendingProduct:
         if operation == Operation.PRODUCT:
             truth.sent.append(SentRequest(group, direction, len(rows[0])))
-        return send(channel, operation, group, direction, members, rows, *options)
+        return send(channel, operation, group, direction, member_bits, rows, *options)
 
     products.submit, executor.submit_piece = asking, sending  # type: ignore[method-assign, assignment]
 

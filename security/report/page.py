@@ -119,8 +119,8 @@ def write_json(result: AuditResult, verdicts: list[Verdict], path: Path) -> None
             for finding in result.findings
         ],
         "randomness": {
-            mode: dataclasses.asdict(found) | {"histogram": found.histogram.tolist()}
-            for mode, found in result.randomness.items()
+            mode: dataclasses.asdict(randomness) | {"histogram": randomness.histogram.tolist()}
+            for mode, randomness in result.randomness.items()
         },
         "seeds": dataclasses.asdict(result.seeds) if result.seeds else None,
         "figures": result.figures,
@@ -165,7 +165,7 @@ def write_html(result: AuditResult, verdicts: list[Verdict], path: Path) -> None
         statistical=STATISTICAL,
         randomness=result.randomness,
         seeds=result.seeds,
-        outside={mode: plots.outside_band(found) for mode, found in result.randomness.items()},
+        outside={mode: plots.outside_band(randomness) for mode, randomness in result.randomness.items()},
         bank_name=bank_name,
         noise_bank=NoiseBankOptions(),
         ring_masks=RING_MASKS,
@@ -190,10 +190,10 @@ def write_html(result: AuditResult, verdicts: list[Verdict], path: Path) -> None
 
 def _grid(result: AuditResult) -> list[tuple[str, list[Cell]]]:
     """Every attack that only watches on every view of COLUMNS, in the order in which they were run."""
-    there = {(f.attack, f.mode, f.sees): f for f in result.findings}
+    findings = {(f.attack, f.mode, f.sees): f for f in result.findings}
     more = {hostile.attack for hostile in result.hostile}  # which have a table of their own
-    names = dict.fromkeys(name for name, *column in there if tuple(column) in COLUMNS and name not in more)
-    return [(name, [_cell(there.get((name, *column))) for column in COLUMNS]) for name in names]
+    names = dict.fromkeys(name for name, *column in findings if tuple(column) in COLUMNS and name not in more)
+    return [(name, [_cell(findings.get((name, *column))) for column in COLUMNS]) for name in names]
 
 
 def _cell(finding: Finding | None) -> Cell:

@@ -84,14 +84,14 @@ def byte_histogram(result: AuditResult) -> str:
     return _svg(figure)
 
 
-def outside_band(found: Randomness) -> int:
+def outside_band(randomness: Randomness) -> int:
     """How many of the 256 byte values lie outside the 99 % band, where 2 or 3 are expected."""
-    return int((np.abs(found.histogram / found.histogram.mean() - 1) > _band(found)).sum())
+    return int((np.abs(randomness.histogram / randomness.histogram.mean() - 1) > _band(randomness)).sum())
 
 
-def _band(found: Randomness) -> float:
+def _band(randomness: Randomness) -> float:
     """How far from the mean, in units of it, the frequency of a uniform byte is 1 time in 100."""
-    return float(2.58 / np.sqrt(found.histogram.mean()))
+    return float(2.58 / np.sqrt(randomness.histogram.mean()))
 
 
 def timing(result: AuditResult) -> str:

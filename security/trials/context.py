@@ -80,9 +80,9 @@ class Trials:
         """Run attacks, each under its stage's name, and add what they found."""
         for what, attack in attacks.items():
             with stage(what):
-                for found in attack():
-                    result.hostile.append(found)
-                    result.findings += [found.defended, found.control]
+                for finding in attack():
+                    result.hostile.append(finding)
+                    result.findings += [finding.defended, finding.control]
 
     @contextmanager
     def hosted(
@@ -137,8 +137,8 @@ class Trials:
         """Prompts of PROMPT tokens of the tenant's text, which repeat a phrase where the secret is 1."""
         stream, chosen = self.tokens(session), []
         for i, secret in enumerate(secrets):
-            own = list(dict.fromkeys(stream[i * PROMPT :]))[: PROMPT - 1]  # each once
-            chosen.append([0, *(own if not secret else (own[:PHRASE] * PROMPT)[: PROMPT - 1])])
+            distinct = list(dict.fromkeys(stream[i * PROMPT :]))[: PROMPT - 1]  # each once
+            chosen.append([0, *(distinct if not secret else (distinct[:PHRASE] * PROMPT)[: PROMPT - 1])])
         return chosen
 
     def tokens(self, session: Session) -> list[int]:

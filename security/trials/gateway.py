@@ -89,23 +89,23 @@ class Gateways:
             usual = self._usual(result)
         with (
             stage("a gateway that pads rows"),
-            self._serving("gateway-padded", "--pad-rows", PADDED) as there,
+            self._serving("gateway-padded", "--pad-rows", PADDED) as served,
         ):
-            waves = self._waves(there)
+            waves = self._waves(served)
         self._counts(result, GATEWAY_PADDED, "gateway-padded", *waves)
         with (
             stage("a gateway that speculates"),
-            self._serving("gateway-lookup", "--speculate", "prompt-lookup") as there,
+            self._serving("gateway-lookup", "--speculate", "prompt-lookup") as served,
         ):
-            kinds, works = self._repeating(there)
+            kinds, works = self._repeating(served)
         self._speculation(result, usual, self._streams("gateway-lookup", works), kinds)
 
     @contextmanager
     def _serving(self, tenant: str, *more: Any) -> Iterator[Gateway]:
         """A gateway of a tenant's name, which has answered once: fingerprints come before that."""
         ring, source = self.parties.ring, self.parties.source
-        given = {"GATEWAY_PROVIDER": ring.token(tenant), "GATEWAY_SOURCE": source.token(tenant)}
-        self.parties.tokens.extend([*given.values(), self.key, *self.names])
+        tokens = {"GATEWAY_PROVIDER": ring.token(tenant), "GATEWAY_SOURCE": source.token(tenant)}
+        self.parties.tokens.extend([*tokens.values(), self.key, *self.names])
         options = {
             "--provider": ring.url,
             "--ca": ring.ca,
@@ -121,64 +121,64 @@ class Gateways:
         words = [word for option in options.items() for word in option]
         words += ["--privacy", "one-time", "--allow-same", "all", "--allow-transcript", *more]
         assert self.command is not None
-        with gateway(self.command, words, given, self.key, self.folder / f"{tenant}.log") as there:
-            there.ask([(BASE, self.stream[:4], 2)])
-            yield there
+        with gateway(self.command, words, tokens, self.key, self.folder / f"{tenant}.log") as served:
+            served.ask([(BASE, self.stream[:4], 2)])
+            yield served
 
     # -- what clients do ---------------------------------------------------------------------------
 
-    def _bursts(self, there: Gateway) -> tuple[list[int], list[Work]]:
+    def _bursts(self, served: Gateway) -> tuple[list[int], list[Work]]:
         """One prompt by four clients at once: all with one adapter (0), another (1), or each another (2)."""
         kinds = [int(k) for _ in range(self.plan.gateway_trials) for k in self.rng.permutation(3)]
         prompt = self.trials.text[0][:32]  # as text: what a client really sends
         works = []
         for kind in kinds:
             names = self.names if kind == 2 else [self.names[kind]] * TOGETHER
-            works.append(there.ask([(name, prompt, 3) for name in names]))
+            works.append(served.ask([(name, prompt, 3) for name in names]))
         return kinds, works
 
-    def _pairs(self, there: Gateway) -> tuple[list[int], list[Work]]:
+    def _pairs(self, served: Gateway) -> tuple[list[int], list[Work]]:
         """Two prompts, each of one word, that come while an answer is under way: lengths of the first."""
         lengths = [int(n) for n in self.rng.integers(LEAST, PAIR - LEAST + 1, 2 * self.plan.gateway_trials)]
         vocabulary = len(set(self.stream))
         words, works = sorted(set(self.stream)), []
         # Requests that come while a step is computed are in the next one together.
-        with there.open(BASE, self.stream[:4], 8 * len(lengths), stream=True) as busy:
+        with served.open(BASE, self.stream[:4], 8 * len(lengths), stream=True) as busy:
             busy.readline()
             for length in lengths:
                 one, other = (words[int(i)] for i in self.rng.choice(vocabulary, 2, replace=False))
                 prompts = [[one] * length, [other] * (PAIR - length)]
-                works.append(there.ask([(BASE, prompts, 1)]))
+                works.append(served.ask([(BASE, prompts, 1)]))
             busy.read()
         return lengths, works
 
-    def _waves(self, there: Gateway) -> tuple[list[list[int]], list[Work]]:
+    def _waves(self, served: Gateway) -> tuple[list[list[int]], list[Work]]:
         """Prompts that come one by one, and answers of different lengths: lengths of the prompts."""
         lengths, works = [], []
         for _ in range(max(2, self.plan.gateway_trials // 4)):
             lengths.append([int(n) for n in self.rng.integers(5, 60, WAVE)])
             starts = self.rng.integers(0, len(self.stream) - 60, WAVE)
             prompts = [self.stream[at : at + n] for at, n in zip(starts, lengths[-1], strict=True)]
-            asked = [(self.names[i % TOGETHER], p, 60 - 4 * i) for i, p in enumerate(prompts)]
-            works.append(there.come_one_by_one(asked))
+            requests = [(self.names[i % TOGETHER], p, 60 - 4 * i) for i, p in enumerate(prompts)]
+            works.append(served.come_one_by_one(requests))
         return lengths, works
 
-    def _repeating(self, there: Gateway) -> tuple[list[int], list[Work]]:
+    def _repeating(self, served: Gateway) -> tuple[list[int], list[Work]]:
         """Prompts of one length, of which every second one repeats a phrase."""
         kinds, works = [0, 1] * self.plan.speculated_prompts, []
         for i, kind in enumerate(kinds):
-            own = list(dict.fromkeys(self.stream[i * PROMPT :]))[:PROMPT]
-            prompt = own if not kind else (own[:PHRASE] * PROMPT)[:PROMPT]
-            works.append(there.ask([(BASE, prompt, ANSWER)]))
+            distinct = list(dict.fromkeys(self.stream[i * PROMPT :]))[:PROMPT]
+            prompt = distinct if not kind else (distinct[:PHRASE] * PROMPT)[:PROMPT]
+            works.append(served.ask([(BASE, prompt, ANSWER)]))
         return kinds, works
 
-    def _again(self, there: Gateway) -> tuple[list[int], list[Work]]:
+    def _again(self, served: Gateway) -> tuple[list[int], list[Work]]:
         """Long prompts: new ones (0), the same again (1), or the same with another adapter (0)."""
         kinds, works = list[int](), list[Work]()
         for i in range(self.plan.gateway_trials):
             prompt = self.stream[i * LONG : (i + 1) * LONG]
-            first, again = (there.ask([(self.names[0], prompt, 1)]) for _ in range(2))
-            other = there.ask([(self.names[1], prompt, 1)]) if i % 2 else first
+            first, again = (served.ask([(self.names[0], prompt, 1)]) for _ in range(2))
+            other = served.ask([(self.names[1], prompt, 1)]) if i % 2 else first
             kinds, works = [*kinds, 0, 1], [*works, other, again]
         return kinds, works
 
@@ -188,9 +188,9 @@ class Gateways:
         """A gateway as it is by default; the streams of prompts that may repeat themselves."""
         executors = {PROVIDER: self.parties.ring, SOURCE: self.parties.source}
         before = {party: executor.newest.stat().st_size for party, executor in executors.items()}
-        with self._serving("gateway", "--prefix-cache") as there:
-            bursts, pairs, waves = self._bursts(there), self._pairs(there), self._waves(there)
-            repeating, again = self._repeating(there), self._again(there)
+        with self._serving("gateway", "--prefix-cache") as served:
+            bursts, pairs, waves = self._bursts(served), self._pairs(served), self._waves(served)
+            repeating, again = self._repeating(served), self._again(served)
         recorded = {party: executor.so_far() for party, executor in executors.items()}
         requests, masks = (requests_of([recorded[party]], "gateway") for party in executors)
         public = PublicModel(self.parties.model, recorded[PROVIDER].manifest)
@@ -223,7 +223,7 @@ class Gateways:
         """What each row stands for: guessed by the provider, and read where masks are known."""
         view = during(views[PROVIDER], works)
         truth, read = self._truth(views[BOTH], works)
-        found = [finding_of(VocabularyMatching, GATEWAY, BOTH, read, None)]
+        findings = [finding_of(VocabularyMatching, GATEWAY, BOTH, read, None)]
         attacks: list[Any] = [VocabularyMatching(), SubspaceProjection(), NoiseAware()]
         for attack in attacks:
             blind = torch.cat(
@@ -234,8 +234,8 @@ class Gateways:
                 may = able(chance, success.trials, self.confidence, self.plan.resolution)
             except NothingToScore:  # the control fails too
                 success, chance, may = NOTHING, 0.0, {}
-            found.append(finding_of(attack, GATEWAY, PROVIDER, success, chance, **may))
-        return found
+            findings.append(finding_of(attack, GATEWAY, PROVIDER, success, chance, **may))
+        return findings
 
     def _truth(self, both: View, works: list[Work]) -> tuple[GroundTruth, Estimate]:
         """Which token each row stands for, and how many of those that clients know of were read.
@@ -272,8 +272,8 @@ class Gateways:
         score = rate(right, trials, self.confidence)
         of_rows = finding_of(AdapterOfRows, GATEWAY, sees, score, 0.5, **may)
         blocks, several = side((0, 2))
-        told = AdaptersInStep().attack((blocks, several[: len(several) // 2]), self.rng)
-        return [of_rows, self.trials.score_guesses(AdaptersInStep, GATEWAY, told, several, sees)]
+        guess = AdaptersInStep().attack((blocks, several[: len(several) // 2]), self.rng)
+        return [of_rows, self.trials.score_guesses(AdaptersInStep, GATEWAY, guess, several, sees)]
 
     def _boundaries(self, sees: str, view: View, lengths: list[int], works: list[Work]) -> Finding:
         """Where one prompt ends and the next begins, of those that were computed in one request."""
@@ -303,20 +303,22 @@ class Gateways:
             a == b for s, own in zip(seen, lengths, strict=True) for a, b in zip(s.prompts, own, strict=False)
         )
         waves = len(lengths)
-        told = (
+        guesses = (
             f"in {sum(s.most == WAVE for s in seen)} of {waves} waves the {WAVE} sequences that were "
             f"computed at once were counted, in {sum(s.ended == WAVE for s in seen)} all ends"
         )
         estimate = rate(right, WAVE * waves, self.confidence)
-        result.findings.append(finding_of(StepCounts, mode, PROVIDER, estimate, None, told))
-        result.figures[f"{StepCounts.name}, {mode}"] = told
+        result.findings.append(finding_of(StepCounts, mode, PROVIDER, estimate, None, guesses))
+        result.figures[f"{StepCounts.name}, {mode}"] = guesses
 
     def _streams(self, tenant: str, works: list[Work]) -> list[Stream]:
         """Rows and times of the steps of each work, as the provider has them."""
-        found = products_of(requests_of([self.parties.ring.so_far()], tenant))
-        steps = [r for r in found if (r.header.group, r.header.direction) == (0, Direction.FORWARD)]
-        own = [[r for r in steps if work.begin <= r.arrived <= work.end] for work in works]
-        return [Stream(tuple(r.header.rows for r in each), tuple(r.arrived for r in each)) for each in own]
+        products = products_of(requests_of([self.parties.ring.so_far()], tenant))
+        steps = [r for r in products if (r.header.group, r.header.direction) == (0, Direction.FORWARD)]
+        of_works = [[r for r in steps if work.begin <= r.arrived <= work.end] for work in works]
+        return [
+            Stream(tuple(r.header.rows for r in each), tuple(r.arrived for r in each)) for each in of_works
+        ]
 
     def _speculation(
         self, result: AuditResult, usual: list[Stream], lookup: list[Stream], kinds: list[int]
@@ -350,18 +352,20 @@ class Gateways:
     def _sought(self, public: PublicModel, works: list[Work]) -> dict[bytes, str]:
         """What the provider must not be sent as it is."""
         text = self.trials.text[0][:32].encode()
-        found = {name.encode(): "an adapter's name" for name in self.names}
-        found |= {self.key.encode(): "an API key"}
-        found |= {text[at : at + 8]: "text of a prompt" for at in range(0, len(text) - 8, 8)}
+        patterns = {name.encode(): "an adapter's name" for name in self.names}
+        patterns |= {self.key.encode(): "an API key"}
+        patterns |= {text[at : at + 8]: "text of a prompt" for at in range(0, len(text) - 8, 8)}
         tokens = works[0].sent
         for at in range(0, len(tokens) - 4, 4):
-            found |= {np.array(tokens[at : at + 4], kind).tobytes(): "token ids" for kind in ("<i4", "<i8")}
+            patterns |= {
+                np.array(tokens[at : at + 4], kind).tobytes(): "token ids" for kind in ("<i4", "<i8")
+            }
         for row in public.first_inputs[torch.tensor(tokens)]:
-            found[row.numpy().tobytes()[:24]] = "a row without its mask"
+            patterns[row.numpy().tobytes()[:24]] = "a row without its mask"
         for name in self.names:
             weights = load_file(self.folder / "adapters" / name / "adapter_model.safetensors")
-            found |= {w.numpy().tobytes()[:24]: "an adapter's weights" for w in weights.values()}
-        return found
+            patterns |= {w.numpy().tobytes()[:24]: "an adapter's weights" for w in weights.values()}
+        return patterns
 
 
 def _since(file: Path, start: int) -> bytes:

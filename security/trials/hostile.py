@@ -124,7 +124,7 @@ class HostileProvider:
         with self.trials.hosted(self.parties.ring) as host:
             honest = PublicModel(self.parties.model, host.manifest)
         code = craft(honest, self.parties.model, crafted, self.rng)
-        found = {mode: self._imprinted(mode, crafted, code) for mode in (ONE_TIME, PLAIN)}
+        imprinted = {mode: self._imprinted(mode, crafted, code) for mode in (ONE_TIME, PLAIN)}
         said = {
             ImprintedEmbeddings.name: "Embeddings that carry each token's number through all layers",
             ImprintedHead.name: "A head in which each label has a direction of its own",
@@ -140,7 +140,7 @@ class HostileProvider:
                 control,
             )
             for (attack, what), defended, control in zip(
-                said.items(), found[ONE_TIME], found[PLAIN], strict=True
+                said.items(), imprinted[ONE_TIME], imprinted[PLAIN], strict=True
             )
         ]
 
@@ -209,15 +209,15 @@ class HostileProvider:
         def prompts(session: Session) -> list[list[int]]:
             return self.trials.repeating(session, secrets)
 
-        found = []
+        outcomes = []
         for mode, how in settings.items():
             limits = {"max_new_tokens": NEW, "min_new_tokens": NEW}
             streams = self._streams(prompts, limits | how)
             view: LabelledStreams = (streams, secrets[: len(secrets) // 2])
             guesses = SpeculationWatch().attack(view, self.rng)
             finding = self.trials.score_guesses(SpeculationWatch, mode, guesses, secrets, PROVIDER)
-            found.append((finding, {stream.rows for stream in streams}))
-        (defended, seen), (control, seen_control) = found
+            outcomes.append((finding, {stream.rows for stream in streams}))
+        (defended, seen), (control, seen_control) = outcomes
         return [
             HostileFinding(
                 SpeculationWatch.name,
@@ -239,10 +239,10 @@ class HostileProvider:
         def prompts(session: Session) -> list[list[int]]:
             tokenizer = session.load_tokenizer()
             public = PublicModel(self.parties.model, session.manifest)
-            own = tokenizer.batch_decode(public.own_text(1), skip_special_tokens=True)
+            texts = tokenizer.batch_decode(public.own_text(1), skip_special_tokens=True)
             clauses = [
                 [part for line in lines for part in CLAUSE.split(line)[1:-1] if len(part.split()) > 2]
-                for lines in (self.trials.text, own)
+                for lines in (self.trials.text, texts)
             ]
             if not all(clauses):
                 raise AuditError("the tenant's text or the model's own has no clauses to tell topics by")
@@ -256,13 +256,13 @@ class HostileProvider:
                 for i, topic in enumerate(secrets)
             ]
 
-        found = []
+        outcomes = []
         for name, options in (("rows as they are", {}), ("rows padded", {"pad_rows": 32})):
             mode = f"{ONE_TIME}, {name}"
             streams = self._streams(prompts, {"max_new_tokens": ANSWER}, **options)
             guesses = TopicFromTraffic().attack((streams, secrets[: len(secrets) // 2]), self.rng)
-            found.append(self.trials.score_guesses(TopicFromTraffic, mode, guesses, secrets, PROVIDER))
-        return found
+            outcomes.append(self.trials.score_guesses(TopicFromTraffic, mode, guesses, secrets, PROVIDER))
+        return outcomes
 
     def _streams(
         self,
@@ -296,14 +296,14 @@ def _check_with_tolerance(session: Session, group: int, weight: torch.Tensor) ->
     products: Any = session.products
     submit = products.submit
 
-    def checked(*asked: Any) -> PendingProduct:
-        pending = submit(*asked)
+    def checked(*arguments: Any) -> PendingProduct:
+        pending = submit(*arguments)
 
         def result() -> list[torch.Tensor]:
             out = pending.result()
             if (
-                asked[0] == group
-                and float((torch.cat(out, 1) - asked[3][0] @ weight.T).abs().max()) > TOLERANCE
+                arguments[0] == group
+                and float((torch.cat(out, 1) - arguments[3][0] @ weight.T).abs().max()) > TOLERANCE
             ):
                 raise VerificationError("a wrong answer, as far as a tolerance tells")
             return list(out)

@@ -153,11 +153,13 @@ class PassiveAttacks:
         pooled: dict[str, list[torch.Tensor]] = {}
         for _ in range(BLIND_RUNS):
             blind = view.blind(self.rng, {0, deep.group, labels.group(view.public)})
-            found = {each.name: [each.attack(blind, self.rng).tokens] for each in self._token_attacks(truth)}
-            found[deep.name] = [deep.attack(blind, self.rng)[0]]
-            found[labels.name] = labels.attack(blind, self.rng)
-            found[span.name] = [part for parts in span.attack(blind, self.rng) for part in parts]
-            for name, guesses in found.items():
+            tokens_by_attack = {
+                each.name: [each.attack(blind, self.rng).tokens] for each in self._token_attacks(truth)
+            }
+            tokens_by_attack[deep.name] = [deep.attack(blind, self.rng)[0]]
+            tokens_by_attack[labels.name] = labels.attack(blind, self.rng)
+            tokens_by_attack[span.name] = [part for parts in span.attack(blind, self.rng) for part in parts]
+            for name, guesses in tokens_by_attack.items():
                 pooled.setdefault(name, []).extend(guesses)
         self._blind_parts = pooled.pop(span.name)
         self._blind = {name: torch.cat([torch.empty(0).long(), *each]) for name, each in pooled.items()}
@@ -344,11 +346,15 @@ class PassiveAttacks:
                 passwords=passwords,
                 planted=planted,
             )
-            found = LogScan(secrets).attack(texts, self.rng)
+            secrets_found = LogScan(secrets).attack(texts, self.rng)
             control = {where: f"{PLANTED} in {where}" for where in texts}
-            self.result.figures["secrets in logs"] = [each for each in found if each not in control.values()]
+            self.result.figures["secrets in logs"] = [
+                each for each in secrets_found if each not in control.values()
+            ]
             self.result.figures["planted secret found"] = {
-                where: each in found for where, each in control.items() if not where.startswith("metrics")
+                where: each in secrets_found
+                for where, each in control.items()
+                if not where.startswith("metrics")
             }
             self.result.figures["log characters searched"] = {
                 where: len(text) for where, text in texts.items()
@@ -357,9 +363,9 @@ class PassiveAttacks:
 
 def _from(points: list[tuple[int, float]], least: float) -> int | None:
     """The first count from which on the value is at least so large."""
-    found = None
+    first = None
     for count, value in reversed(points):
         if value < least:
             break
-        found = count
-    return found
+        first = count
+    return first

@@ -56,17 +56,17 @@ class Routes:
     def routes(self) -> tuple[list[HostileFinding], list[Finding]]:
         """The same prompts in every setting, of a few tokens and of many."""
         folder = mixture(self.parties.model, self.trials.folder / "mixture")
-        found = {setting: self._recognised(folder, setting) for setting in SETTINGS}
+        outcomes = {setting: self._recognised(folder, setting) for setting in SETTINGS}
         hostile = [
             HostileFinding(
                 f"{Routing.name}, {setting} experts",
                 defence,
                 f"{self.plan.routed_prompts} prompts of {SHORT} tokens, all of which the provider knows: by "
-                f'rows of experts it recognised {found[setting][SHORT][0].hits} with experts="{setting}", '
-                f'and {found["routed"][SHORT][0].hits} with experts="routed".',
-                found[setting][SHORT][0],
-                found["routed"][SHORT][0],
-                same=found[setting][SHORT][1] == 1,
+                f'rows of experts it recognised {outcomes[setting][SHORT][0].hits} with experts="{setting}", '
+                f'and {outcomes["routed"][SHORT][0].hits} with experts="routed".',
+                outcomes[setting][SHORT][0],
+                outcomes["routed"][SHORT][0],
+                same=outcomes[setting][SHORT][1] == 1,
             )
             for setting, defence in (
                 ("local", "experts stay with the tenant"),
@@ -74,7 +74,7 @@ class Routes:
             )
         ]
         # Of many tokens the bucket says something, and nothing is claimed.
-        return hostile, [found[setting][length][0] for setting in SETTINGS for length in (SHORT, LONG)]
+        return hostile, [outcomes[setting][length][0] for setting in SETTINGS for length in (SHORT, LONG)]
 
     def _recognised(self, folder: Path, setting: str) -> dict[int, tuple[Finding, int]]:
         """By length of the prompts what the attack finds, and how many different counts there were."""
@@ -82,8 +82,8 @@ class Routes:
         with ExitStack() as open_:
             host = open_.enter_context(self.trials.hosted(self.parties.ring, folder))
             source = open_.enter_context(self.trials.hosted(self.parties.source, folder))
-            there: dict[str, Any] = {"provider": host.url, "mask_sources": [source.url], "experts": setting}
-            with self.parties.connect(ONE_TIME, tenant, **there) as session:
+            options: dict[str, Any] = {"provider": host.url, "mask_sources": [source.url], "experts": setting}
+            with self.parties.connect(ONE_TIME, tenant, **options) as session:
                 model: Any = session.load_model(progress=False)
                 tokenizer = session.load_tokenizer()
                 prompts = {length: self._prompts(tokenizer, length) for length in (SHORT, LONG)}
@@ -124,8 +124,8 @@ class Routes:
 
             return hook
 
-        there = list(projections(public.model))
-        modules = {each.path: each for each in there}
+        names = list(projections(public.model))
+        modules = {each.path: each for each in names}
         handles = [
             each.module.register_forward_pre_hook(note(path, each.axes[0]), with_kwargs=True)
             for path, each in modules.items()
@@ -135,7 +135,7 @@ class Routes:
         for handle in handles:
             handle.remove()
         expected: list[int] = []
-        for each in there:
+        for each in names:
             rows = counts[each.path]
             if setting == "local":
                 rows = [0] * len(rows)
@@ -168,8 +168,8 @@ def mixture(like: Path, into: Path) -> Path:
     """The audited model if its experts' rows are sorted, or one of random weights, with its tokenizer."""
     config = transformers.AutoConfig.from_pretrained(like)
     with torch.device("meta"):
-        there = list(projections(transformers.AutoModelForCausalLM.from_config(config)))
-        if there and not any(each.batched for each in there):  # those show what padded ones do
+        names = list(projections(transformers.AutoModelForCausalLM.from_config(config)))
+        if names and not any(each.batched for each in names):  # those show what padded ones do
             return like
     small = transformers.MixtralConfig(
         vocab_size=config.vocab_size,

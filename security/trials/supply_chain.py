@@ -65,8 +65,8 @@ class _Passes:
 
     @classmethod
     def of(cls, requests: list[RecordedRequest]) -> _Passes:
-        asked = [request.header for request in products_of(requests)]
-        return cls([h.rows for h in asked if (h.group, h.direction) == (0, Direction.FORWARD)])
+        headers = [request.header for request in products_of(requests)]
+        return cls([h.rows for h in headers if (h.group, h.direction) == (0, Direction.FORWARD)])
 
 
 class SupplyAttacks:
@@ -133,10 +133,12 @@ class SupplyAttacks:
         secrets = [0, 1] * self.plan.filler_prompts
         prompts = []
         for i, secret in enumerate(secrets):
-            own = words[i * WORDS : (i + 1) * WORDS]
-            prompts.append(" ".join([*own[: WORDS // 2], (OTHER, WORD)[secret], *own[WORDS // 2 :]]))
+            words_of_text = words[i * WORDS : (i + 1) * WORDS]
+            prompts.append(
+                " ".join([*words_of_text[: WORDS // 2], (OTHER, WORD)[secret], *words_of_text[WORDS // 2 :]])
+            )
         files = {"tokenizer.json": attack.rules((self.parties.model / "tokenizer.json").read_bytes())}
-        found, seen = [], []
+        findings, seen = [], []
         for mode, like in ((ONE_TIME, self.parties.ring), (PLAIN, self.parties.floats)):
             with self.trials.hosted(like, files=files) as host:
                 ends = self._prompted(host, mode, prompts)
@@ -144,9 +146,9 @@ class SupplyAttacks:
             rows = [sum(passes[start:end]) for start, end in pairwise(ends)]
             guesses = attack.attack((rows, secrets[: len(secrets) // 2]), self.rng)
             where = mode if mode == ONE_TIME else f"{PLAIN}, nobody attests"
-            found.append(self.trials.score_guesses(attack, where, guesses, secrets))
+            findings.append(self.trials.score_guesses(attack, where, guesses, secrets))
             seen.append(rows)
-        defended, control = found
+        defended, control = findings
         return [
             HostileFinding(
                 attack.name,
@@ -186,7 +188,7 @@ class SupplyAttacks:
         """Prompts that repeat themselves and prompts that do not, generated as the provider's files say."""
         secrets = [0, 1] * self.plan.served_prompts
         files = ServedSpeculation.files(self.parties.model)
-        found, seen = [], []
+        findings, seen = [], []
         with self.trials.hosted(self.parties.floats, files=files) as host:
             ends = {
                 tenant: self._generated(host, tenant, secrets, own)
@@ -199,9 +201,9 @@ class SupplyAttacks:
                 for start, end in pairwise(ends[tenant])
             ]
             guesses = ServedSpeculation().attack((streams, secrets[: len(secrets) // 2]), self.rng)
-            found.append(self.trials.score_guesses(ServedSpeculation, mode, guesses, secrets, PROVIDER))
+            findings.append(self.trials.score_guesses(ServedSpeculation, mode, guesses, secrets, PROVIDER))
             seen.append({stream.rows for stream in streams})
-        defended, control = found
+        defended, control = findings
         return [
             HostileFinding(
                 ServedSpeculation.name,
@@ -216,16 +218,16 @@ class SupplyAttacks:
             )
         ]
 
-    def _generated(self, host: HostedExecutor, tenant: str, secrets: list[int], own: bool) -> list[int]:
+    def _generated(self, host: HostedExecutor, tenant: str, secrets: list[int], own_token: bool) -> list[int]:
         """Generate; how many requests for the first group there had been before each prompt, and after all.
 
         Args:
-            own: configure generation as transformers does.
+            own_token: configure generation as transformers does.
         """
         truth, ends = GroundTruth(), [0]
         with self.parties.connect(PLAIN, tenant, provider=host.url) as session:
             model: Any = session.load_model(progress=False)
-            if own:
+            if own_token:
                 served = download(session, self._folder() / "served")
                 model.generation_config = transformers.GenerationConfig.from_pretrained(served)
             watch(session, truth)
@@ -296,7 +298,7 @@ class SupplyAttacks:
             public = PublicModel(self.parties.model, host.manifest)
             attack = SubstitutedSource(public)
             tokens = torch.from_numpy(self.rng.integers(0, public.vocabulary, SUBSTITUTED_TOKENS))
-            there: dict[str, Any] = {
+            options: dict[str, Any] = {
                 "provider": host.url,
                 "ca": shared,
                 "mask_sources": [between.url],
@@ -304,12 +306,14 @@ class SupplyAttacks:
             }
             truths = {
                 "same-authority": self._sent(
-                    public, "same-authority", tokens, there | {"mask_source_ca": shared}
+                    public, "same-authority", tokens, options | {"mask_source_ca": shared}
                 ),
-                "among-others": self._sent(public, "among-others", tokens, there | {"mask_source_ca": both}),
+                "among-others": self._sent(
+                    public, "among-others", tokens, options | {"mask_source_ca": both}
+                ),
             }
-            there["allow_same"] = there["allow_same"] | {"authority"}
-            truth = self._sent(public, "waived", tokens, there | {"mask_source_ca": shared})
+            options["allow_same"] = options["allow_same"] | {"authority"}
+            truth = self._sent(public, "waived", tokens, options | {"mask_source_ca": shared})
         sessions = sum(end.sessions(tenant) for end in (host, between) for tenant in truths)
 
         def read(tenant: str, truth: GroundTruth) -> int:
@@ -435,23 +439,23 @@ class SupplyAttacks:
 
     def _folder(self) -> Path:
         self._folders += 1
-        made = self.trials.folder / f"supplies-{self._folders}"
-        made.mkdir()
-        return made
+        path = self.trials.folder / f"supplies-{self._folders}"
+        path.mkdir()
+        return path
 
 
 def _ask(session: Session, rows: torch.Tensor) -> None:
-    members = (1 << len(session.manifest.groups[0].members)) - 1
-    session.products.submit(0, Direction.FORWARD, members, [rows]).result()
+    member_bits = (1 << len(session.manifest.groups[0].members)) - 1
+    session.products.submit(0, Direction.FORWARD, member_bits, [rows]).result()
 
 
 def _integers(manifest: Manifest, rows: torch.Tensor) -> torch.Tensor:
     """What rows of the first group are on the ring, before a mask is added: int32 [T, C]."""
     info = manifest.groups[0]
     assert info.bounds is not None
-    found = torch.zeros(rows.shape, dtype=torch.int32)
-    quantize_and_mask([rows], None, max_row_norm(info.bounds[0], info.inputs), found, None)
-    return found
+    integers = torch.zeros(rows.shape, dtype=torch.int32)
+    quantize_and_mask([rows], None, max_row_norm(info.bounds[0], info.inputs), integers, None)
+    return integers
 
 
 def _tokenizer_of(folder: Path) -> Callable[[], Any]:

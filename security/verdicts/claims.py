@@ -109,12 +109,12 @@ def _from_document() -> tuple[Claim, ...]:
     """The lines of the document's table, in its order."""
     text = Path(__file__).parents[1].joinpath("CLAIMS.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    told = {row[0].strip("`"): row[1:5] for row in rows}
-    if list(told) != list(_JUDGES):
+    cells = {row[0].strip("`"): row[1:5] for row in rows}
+    if list(cells) != list(_JUDGES):
         raise ValueError("the table of CLAIMS.md has other lines than there are judges")
     return tuple(
         Claim(identity, claim, mode, attack, bound, _JUDGES[identity])
-        for identity, (claim, mode, attack, bound) in told.items()
+        for identity, (claim, mode, attack, bound) in cells.items()
     )
 
 

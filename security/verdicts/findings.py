@@ -203,10 +203,12 @@ def of_spans(
     ]
     if not parts or not blind:
         raise NothingToScore
-    trials = sum(len(there) for _, there in parts)
-    hits = sum(int(torch.isin(guess[: len(there)], there).sum()) for guess, there in parts)
+    trials = sum(len(labels) for _, labels in parts)
+    hits = sum(int(torch.isin(guess[: len(labels)], labels).sum()) for guess, labels in parts)
     places = torch.stack(blind).argsort(1)  # of each token among the guesses
-    chance = sum(float((places[:, there] < len(there)).float().mean(0).sum()) for _, there in parts) / trials
+    chance = (
+        sum(float((places[:, labels] < len(labels)).float().mean(0).sum()) for _, labels in parts) / trials
+    )
     return rate(hits, trials, confidence), chance
 
 

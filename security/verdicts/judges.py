@@ -65,18 +65,18 @@ def at_chance(
     """The intervals of all these attacks hold chance; those of ``may_run`` too, where they could be run."""
 
     def judge(result: AuditResult) -> tuple[bool, str]:
-        found = []
+        findings = []
         for attack in attacks:
             measured = [f for f in _select(result, mode, sees, (attack,)) if f.success.trials]
             if not measured:
                 return False, f"not measured: {attack}"
-            found += measured
-        found += _select(result, mode, sees, may_run)
-        numbers = [n for f in found for n in (f.distance, f.success.value, f.success.low, f.success.high)]
-        apart = sum(f.off_chance for f in found)
-        worst = max(found, key=lambda f: f.distance)
-        told = f"{apart} of {len(found)} attacks away from chance; farthest: " if len(found) > 1 else ""
-        return all(map(math.isfinite, numbers)) and not apart, told + _figure(worst)
+            findings += measured
+        findings += _select(result, mode, sees, may_run)
+        numbers = [n for f in findings for n in (f.distance, f.success.value, f.success.low, f.success.high)]
+        apart = sum(f.off_chance for f in findings)
+        worst = max(findings, key=lambda f: f.distance)
+        text = f"{apart} of {len(findings)} attacks away from chance; farthest: " if len(findings) > 1 else ""
+        return all(map(math.isfinite, numbers)) and not apart, text + _figure(worst)
 
     return judge
 
@@ -85,12 +85,12 @@ def same_for_all(attack: str) -> Callable[[AuditResult], tuple[bool, str]]:
     """What a hostile provider observed was the same in every trial, and its guesses are at chance."""
 
     def judge(result: AuditResult) -> tuple[bool, str]:
-        found = next((hostile for hostile in result.hostile if hostile.attack == attack), None)
-        if found is None or not found.defended.success.trials:
+        outcome = next((hostile for hostile in result.hostile if hostile.attack == attack), None)
+        if outcome is None or not outcome.defended.success.trials:
             return False, "not measured"
-        same = "the same" if found.same else "not the same"
-        told = f"what was observed was {same} in every trial; {_figure(found.defended)}"
-        return bool(found.same) and not found.defended.off_chance, told
+        same = "the same" if outcome.same else "not the same"
+        text = f"what was observed was {same} in every trial; {_figure(outcome.defended)}"
+        return bool(outcome.same) and not outcome.defended.off_chance, text
 
     return judge
 
@@ -99,10 +99,10 @@ def none_succeed(attack: str) -> Callable[[AuditResult], tuple[bool, str]]:
     """A hostile provider did not succeed once."""
 
     def judge(result: AuditResult) -> tuple[bool, str]:
-        found = next((hostile for hostile in result.hostile if hostile.attack == attack), None)
-        if found is None or not found.defended.success.trials:
+        outcome = next((hostile for hostile in result.hostile if hostile.attack == attack), None)
+        if outcome is None or not outcome.defended.success.trials:
             return False, "not measured"
-        return found.defended.success.value == 0, _figure(found.defended)
+        return outcome.defended.success.value == 0, _figure(outcome.defended)
 
     return judge
 
@@ -114,15 +114,19 @@ def controlled(least: dict[str, float]) -> Callable[[AuditResult], tuple[bool, s
     """
 
     def judge(result: AuditResult) -> tuple[bool, str]:
-        found = {hostile.attack: hostile.control for hostile in result.hostile}
-        told = [_figure(found[attack]) for attack in least if attack in found]
+        controls = {hostile.attack: hostile.control for hostile in result.hostile}
+        figures = [_figure(controls[attack]) for attack in least if attack in controls]
         holds = all(
-            attack in found
-            and found[attack].success.value >= least[attack]
-            and (found[attack].chance is None or found[attack].beats_chance or _few(found[attack], result))
+            attack in controls
+            and controls[attack].success.value >= least[attack]
+            and (
+                controls[attack].chance is None
+                or controls[attack].beats_chance
+                or _few(controls[attack], result)
+            )
             for attack in least
         )
-        return holds, "; ".join(told) or "not measured"
+        return holds, "; ".join(figures) or "not measured"
 
     return judge
 
@@ -146,10 +150,10 @@ def succeeds(mode: str, sees: str, attack: str, least: float) -> Callable[[Audit
     """An attack succeeds at least so well."""
 
     def judge(result: AuditResult) -> tuple[bool, str]:
-        found = _select(result, mode, sees, (attack,))
-        if not found:
+        findings = _select(result, mode, sees, (attack,))
+        if not findings:
             return False, "not measured"
-        worst = min(found, key=lambda f: f.success.value)
+        worst = min(findings, key=lambda f: f.success.value)
         return worst.success.value >= least, _figure(worst)
 
     return judge
@@ -159,33 +163,35 @@ def all_succeed(mode: str, least: dict[str, float]) -> Callable[[AuditResult], t
     """Each of these attacks of both parties together succeeds at least so well."""
 
     def judge(result: AuditResult) -> tuple[bool, str]:
-        found = {attack: _select(result, mode, BOTH, (attack,)) for attack in least}
-        told = [f"{attack}: {f.spell(f.success.value)}" for attack, each in found.items() for f in each]
-        holds = all(each and each[0].success.value >= least[attack] for attack, each in found.items())
-        return holds, "; ".join(told) or "not measured"
+        findings = {attack: _select(result, mode, BOTH, (attack,)) for attack in least}
+        figures = [f"{attack}: {f.spell(f.success.value)}" for attack, each in findings.items() for f in each]
+        holds = all(each and each[0].success.value >= least[attack] for attack, each in findings.items())
+        return holds, "; ".join(figures) or "not measured"
 
     return judge
 
 
 def resolved(result: AuditResult) -> tuple[bool, str]:
     """What every attack on one-time would have shown."""
-    found = against_one_time(result)
-    if not found:
+    attacks = against_one_time(result)
+    if not attacks:
         return False, "not measured"
-    least, attack = max((math.inf if f.resolution is None else f.resolution, f.attack) for f in found)
-    asked = result.about["resolution"]
-    told = f"{100 * least:.2f} points of 100 or fewer in {len(found)} attacks (most in {attack})"
-    low = [100 * f.below for f in found if f.below is not None]
-    told += f"; below chance {max(low, default=0.0):.2f} or fewer in {len(low)}, and nothing in the others"
-    powers = [(f.power, f.attack) for f in found if f.power is not None]
+    least, attack = max((math.inf if f.resolution is None else f.resolution, f.attack) for f in attacks)
+    resolution = result.about["resolution"]
+    text = f"{100 * least:.2f} points of 100 or fewer in {len(attacks)} attacks (most in {attack})"
+    low = [100 * f.below for f in attacks if f.below is not None]
+    text += f"; below chance {max(low, default=0.0):.2f} or fewer in {len(low)}, and nothing in the others"
+    powers = [(f.power, f.attack) for f in attacks if f.power is not None]
     if powers:
         power, weakest = min(powers)
-        told += f"; a true advantage of {100 * asked:g} of 100 is found with probability {percent(power)} "
-        told += f"or more (least in {weakest})"
-    sure = 100 * surely_found(found)
+        text += (
+            f"; a true advantage of {100 * resolution:g} of 100 is found with probability {percent(power)} "
+        )
+        text += f"or more (least in {weakest})"
+    sure = 100 * surely_found(attacks)
     return max(
-        least, *(f.below or 0.0 for f in found)
-    ) <= asked, f"{told}; one of {sure:.1f} with 99 % or more in every attack"
+        least, *(f.below or 0.0 for f in attacks)
+    ) <= resolution, f"{text}; one of {sure:.1f} with 99 % or more in every attack"
 
 
 def against_one_time(result: AuditResult) -> list[Finding]:
@@ -194,9 +200,9 @@ def against_one_time(result: AuditResult) -> list[Finding]:
     return passive + _select(result, ONE_TIME, MALICIOUS, IMPRINTS)
 
 
-def surely_found(found: list[Finding]) -> float:
+def surely_found(findings: list[Finding]) -> float:
     """The true advantage over chance that each of these attacks finds with probability POWER."""
-    return max((f.detectable or 0.0 for f in found), default=1.0)
+    return max((f.detectable or 0.0 for f in findings), default=1.0)
 
 
 def _figure(finding: Finding) -> str:
@@ -206,60 +212,63 @@ def _figure(finding: Finding) -> str:
 
 def uniform(result: AuditResult, mode: str = ONE_TIME) -> tuple[bool, str]:
     """Bytes are uniform and nothing repeats."""
-    found = result.randomness.get(mode)
-    if found is None:
+    randomness = result.randomness.get(mode)
+    if randomness is None:
         return False, "not measured"
     level = 1 - result.about["confidence_of_one_interval"]
-    repeated = found.repeated_blocks + found.repeated_tops
-    return found.bytes_tested > 0 and found.p_value > level and repeated == 0, (
-        f"{found.bytes_tested:,} bytes: {_p_value(found, level)}, {found.repeated_blocks} repeated blocks of "
-        f"16 bytes, {found.repeated_tops} repeated runs of the top bytes of 8 numbers"
+    repeated = randomness.repeated_blocks + randomness.repeated_tops
+    return randomness.bytes_tested > 0 and randomness.p_value > level and repeated == 0, (
+        f"{randomness.bytes_tested:,} bytes: {_p_value(randomness, level)}, {randomness.repeated_blocks} "
+        f"repeated blocks of 16 bytes, {randomness.repeated_tops} repeated runs of the top bytes of 8 numbers"
     )
 
 
-def _p_value(found: Randomness | SeedStatistics, level: float) -> str:
+def _p_value(test: Randomness | SeedStatistics, level: float) -> str:
     return (
-        f"p = {found.p_value:.3g}, the smallest of {found.tests} tests times their number, 1 at most "
-        f"({found.worst}; fails below {level:.2g})"
+        f"p = {test.p_value:.3g}, the smallest of {test.tests} tests times their number, 1 at most "
+        f"({test.worst}; fails below {level:.2g})"
     )
 
 
 def separated(result: AuditResult) -> tuple[bool, str]:
     """Provider and mask source were asked for different things."""
-    found = result.figures.get("operations", {})
-    told = [
+    operations = result.figures.get("operations", {})
+    figures = [
         f"{party}: "
         + (
-            ", ".join(f"{n:,} {ASKED.get(name, name)}" for name, n in found.get(party, {}).items())
+            ", ".join(f"{n:,} {ASKED.get(name, name)}" for name, n in operations.get(party, {}).items())
             or "nothing"
         )
         for party in (PROVIDER, SOURCE)
     ]
-    only = set(found.get(PROVIDER, {})) == {"PRODUCT"} and set(found.get(SOURCE, {})) == {"SEED_EFFECT"}
-    return only, "; ".join(told)
+    only = set(operations.get(PROVIDER, {})) == {"PRODUCT"} and set(operations.get(SOURCE, {})) == {
+        "SEED_EFFECT"
+    }
+    return only, "; ".join(figures)
 
 
 def seeds_fresh(result: AuditResult) -> tuple[bool, str]:
     """Seeds are many, new and uniform."""
-    found = result.seeds
-    if found is None or found.count < MIN_SEEDS:
+    seeds = result.seeds
+    if seeds is None or seeds.count < MIN_SEEDS:
         return False, "not measured"
     level = 1 - result.about["confidence_of_one_interval"]
-    return found.p_value > level and not found.repeated and not found.others, (
-        f"{found.count:,} seeds, {found.repeated} repeated, {found.others} other requests: "
-        f"{_p_value(found, level)}"
+    return seeds.p_value > level and not seeds.repeated and not seeds.others, (
+        f"{seeds.count:,} seeds, {seeds.repeated} repeated, {seeds.others} other requests: "
+        f"{_p_value(seeds, level)}"
     )
 
 
 def repeats_found(result: AuditResult) -> tuple[bool, str]:
     """Masks of a bank are seen to repeat."""
-    found = result.randomness.get(RING_BANK)
-    if found is None:
+    randomness = result.randomness.get(RING_BANK)
+    if randomness is None:
         return False, "not measured"
-    told = (
-        f"{found.repeated_tops:,} repeated runs of the top bytes of 8 numbers in {found.bytes_tested:,} bytes"
+    figures = (
+        f"{randomness.repeated_tops:,} repeated runs of the top bytes of 8 numbers in "
+        f"{randomness.bytes_tested:,} bytes"
     )
-    return found.repeated_tops > 0, told
+    return randomness.repeated_tops > 0, figures
 
 
 def stolen(result: AuditResult) -> tuple[bool, str]:
@@ -275,32 +284,35 @@ def stolen(result: AuditResult) -> tuple[bool, str]:
 
 def no_cross_talk(result: AuditResult) -> tuple[bool, str]:
     """Nobody got what is another's, though products were shared."""
-    found = result.figures.get("canaries")
-    if not found:
+    canaries = result.figures.get("canaries")
+    if not canaries:
         return False, "not measured"
-    if not found["products"]:
+    if not canaries["products"]:
         return False, "no product was counted"
-    return found["wrong"] == 0 and found["products"] < found["replies"] / 2, (
-        f"{found['wrong']} of {found['replies']:,} replies wrong; {found['replies'] / found['products']:.1f} "
-        "requests of 16 tenants were computed in one product on average"
+    return canaries["wrong"] == 0 and canaries["products"] < canaries["replies"] / 2, (
+        f"{canaries['wrong']} of {canaries['replies']:,} replies wrong; "
+        f"{canaries['replies'] / canaries['products']:.1f} requests of 16 tenants were computed in "
+        "one product on average"
     )
 
 
 def silent(result: AuditResult) -> tuple[bool, str]:
     """No secret was found in what was written."""
-    found = result.figures.get("secrets in logs")
-    if found is None:
+    secrets = result.figures.get("secrets in logs")
+    if secrets is None:
         return False, "not measured"
     searched = result.figures["log characters searched"]
-    told = f"{len(found)} found in {sum(searched.values()):,} characters of {len(searched)} logs and listings"
-    return not found, told + (f": {found[0]}" if found else "")
+    text = (
+        f"{len(secrets)} found in {sum(searched.values()):,} characters of {len(searched)} logs and listings"
+    )
+    return not secrets, text + (f": {secrets[0]}" if secrets else "")
 
 
 def planted_found(result: AuditResult) -> tuple[bool, str]:
     """What was planted was found everywhere."""
-    found = result.figures.get("planted secret found", {})
-    missed = [where for where, there in found.items() if not there]
-    return bool(found) and not missed, f"found in {len(found) - len(missed)} of {len(found)} places" + (
+    planted = result.figures.get("planted secret found", {})
+    missed = [where for where, secrets in planted.items() if not secrets]
+    return bool(planted) and not missed, f"found in {len(planted) - len(missed)} of {len(planted)} places" + (
         f", not in {', '.join(missed)}" if missed else ""
     )
 
@@ -308,29 +320,29 @@ def planted_found(result: AuditResult) -> tuple[bool, str]:
 def reuse_counted(result: AuditResult) -> tuple[bool, str]:
     """Every bank of masks was broken by reuse."""
     broken = result.figures.get("broken after messages", {})
-    told = [f"{bank_name(label)}: {'never' if n is None else n}" for label, n in broken.items()]
+    figures = [f"{bank_name(label)}: {'never' if n is None else n}" for label, n in broken.items()]
     on_floats_too = RING_BANK in broken and len(broken) > 1
     return on_floats_too and None not in broken.values(), (
-        "messages until 95 % of tokens are right: " + ("; ".join(told) or "not measured")
+        "messages until 95 % of tokens are right: " + ("; ".join(figures) or "not measured")
     )
 
 
 def sent_nothing_plain(result: AuditResult) -> tuple[bool, str]:
     """Nothing of a gateway's tenant was found in what executors recorded, where its name was."""
-    found, planted = (result.figures.get(f"gateway, {what} found") for what in ("secrets", "planted"))
-    if found is None:
+    secrets, planted = (result.figures.get(f"gateway, {what} found") for what in ("secrets", "planted"))
+    if secrets is None:
         return False, "not measured"
-    told = f"{len(found)} found in {result.figures['gateway, bytes searched']:,} bytes of two transcripts"
-    told += f": {found[0]}" if found else ""
-    return not found and bool(planted), told + ("" if planted else "; nor was what is there")
+    text = f"{len(secrets)} found in {result.figures['gateway, bytes searched']:,} bytes of two transcripts"
+    text += f": {secrets[0]}" if secrets else ""
+    return not secrets and bool(planted), text + ("" if planted else "; nor was what is there")
 
 
 def steps_vary(result: AuditResult) -> tuple[bool, str]:
     """A gateway that speculates takes more steps for some texts than for others, all of one length."""
-    found = result.figures.get("gateway, steps by text")
-    if found is None:
+    by_text = result.figures.get("gateway, steps by text")
+    if by_text is None:
         return False, "not measured"
-    steps = sorted(count for counts in found.values() for count in counts)
+    steps = sorted(count for counts in by_text.values() for count in counts)
     rows = result.figures["gateway, rows of a step that checks guesses"]
     return len(set(steps)) > 1, (
         f"{len(set(steps))} different numbers, from {min(steps)} to {max(steps)} steps, in {len(steps)} "
@@ -340,5 +352,7 @@ def steps_vary(result: AuditResult) -> tuple[bool, str]:
 
 def none_noticed(result: AuditResult) -> tuple[bool, str]:
     """No lie was noticed."""
-    found = _select(result, f"{ONE_TIME}, verify=off", "malicious provider", ("altered answers",))
-    return bool(found) and found[0].success.value == 0, _figure(found[0]) if found else "not measured"
+    findings = _select(result, f"{ONE_TIME}, verify=off", "malicious provider", ("altered answers",))
+    return bool(findings) and findings[0].success.value == 0, _figure(
+        findings[0]
+    ) if findings else "not measured"

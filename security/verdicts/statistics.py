@@ -52,8 +52,8 @@ def missing(chance: float, trials: int, confidence: float = CONFIDENCE) -> float
 
     None where even no success at all does not lie below it, because too few are expected.
     """
-    most = int(stats.binom.ppf((1 - confidence) / 2, trials, chance)) - 1
-    return chance - most / trials if most >= 0 else None
+    hits = int(stats.binom.ppf((1 - confidence) / 2, trials, chance)) - 1
+    return chance - hits / trials if hits >= 0 else None
 
 
 def detectable(chance: float, trials: int, confidence: float = CONFIDENCE) -> float:

@@ -87,8 +87,8 @@ class View:
     @cached_property
     def first_raw(self) -> torch.Tensor:
         """All rows that the first group got, which stand for one token each: [N, D], as sent."""
-        found = [seen.raw for seen in self.of(0)]
-        return torch.cat(found) if found else torch.empty(0, self.public.manifest.groups[0].inputs)
+        raw_rows = [seen.raw for seen in self.of(0)]
+        return torch.cat(raw_rows) if raw_rows else torch.empty(0, self.public.manifest.groups[0].inputs)
 
     @cached_property
     def first(self) -> torch.Tensor:
@@ -158,7 +158,7 @@ def provider_view(public: PublicModel, requests: list[RecordedRequest]) -> Provi
     return ProviderView(
         public,
         [_seen(request) for request in products_of(requests)],
-        {kind: torch.cat(found) for kind, found in masks.items()},
+        {kind: torch.cat(parts) for kind, parts in masks.items()},
     )
 
 
@@ -196,23 +196,23 @@ def operations_of(transcripts: list[Transcript]) -> dict[str, int]:
 
 def whole(requests: list[RecordedRequest], truth: GroundTruth) -> list[RecordedRequest]:
     """The pieces that a large request was sent in put together again, as anybody could who saw them."""
-    made: list[RecordedRequest] = []
+    joined: list[RecordedRequest] = []
     products, missing, last = iter(truth.sent), 0, 0
     for request in requests:
         if request.header.operation != Operation.PRODUCT:
-            made.append(request)
+            joined.append(request)
             continue
         if missing > 0:
-            begun = made[last]
+            begun = joined[last]
             header = begun.header._replace(rows=begun.header.rows + request.header.rows)
-            made[last] = replace(
+            joined[last] = replace(
                 begun, header=header, parts=begun.parts + request.parts, seconds=request.seconds
             )
         else:
-            missing, last = getattr(next(products, None), "rows", 0), len(made)
-            made.append(request)
+            missing, last = getattr(next(products, None), "rows", 0), len(joined)
+            joined.append(request)
         missing -= request.header.rows
-    return made
+    return joined
 
 
 def check_aligned(view: View, truth: GroundTruth, what: str) -> None:
@@ -226,20 +226,20 @@ def check_aligned(view: View, truth: GroundTruth, what: str) -> None:
         for side in (view.requests, truth.sent)
     )
     for kind in sorted(seen.keys() | sent.keys()):
-        there, real = seen.get(kind, []), sent.get(kind, [])
-        if there != real:
+        recorded, real = seen.get(kind, []), sent.get(kind, [])
+        if recorded != real:
             raise AuditError(
-                f"what was recorded of {what} and what the tenant sent differ: {len(there)} requests of "
-                f"{sum(there)} rows for group {kind[0]}, direction {kind[1]}, instead of {len(real)} of "
+                f"what was recorded of {what} and what the tenant sent differ: {len(recorded)} requests of "
+                f"{sum(recorded)} rows for group {kind[0]}, direction {kind[1]}, instead of {len(real)} of "
                 f"{sum(real)}; attacks could not be scored"
             )
 
 
 def _rows_by_kind(requests: Iterable[tuple[int, int, int]]) -> dict[tuple[int, int], list[int]]:
-    found: dict[tuple[int, int], list[int]] = {}
+    rows_by_kind: dict[tuple[int, int], list[int]] = {}
     for group, direction, rows in requests:
-        found.setdefault((group, int(direction)), []).append(rows)
-    return found
+        rows_by_kind.setdefault((group, int(direction)), []).append(rows)
+    return rows_by_kind
 
 
 def collusion_view(
@@ -256,8 +256,8 @@ def collusion_view(
         kinds.setdefault(request.stream, []).append(number)
     seen: dict[int, ObservedRequest] = {}
     for kind, numbers in kinds.items():  # the masks of all at once would fill the memory
-        found = [_expanded(public, request) for request in source if request.stream == kind]
-        masks = torch.cat(found or [products[numbers[0]].rows[:0]])
+        masks_of_kind = [_expanded(public, request) for request in source if request.stream == kind]
+        masks = torch.cat(masks_of_kind or [products[numbers[0]].rows[:0]])
         at = 0
         for number in numbers:
             request = products[number]

@@ -55,8 +55,8 @@ class PublicModel:
 
     def parameter(self, name: str) -> torch.Tensor:
         """A parameter of the base model, such as ``norm.weight``."""
-        found: torch.Tensor = self._base.get_parameter(name)
-        return found
+        value: torch.Tensor = self._base.get_parameter(name)
+        return value
 
     def scales(self, group: int) -> torch.Tensor:
         """Of the ring's planes, float32 [O]: what backward rows are multiplied by before they are sent."""
@@ -128,10 +128,10 @@ class PublicModel:
         for name, change in changes.items():
             self.parameter(name).add_(change)
         with torch.inference_mode():
-            found: torch.Tensor = self.model(input_ids=tokens, use_cache=False).logits.argmax(-1)
+            likeliest: torch.Tensor = self.model(input_ids=tokens, use_cache=False).logits.argmax(-1)
         for name, change in changes.items():
             self.parameter(name).sub_(change)
-        return found
+        return likeliest
 
     def next_inputs(self, group: int, prefix: tuple[int, ...]) -> torch.Tensor:
         """What a group gets for each token of the vocabulary behind a prefix: [V, D]."""

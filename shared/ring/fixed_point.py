@@ -134,8 +134,8 @@ def _two_planes(weight: torch.Tensor) -> Planes:
 
 def _largest(rows: torch.Tensor) -> torch.Tensor:
     """Magnitude in each row; NaN where there is one."""
-    least, most = rows.aminmax(dim=1)
-    return torch.maximum(most.abs(), least.abs())
+    least, largest = rows.aminmax(dim=1)
+    return torch.maximum(largest.abs(), least.abs())
 
 
 def _rounded(scale: torch.Tensor) -> torch.Tensor:
@@ -210,8 +210,8 @@ def exponents(norms: torch.Tensor, max_norm: float) -> torch.Tensor:
         int32 [T].
     """
     fraction, power = torch.frexp(norms * (MARGIN / max_norm))
-    found = 8 * power + (16 * fraction).ceil().to(torch.int32) - 8
-    return torch.where(norms > 0, found, ZERO_EXPONENT)
+    exponent = 8 * power + (16 * fraction).ceil().to(torch.int32) - 8
+    return torch.where(norms > 0, exponent, ZERO_EXPONENT)
 
 
 def steps(exponent: torch.Tensor) -> torch.Tensor:

@@ -89,10 +89,10 @@ def _load() -> ctypes.CDLL | None:
 
 
 def _kernels() -> dict[str, int]:
-    found: dict[str, int] = {}
-    while LIBRARY is not None and (name := LIBRARY.ring_kernel(len(found))) is not None:
-        found[name.decode()] = len(found)
-    return found
+    kernels: dict[str, int] = {}
+    while LIBRARY is not None and (name := LIBRARY.ring_kernel(len(kernels))) is not None:
+        kernels[name.decode()] = len(kernels)
+    return kernels
 
 
 LIBRARY = _load()

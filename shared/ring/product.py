@@ -118,14 +118,14 @@ def _triton_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) 
     triton_kernel(rows, weight, out)
 
 
-def in_pieces(kernel: Kernel, most: int) -> Kernel:
-    """The same products for any inner size, by a kernel that is exact up to ``most``."""
+def in_pieces(kernel: Kernel, max_rows: int) -> Kernel:
+    """The same products for any inner size, by a kernel that is exact up to ``max_rows``."""
 
     def whole(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        kernel(rows[:, :most], weight[:most], out)
-        for at in range(most, rows.shape[1], most):
+        kernel(rows[:, :max_rows], weight[:max_rows], out)
+        for at in range(max_rows, rows.shape[1], max_rows):
             more = torch.empty_like(out, memory_format=torch.contiguous_format)
-            kernel(rows[:, at : at + most], weight[at : at + most], more)
+            kernel(rows[:, at : at + max_rows], weight[at : at + max_rows], more)
             out.add_(more)
 
     return whole
@@ -158,8 +158,8 @@ def is_exact(kernel: Kernel, device: str = "cpu") -> bool:
         # Every digit -128; every half -32768.
         extreme = [torch.full_like(wide, value) for value in (0x7F7F7F80, 0x7FFF8000)]
         for dtype in (torch.int8, torch.int16):
-            least, most = (-128, 127) if dtype == torch.int8 else (-LARGEST, LARGEST)
-            random = torch.randint(least, most + 1, (columns, inner), generator=generator, dtype=dtype)
+            least, largest = (-128, 127) if dtype == torch.int8 else (-LARGEST, LARGEST)
+            random = torch.randint(least, largest + 1, (columns, inner), generator=generator, dtype=dtype)
             for x in (wide, *extreme):
                 for w in (random.T, torch.full((inner, columns), least, dtype=dtype)):
                     got = torch.empty((rows, columns), dtype=torch.int32, device=device)
@@ -234,11 +234,11 @@ def group_planes(checkpoint: Checkpoint, info: GroupInfo, planes: int) -> Planes
     parts = zip(info.members, whole.split(widths, 1), scales.split(widths), strict=True)
     for member, part, part_scales in parts:
         try:
-            made = quantize_weight(checkpoint.member_weight(member), planes)
+            quantized = quantize_weight(checkpoint.member_weight(member), planes)
         except ValueError as error:
             raise CheckpointError(f"{member.tensor}: {error}") from error
-        part.copy_(made.planes)
-        part_scales.copy_(made.scales)
+        part.copy_(quantized.planes)
+        part_scales.copy_(quantized.scales)
     return Planes(whole, scales)
 
 
@@ -256,16 +256,16 @@ class PlaneProducts:
         self._planes = planes
         self._starts = [sum(widths[:i]) for i in range(len(widths) + 1)]
 
-    def matmul(self, direction: int, members: int, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def matmul(self, direction: int, member_bits: int, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Multiply modulo 2^32.
 
         Args:
             direction: a ``Direction``.
-            members: which members take part.
+            member_bits: which members take part.
             rows: int32, forward [T, D]; backward [T, O], O of the members together.
             out: int32, the products with the planes side by side, forward [T, P O], backward [T, P D].
         """
-        runs = self._runs(members)
+        runs = self._runs(member_bits)
         whole = len(runs) == 1 and runs[0] == (0, self._starts[-1])
         if direction == Direction.FORWARD and whole:
             self._kernel(rows, self._planes.view(-1, self._planes.shape[2]).T, out)
@@ -285,10 +285,10 @@ class PlaneProducts:
                     part.add_(more)
                 at += width
 
-    def _runs(self, members: int) -> list[tuple[int, int]]:
+    def _runs(self, member_bits: int) -> list[tuple[int, int]]:
         """The rows of a plane that belong to the members, neighbours joined."""
         runs: list[tuple[int, int]] = []
-        for i in member_indices(members):
+        for i in member_indices(member_bits):
             first, last = self._starts[i], self._starts[i + 1]
             if runs and runs[-1][1] == first:
                 runs[-1] = (runs[-1][0], last)

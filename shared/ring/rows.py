@@ -71,13 +71,13 @@ def quantize_and_mask(
     _check(scales, torch.float32, (columns,))
     _check(factor, torch.int64, (columns,))
     _check(integers, torch.float32, (rows, columns))
-    found = torch.empty(len(requests), dtype=torch.int32)
+    exponents_of_rows = torch.empty(len(requests), dtype=torch.int32)
     expected = None if factor is None else torch.empty(len(requests), dtype=torch.int64)
     if ring_native.LIBRARY is not None:
         fine = ring_native.quantize_and_mask(
-            blocks, scales, MARGIN / max_norm, requests, found, factor, expected, integers
+            blocks, scales, MARGIN / max_norm, requests, exponents_of_rows, factor, expected, integers
         )
-        return (found, expected) if fine else None
+        return (exponents_of_rows, expected) if fine else None
     step = max(1, CHUNK_ELEMENTS // requests.shape[1])
     for first in range(0, len(requests), step):
         part = slice(first, first + step)
@@ -87,14 +87,14 @@ def quantize_and_mask(
         norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)
         if not norms.isfinite().all():
             return None
-        found[part] = exponents(norms, max_norm)
-        numbers = quantize_rows(x, found[part])
+        exponents_of_rows[part] = exponents(norms, max_norm)
+        numbers = quantize_rows(x, exponents_of_rows[part])
         requests[part] += numbers
         if integers is not None:
             integers[part] = numbers
         if factor is not None and expected is not None:
             expected[part] = (numbers.long() * factor).sum(1)
-    return found, expected
+    return exponents_of_rows, expected
 
 
 def unmask_and_dequantize(

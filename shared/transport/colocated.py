@@ -96,13 +96,13 @@ def why_not_private(path: Path) -> str:
     Raises:
         OSError: it is not there.
     """
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         return f"{path} is not a directory"
-    if found.st_uid != os.geteuid():
+    if status.st_uid != os.geteuid():
         return f"{path} belongs to another user"
-    if stat.S_IMODE(found.st_mode) != 0o700:
-        return f"{path} is open to others: its mode is {stat.S_IMODE(found.st_mode):o}, not 700"
+    if stat.S_IMODE(status.st_mode) != 0o700:
+        return f"{path} is open to others: its mode is {stat.S_IMODE(status.st_mode):o}, not 700"
     return ""
 
 

@@ -183,15 +183,15 @@ def _open_memory(opened: Opened) -> int:
             "other's processes, so run both in one container or none"
         ) from error
     try:
-        found = os.fstat(descriptor)
+        status = os.fstat(descriptor)
         # Looked at once it is open: what a path leads to may change.
         name = os.readlink(f"/proc/self/fd/{descriptor}")
         if not (
             name == f"/memfd:{opened.memory} (deleted)"
-            and stat.S_ISREG(found.st_mode)
-            and stat.S_IMODE(found.st_mode) == 0o600
-            and found.st_uid == os.geteuid()
-            and found.st_size >= opened.size
+            and stat.S_ISREG(status.st_mode)
+            and stat.S_IMODE(status.st_mode) == 0o600
+            and status.st_uid == os.geteuid()
+            and status.st_size >= opened.size
             and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         ):
             raise OSError("what it calls its memory is something else")

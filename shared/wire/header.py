@@ -210,6 +210,6 @@ def request_id_of(data: bytes | bytearray | memoryview) -> int:
     return int.from_bytes(data[8:12], "little")
 
 
-def member_indices(members: int) -> list[int]:
-    """The positions of the bits set in ``members``, ascending."""
-    return [i for i in range(members.bit_length()) if members >> i & 1]
+def member_indices(member_bits: int) -> list[int]:
+    """The positions of the bits set in ``member_bits``, ascending."""
+    return [i for i in range(member_bits.bit_length()) if member_bits >> i & 1]

@@ -74,8 +74,8 @@ class GroupShape:
         """The widths in a manifest's entry. Groups of equal widths share an object, also over sessions."""
         return _shape(info.inputs, tuple(m.outputs for m in info.members), RINGS.get(numerics, 0))
 
-    def _plan(self, direction: int, members: int) -> RequestWidths:
-        widths = tuple(self.outputs[i] for i in member_indices(members))
+    def _plan(self, direction: int, member_bits: int) -> RequestWidths:
+        widths = tuple(self.outputs[i] for i in member_indices(member_bits))
         if self.planes:
             ends = (self.inputs, sum(widths))
             request, answer = ends if direction == Direction.FORWARD else ends[::-1]
@@ -202,11 +202,13 @@ def validate_manifest(manifest: Manifest) -> None:
         # what rounding adds, half of each element at most.
         fine = (group.inputs << 14, outputs << 14)
         coarse = ((32_640 + math.isqrt(group.inputs) // 2) ** 2, outputs << 30)
-        most = fine if RINGS.get(manifest.numerics, 0) > 1 else coarse
+        largest_bounds = fine if RINGS.get(manifest.numerics, 0) > 1 else coarse
         if (
             manifest.numerics in RINGS
             and manifest.serves(number)
-            and not (group.bounds and all(0 <= b <= m for b, m in zip(group.bounds, most, strict=True)))
+            and not (
+                group.bounds and all(0 <= b <= m for b, m in zip(group.bounds, largest_bounds, strict=True))
+            )
         ):
             raise WireError("manifest", "the executor's manifest has a group without possible bounds")
     for parameter in manifest.parameters:
@@ -262,15 +264,15 @@ class TenantProtocol:
         """
         request_id = self._new_id()
         plan = shape.plan(request.direction, request.members)
-        asked = request._replace(
+        request_header = request._replace(
             request_id=request_id,
             columns=plan.request_columns,
             answer_bits=request.answer_bits if shape.planes else 0,
         )
-        self._expected[request_id] = asked._replace(
+        self._expected[request_id] = request_header._replace(
             operation=Operation.REPLY, columns=plan.answer_columns, request_class=0
         )
-        return asked
+        return request_header
 
     def _new_id(self) -> int:
         request_id = self._next_id

@@ -77,13 +77,13 @@ class Incoming:
         if self.body is None:
             payload = self.payload
             return [] if payload is None else [own(b, b.shape) for b in split_blocks(payload, widths)]
-        made, at = [], HEADER_BYTES
+        views, at = [], HEADER_BYTES
         for width in widths:
             # Few calls: most of what they cost is the memory that their code is read from.
             block = torch.frombuffer(self.body, dtype=dtype, count=rows * width, offset=at)
-            made.append(block.resize_((rows, width)))
+            views.append(block.resize_((rows, width)))
             at += block.nbytes
-        return made
+        return views
 
 
 def own(block: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -52,13 +52,13 @@ class _Ready:
 
 @contextmanager
 def _ready(
-    given: AnswerOptions, context: ContextOptions, own: ModelOptions, config: SessionConfig
+    answer: AnswerOptions, context: ContextOptions, local: ModelOptions, config: SessionConfig
 ) -> Iterator[_Ready]:
     """Around answers: the session."""
     from tenant_sdk.storage import check_adapter_folder
 
-    if given.adapter is not None:
-        check_adapter_folder(given.adapter)
+    if answer.adapter is not None:
+        check_adapter_folder(answer.adapter)
     with loading():
         from tenant_sdk.drafts.decoding import DraftPace
         from tenant_sdk.drafts.folder import load_draft, read_card
@@ -67,43 +67,43 @@ def _ready(
         from tenant_sdk.tuning.folders import load_adapter
         from tenant_sdk.tuning.own import load, not_used, tokenizer_in
 
-    if given.draft is not None:
-        read_card(given.draft)  # before anybody is asked
+    if answer.draft is not None:
+        read_card(answer.draft)  # before anybody is asked
     place = LongContext(context.kv or "host", context.kv_memory_gib, context.kv_folder, context.memory_gib)
     say_connecting(config)
-    if own.tokenizer is None and given.adapter is not None and tokenizer_in(given.adapter):
-        STATUS.print(escape(shown(not_used(given.adapter))))
+    if local.tokenizer is None and answer.adapter is not None and tokenizer_in(answer.adapter):
+        STATUS.print(escape(shown(not_used(answer.adapter))))
     with open_session(config) as session:
         say_kept(session)
-        model, tokenizer = load(session, own.tokenizer, own.model, bars=STATUS.is_terminal)
-        if given.adapter is not None:
-            model = load_adapter(model, given.adapter, session, allow_other_base=given.allow_other_base)
+        model, tokenizer = load(session, local.tokenizer, local.model, bars=STATUS.is_terminal)
+        if answer.adapter is not None:
+            model = load_adapter(model, answer.adapter, session, allow_other_base=answer.allow_other_base)
         if context.kv is None:
             place = replace(place, kv=default_place(model))
         draft = None
-        if given.draft is not None:
-            pace = None if given.pace is None else DraftPace(given.pace)
-            draft = load_draft(given.draft, model, session, pace=pace)
+        if answer.draft is not None:
+            pace = None if answer.pace is None else DraftPace(answer.pace)
+            draft = load_draft(answer.draft, model, session, pace=pace)
         yield _Ready(session, model, tokenizer, place, draft)
 
 
 @options.command_line.takes
 def generate(
-    given: PromptOptions,
+    prompting: PromptOptions,
     sampling: Sampling,
     context: ContextOptions,
-    own: ModelOptions,
+    local: ModelOptions,
     connection: options.SessionOptions,
 ) -> None:
     """Answer a prompt, or continue it, with or without an adapter; both stay on this machine."""
-    text, config = given.text(), connection.session()
-    with _ready(given, context, own, config) as ready:
+    text, config = prompting.text(), connection.session()
+    with _ready(prompting, context, local, config) as ready:
         from tenant_sdk.tuning.data import chat_prompt, has_chat_template, prompt_tokens
         from tenant_sdk.tuning.generation import stream
 
-        chats = not given.raw and (has_chat_template(ready.tokenizer) or given.system is not None)
+        chats = not prompting.raw and (has_chat_template(ready.tokenizer) or prompting.system is not None)
         if chats:
-            tokens = chat_prompt(ready.tokenizer, [*given.opening, {"role": "user", "content": text}])
+            tokens = chat_prompt(ready.tokenizer, [*prompting.opening, {"role": "user", "content": text}])
         else:
             tokens = prompt_tokens(ready.tokenizer, text)
         groups, length = ready.session.manifest.groups, len(tokens) + sampling.most_tokens
@@ -112,7 +112,7 @@ def generate(
         stats = partial(print_stats, ready.session, config, STATUS)
     if not written.text.strip():
         STATUS.print(escape(shown(_empty(chats, has_chat_template(ready.tokenizer)))))
-    if given.quiet:
+    if prompting.quiet:
         return
     STATUS.print(
         f"{written.tokens} tokens in {written.seconds:.1f} s, {written.tokens / written.seconds:.1f} "
@@ -138,21 +138,21 @@ def _empty(chats: bool, could_chat: bool) -> Message:
 
 @options.command_line.takes
 def chat(
-    given: AnswerOptions,
+    answer: AnswerOptions,
     sampling: Sampling,
     context: ContextOptions,
-    own: ModelOptions,
+    local: ModelOptions,
     connection: options.SessionOptions,
 ) -> None:
     """Talk to a chat model, with or without an adapter; the conversation stays on this machine."""
     config = connection.session()
-    with _ready(given, context, own, config) as ready:
+    with _ready(answer, context, local, config) as ready:
         from tenant_sdk.tuning.chat import Chat
 
         groups = ready.session.manifest.groups
         resumed = partial(ready.place.resumed, ready.model, groups)
         conversation = Chat(
-            ready.model, ready.tokenizer, sampling, opening=given.opening, resumed=resumed, draft=ready.draft
+            ready.model, ready.tokenizer, sampling, opening=answer.opening, resumed=resumed, draft=ready.draft
         )
         if sys.stdin.isatty():
             STATUS.print("Ask something; /help lists commands.")

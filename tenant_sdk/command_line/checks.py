@@ -102,8 +102,8 @@ class ReplicaChecks:
                 yield CheckResult("replica", None, what, "sessions use the others; ask its operator")
                 continue
             if manifest is not None and served is not None and manifest != served:
-                told = "{} serves something else than {}, so sessions refuse it"
-                what = Message(told, str(address), str(self.usable.replica))
+                text = "{} serves something else than {}, so sessions refuse it"
+                what = Message(text, str(address), str(self.usable.replica))
                 remedy = "replicas serve the same checkpoint with the same options: ask its operator"
                 yield CheckResult("replica", False, what, remedy)
                 continue

@@ -67,17 +67,17 @@ def diagnose(targets: list[Target], rules: SessionRules) -> Iterator[tuple[str, 
         rules: of a session with them.
     """
     yield "", _untested()
-    own, *others = targets
+    provider, *others = targets
     sources = [target.party for target in others]
     comparison = Comparison(rules)
     executors = [target for target in targets if not target.url.startswith(LOCAL)]
     for target in executors:
         yield target.party if sources or target.replicas else "", _examine_party(target, comparison)
-    if own.party in comparison.manifests:
+    if provider.party in comparison.manifests:
         shared = _shared(executors, rules)
         yield (
             "one-time masks" if sources else "",
-            _together(comparison, comparison.manifests[own.party], sources, shared),
+            _together(comparison, comparison.manifests[provider.party], sources, shared),
         )
 
 
@@ -321,7 +321,7 @@ class _Waiting(Generic[T]):
         Raises:
             SymbiosisError: the last attempt's.
         """
-        told = False
+        reported = False
         while True:
             started = time.perf_counter()
             try:
@@ -329,8 +329,8 @@ class _Waiting(Generic[T]):
             except ConnectionRefused:
                 if started >= self._target.until:
                     raise
-                if not told:
-                    told = True
+                if not reported:
+                    reported = True
                     url, wait = self._target.url, self._target.until - started
                     what = f"nobody listens at {url} yet; trying for {wait:.2g} s (--wait)"
                     yield CheckResult("waiting", None, what)
@@ -461,12 +461,12 @@ def _layers(remote: RemoteExecutor) -> CheckResult:
     return CheckResult("layers", True, f"products of {len(groups)} groups answered")
 
 
-def _product(remote: RemoteExecutor, group: int, rows: int, members: int = 0) -> PendingProduct:
+def _product(remote: RemoteExecutor, group: int, rows: int, member_bits: int = 0) -> PendingProduct:
     """Of noise, by all members if none are said."""
     shape = remote.shapes[group]
-    members = members or (1 << len(shape.outputs)) - 1
+    member_bits = member_bits or (1 << len(shape.outputs)) - 1
     x = torch.randn(rows, shape.inputs)
-    return remote.submit(Operation.EFFECT, group, Direction.FORWARD, members, [x])
+    return remote.submit(Operation.EFFECT, group, Direction.FORWARD, member_bits, [x])
 
 
 def _speed(remote: RemoteExecutor) -> Iterator[CheckResult]:
@@ -480,8 +480,8 @@ def _speed(remote: RemoteExecutor) -> Iterator[CheckResult]:
     if not groups:
         return
 
-    def product(group: int, members: int, rows: int) -> Callable[[], object]:
-        return lambda: _product(remote, group, rows, members).result()
+    def product(group: int, member_bits: int, rows: int) -> Callable[[], object]:
+        return lambda: _product(remote, group, rows, member_bits).result()
 
     group, shape = groups[0]
     all_members = (1 << len(shape.outputs)) - 1
@@ -515,19 +515,19 @@ def _speed(remote: RemoteExecutor) -> Iterator[CheckResult]:
         ("download", max(groups, key=lambda entry: sum(entry[1].outputs) / entry[1].inputs), False),
     ):
         narrowest = 1 << shape.outputs.index(min(shape.outputs))
-        members = narrowest if up else (1 << len(shape.outputs)) - 1
-        there, back = (
+        member_bits = narrowest if up else (1 << len(shape.outputs)) - 1
+        up_bytes, down_bytes = (
             shape.inputs * itemsize,
-            shape.plan(Direction.FORWARD, members).answer_columns * itemsize,
+            shape.plan(Direction.FORWARD, member_bits).answer_columns * itemsize,
         )
         size = min(LARGE_BYTES, limits.max_message_bytes)
-        rows = max(1, min(limits.max_rows, size // max(there, back)))
-        seconds = _seconds(product(group, members, rows), LARGE_REPEATS)
-        moved = rows * (there if up else back)
+        rows = max(1, min(limits.max_rows, size // max(up_bytes, down_bytes)))
+        seconds = _seconds(product(group, member_bits, rows), LARGE_REPEATS)
+        moved = rows * (up_bytes if up else down_bytes)
         yield CheckResult(
             name,
             True,
-            f"{rows} rows, {rows * there / 1e6:.2f} MB there and {rows * back / 1e6:.2f} MB back: "
+            f"{rows} rows, {rows * up_bytes / 1e6:.2f} MB there and {rows * down_bytes / 1e6:.2f} MB back: "
             f"{seconds * 1e3:.1f} ms, so {moved / 1e6 / seconds:.0f} MB/s or more "
             "(the executor's product is in it)",
         )
@@ -541,9 +541,9 @@ def _speeds(traffic: TokenBytes) -> str:
 
 def _seconds(action: Callable[[], object], repeats: int) -> float:
     """Median of ``repeats`` runs, after two to warm up."""
-    taken = []
+    seconds = []
     for _ in range(repeats + 2):
         started = time.perf_counter()
         action()
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken[2:])
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[2:])

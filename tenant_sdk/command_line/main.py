@@ -59,7 +59,7 @@ def _root(
 
 @app.command()
 @options.command_line.takes
-def finetune(training: TrainingOptions, own: ModelOptions, connection: options.SessionOptions) -> None:
+def finetune(training: TrainingOptions, local: ModelOptions, connection: options.SessionOptions) -> None:
     """Train an adapter on files; the text, the adapter and its gradients stay on this machine."""
     from tenant_sdk.storage import check_new_folder
     from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
@@ -84,15 +84,19 @@ def finetune(training: TrainingOptions, own: ModelOptions, connection: options.S
     say_connecting(config)
     with report_interruption(), open_session(config) as session, ShownTraining() as shows:
         say_kept(session)
-        adapted, tokenizer = load(session, own.tokenizer, own.model, training.base, bars=STATUS.is_terminal)
-        told = TrainingCallbacks(
+        adapted, tokenizer = load(
+            session, local.tokenizer, local.model, training.base, bars=STATUS.is_terminal
+        )
+        callbacks = TrainingCallbacks(
             lambda line: STATUS.print(escape(shown(line))),
             shows.step,
             lambda example: show_first(STATUS, tokenizer, example),
             shows.checking,
             shows.samples,
         )
-        report = train(training, adapted, tokenizer, session, told, keep_tokenizer=own.tokenizer is not None)
+        report = train(
+            training, adapted, tokenizer, session, callbacks, keep_tokenizer=local.tokenizer is not None
+        )
         templated = has_chat_template(tokenizer)
     shows.outcome()
     print_report(report)
@@ -132,15 +136,15 @@ def fingerprint(
         from tenant_sdk.products.fingerprints import write_fingerprints
 
     progress = partial(track, console=STATUS, transient=True)
-    given = os.environ.get(key_env or "") or None
-    key = write_fingerprints(checkpoint, output, key=given, numerics=numerics, progress=progress)
-    if given is None:
+    passed_key = os.environ.get(key_env or "") or None
+    key = write_fingerprints(checkpoint, output, key=passed_key, numerics=numerics, progress=progress)
+    if passed_key is None:
         print(key)
     variable = key_env or "FINGERPRINT_KEY"
     STATUS.print(
         f"wrote {escape(str(output))}; use it with --fingerprints {escape(str(output))} "
         f"--fingerprint-key-env {variable}"
-        + (f" after `export {variable}=...`: the key is shown only now" if given is None else "")
+        + (f" after `export {variable}=...`: the key is shown only now" if passed_key is None else "")
     )
 
 

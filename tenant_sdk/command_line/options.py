@@ -140,19 +140,19 @@ class SessionOptions:
         Raises:
             ConfigurationError: see ``read_profile``.
         """
-        given, profile = self.given, self.profile
-        if profile is None and "provider" not in given and (found_here := profile_here()):
+        values, profile = self.given, self.profile
+        if profile is None and "provider" not in values and (found_here := profile_here()):
             profile = found_here
             typer.echo(f"using {HERE} of this folder", err=True)
-        arguments = given
+        arguments = values
         if profile is not None:
             found = read_profile(profile)
-            arguments = merged(found, given)
-            self.names.update(names_in(profile, found, given))
+            arguments = merged(found, values)
+            self.names.update(names_in(profile, found, values))
         self.names.update(
             {
                 name: Flag(f"{value.given} {value}", alone=True)
-                for name, value in given.items()
+                for name, value in values.items()
                 if isinstance(value, Secret)
             }
         )

@@ -58,11 +58,11 @@ class ShownTraining:
         held_out = "" if now.held_out is None else f"held-out {now.held_out:.4f}"
         speed = f"{now.tokens_per_second:,.0f} tokens/s, {now.bytes_per_second / 1e6:,.1f} MB/s"
         left = "" if now.seconds_left is None else f"{timedelta(seconds=round(now.seconds_left))} left"
-        told = ", ".join(filter(None, (self._loss, held_out, speed, left)))
+        text = ", ".join(filter(None, (self._loss, held_out, speed, left)))
         self._bar.update(self._checks, visible=False)
-        self._bar.update(self._steps, completed=now.step, total=now.steps, visible=True, told=told)
+        self._bar.update(self._steps, completed=now.step, total=now.steps, visible=True, told=text)
         if now.loss is not None and not STATUS.is_terminal:
-            STATUS.print(f"step {now.step} of {now.steps}: {told}")
+            STATUS.print(f"step {now.step} of {now.steps}: {text}")
 
     def checking(self, done: int, total: int) -> None:
         """The held-out loss is measured."""

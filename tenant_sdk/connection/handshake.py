@@ -171,12 +171,12 @@ def why_untrusted(ca: str | Path | None, option: str) -> Message:
         option: with which it is given.
     """
     if ca is None:
-        given = Argument(option, Placeholder("FILE"))
+        argument = Argument(option, Placeholder("FILE"))
         return Message(
             ": {} was not given, and no authority that this machine knows signed the certificate; ask its "
             "operator for the ca.pem that belongs to this server, and give {}",
-            given,
-            given,
+            argument,
+            argument,
         )
     return Message(
         ": another authority signed the certificate than that in {}; ask its operator for the ca.pem that "

@@ -134,7 +134,7 @@ class RemoteExecutor:
         operation: Operation,
         group: int,
         direction: Direction,
-        members: int,
+        member_bits: int,
         blocks: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
         answer_bits: int = EXACT,
@@ -145,7 +145,7 @@ class RemoteExecutor:
             operation: PRODUCT, or EFFECT for the product of a mask.
             group: id in the manifest.
             direction: forward or backward.
-            members: bit mask of members.
+            member_bits: bit mask of members.
             blocks: on the CPU: [T, D] forward; backward one [T, O_m] for each member. They must not
                 change until the result is here.
             request_class: how urgent it is.
@@ -158,16 +158,16 @@ class RemoteExecutor:
         Raises:
             ValueError: blocks of other shapes, or without rows.
         """
-        plan = self.shapes[group].plan(direction, members)
+        plan = self.shapes[group].plan(direction, member_bits)
         check_shapes(blocks, plan.request_widths)
         rows = blocks[0].shape[0]
-        pieces = self.pieces(group, direction, members, rows, answer_bits)
+        pieces = self.pieces(group, direction, member_bits, rows, answer_bits)
 
         def part_of(piece: slice) -> list[torch.Tensor]:
             return [block[piece] for block in blocks]
 
         sent = self.submit_pieces(
-            operation, group, direction, members, pieces, part_of, request_class, answer_bits
+            operation, group, direction, member_bits, pieces, part_of, request_class, answer_bits
         )
         if len(pieces) == 1:
             return sent[0]
@@ -182,7 +182,7 @@ class RemoteExecutor:
         operation: Operation,
         group: int,
         direction: Direction,
-        members: int,
+        member_bits: int,
         pieces: list[slice],
         blocks_of: Callable[[slice], list[torch.Tensor]],
         request_class: RequestClass = RequestClass.UNDECLARED,
@@ -193,7 +193,7 @@ class RemoteExecutor:
         What the connection takes is sent at once: while a piece travels or is multiplied, the next is made.
 
         Args:
-            operation, group, direction, members, request_class, answer_bits: see ``submit``.
+            operation, group, direction, member_bits, request_class, answer_bits: see ``submit``.
             pieces: of the rows, see ``pieces``.
             blocks_of: makes the blocks that are sent of a piece; called in the order of the pieces.
 
@@ -203,7 +203,14 @@ class RemoteExecutor:
         channel = self._parts.of(group).channel
         return [
             self.submit_piece(
-                channel, operation, group, direction, members, blocks_of(piece), request_class, answer_bits
+                channel,
+                operation,
+                group,
+                direction,
+                member_bits,
+                blocks_of(piece),
+                request_class,
+                answer_bits,
             )
             for piece in pieces
         ]
@@ -214,7 +221,7 @@ class RemoteExecutor:
         operation: Operation,
         group: int,
         direction: Direction,
-        members: int,
+        member_bits: int,
         blocks: list[torch.Tensor],
         request_class: RequestClass,
         answer_bits: int = EXACT,
@@ -222,11 +229,11 @@ class RemoteExecutor:
         """Send one request as it is; see ``submit``."""
         started = time.perf_counter()
         shape, rows, dtype = self.shapes[group], blocks[0].shape[0], blocks[0].dtype
-        plan = shape.plan(direction, members)
+        plan = shape.plan(direction, member_bits)
         wire = [block.to(self.wire_dtype).contiguous() for block in blocks]
 
         request = Header(
-            operation, direction, DTYPE_CODES[self.wire_dtype], group, rows=rows, members=members,
+            operation, direction, DTYPE_CODES[self.wire_dtype], group, rows=rows, members=member_bits,
             request_class=request_class, answer_bits=answer_bits,
         )  # fmt: skip
 
@@ -269,32 +276,32 @@ class RemoteExecutor:
             stats.bytes_received += answer_bytes
 
     def pieces(
-        self, group: int, direction: Direction, members: int, rows: int, answer_bits: int = EXACT
+        self, group: int, direction: Direction, member_bits: int, rows: int, answer_bits: int = EXACT
     ) -> list[slice]:
         """What a request of so many rows is cut into, in order and about equally large.
 
         No larger than the executor takes; and small enough for upload, product and download of one request
         to go on at once, if there is something in between that takes time.
         """
-        row_bytes = self._row_bytes(group, direction, members, answer_bits)
-        most = self.max_rows(group, direction, members, answer_bits)
+        row_bytes = self._row_bytes(group, direction, member_bits, answer_bits)
+        max_rows = self.max_rows(group, direction, member_bits, answer_bits)
         if piece_bytes := self._parts.of(group).latest.piece_bytes:
-            most = min(most, max(PIECE_ROWS, piece_bytes // row_bytes))
-        if rows <= most:
+            max_rows = min(max_rows, max(PIECE_ROWS, piece_bytes // row_bytes))
+        if rows <= max_rows:
             return [slice(0, rows)]
-        each = -(-rows // -(-rows // most))
-        each = min(most, -(-each // PIECE_ROWS) * PIECE_ROWS)  # products are made in tiles of rows
+        each = -(-rows // -(-rows // max_rows))
+        each = min(max_rows, -(-each // PIECE_ROWS) * PIECE_ROWS)  # products are made in tiles of rows
         return [slice(at, min(at + each, rows)) for at in range(0, rows, each)]
 
-    def _row_bytes(self, group: int, direction: Direction, members: int, answer_bits: int) -> int:
+    def _row_bytes(self, group: int, direction: Direction, member_bits: int, answer_bits: int) -> int:
         """Of a row or its answer, whichever is larger."""
-        plan = self.shapes[group].plan(direction, members)
+        plan = self.shapes[group].plan(direction, member_bits)
         answer = plan.answer_columns * self._item_bits(answer_bits) // 8
         return max(plan.request_columns * self.wire_dtype.itemsize, answer)
 
-    def max_rows(self, group: int, direction: Direction, members: int, answer_bits: int = EXACT) -> int:
+    def max_rows(self, group: int, direction: Direction, member_bits: int, answer_bits: int = EXACT) -> int:
         """How many rows one request of this kind may have, from the executor's limits."""
-        row_bytes = self._row_bytes(group, direction, members, answer_bits)
+        row_bytes = self._row_bytes(group, direction, member_bits, answer_bits)
         limits = self.manifest.limits
         return max(1, min(limits.max_rows, limits.max_message_bytes // row_bytes))
 
@@ -302,7 +309,7 @@ class RemoteExecutor:
         self,
         group: int,
         direction: Direction,
-        members: int,
+        member_bits: int,
         rows: int,
         seed: bytes,
         request_class: RequestClass = RequestClass.UNDECLARED,
@@ -313,8 +320,8 @@ class RemoteExecutor:
         ``rows`` is at most ``max_rows``. The result is as ``take_upper_bits`` makes it.
         """
         request = Header(
-            Operation.SEED_EFFECT, direction, DTYPE_CODES[self.wire_dtype], group, rows=rows, members=members,
-            request_class=request_class, answer_bits=answer_bits,
+            Operation.SEED_EFFECT, direction, DTYPE_CODES[self.wire_dtype], group, rows=rows,
+            members=member_bits, request_class=request_class, answer_bits=answer_bits,
         )  # fmt: skip
 
         def ask(channel: Channel) -> Pending:

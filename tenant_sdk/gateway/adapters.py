@@ -54,23 +54,23 @@ def folders_in(folder: Path) -> Iterator[Path]:
     """
     for path in sorted(folder.iterdir()):
         try:
-            there = not path.name.startswith(".") and (path / CONFIG).is_file()
+            is_adapter = not path.name.startswith(".") and (path / CONFIG).is_file()
         except OSError:
-            there = True
-        if there:
+            is_adapter = True
+        if is_adapter:
             yield path
 
 
 def mark_of(folder: Path) -> object:
     """What changes when an adapter's files do, without reading them."""
-    found = []
+    marks = []
     for name in (CONFIG, WEIGHTS, RECORD):
         try:
             state = (folder / name).stat()
-            found.append((state.st_mtime_ns, state.st_ctime_ns, state.st_size, state.st_ino))
+            marks.append((state.st_mtime_ns, state.st_ctime_ns, state.st_size, state.st_ino))
         except OSError:
-            found.append((0, 0, 0, 0))
-    return found
+            marks.append((0, 0, 0, 0))
+    return marks
 
 
 def largest_rank(folder: Path) -> int:
@@ -87,8 +87,8 @@ def largest_rank(folder: Path) -> int:
         except ConfigurationError:
             continue  # told when it is to be served
         others = raw.get("rank_pattern")
-        given = (raw.get("r"), *(others.values() if isinstance(others, dict) else ()))
-        ranks += [rank for rank in given if isinstance(rank, int) and rank <= RANKS[-1]]
+        candidates = (raw.get("r"), *(others.values() if isinstance(others, dict) else ()))
+        ranks += [rank for rank in candidates if isinstance(rank, int) and rank <= RANKS[-1]]
     return _rank_bound(max(ranks))
 
 
@@ -130,9 +130,9 @@ def take(
         check_below(within, source, source.resolve())
     with (
         disk_errors(copies, f"a copy of {source}", "The adapter is not served until then."),
-        tempfile.TemporaryDirectory(prefix=".", dir=copies, ignore_cleanup_errors=True) as made,
+        tempfile.TemporaryDirectory(prefix=".", dir=copies, ignore_cleanup_errors=True) as temporary,
     ):
-        copy = Path(made)
+        copy = Path(temporary)
         check = partial(_check, source=source, most_rank=most_rank)
         received = receive(source, copy, _stub_model(manifest), within=within, check=check)
         record = None if allow_other_base else Provenance.read(copy, source)

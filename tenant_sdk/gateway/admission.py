@@ -182,17 +182,17 @@ class Authenticator:
 
     def admit(self, headers: Sequence[tuple[bytes, bytes]]) -> str | Refusal:
         """Which client this is, or why it does not come in."""
-        found = {name.lower(): value.decode("latin-1") for name, value in headers}
+        fields = {name.lower(): value.decode("latin-1") for name, value in headers}
         if not self.keys:
             # A page of elsewhere, whose name was pointed at this machine, could ask in its reader's name.
-            name = _host(found.get(b"host", ""))
+            name = _host(fields.get(b"host", ""))
             # And such a page may send what it could not read the answer of.
-            origin = found.get(b"origin", "")
+            origin = fields.get(b"origin", "")
             if name in LOOPBACK and (not origin or _host(origin.rpartition("//")[2]) in LOOPBACK):
                 return ""
             return Refusal(403, "forbidden", "without API keys this gateway answers to localhost alone")
-        scheme, _, given = found.get(b"authorization", "").partition(" ")
-        matches = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self.keys]
+        scheme, _, credential = fields.get(b"authorization", "").partition(" ")
+        matches = [hmac.compare_digest(credential.strip().encode(), key.encode()) for key in self.keys]
         if scheme.lower() == "bearer" and any(matches):
             return str(matches.index(True))
         return Refusal(401, "unauthorized", "give one of this gateway's API keys: Authorization: Bearer KEY")

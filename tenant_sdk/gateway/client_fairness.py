@@ -43,15 +43,15 @@ RECENT_SECONDS = (
 )
 
 
-def eviction_victim(kept: Collection[tuple[str, Any]]) -> tuple[str, Any]:
+def eviction_victim(entries: Collection[tuple[str, Any]]) -> tuple[str, Any]:
     """Which of kept things makes room for another, by client: the oldest of the client that has the most.
 
     Args:
-        kept: clients, each with a thing of its own; the oldest first, and not empty.
+        entries: clients, each with a thing of its own; the oldest first, and not empty.
     """
-    counts = Counter(client for client, _ in kept)
-    most = max(counts.values())
-    return next(each for each in kept if counts[each[0]] == most)
+    counts = Counter(client for client, _ in entries)
+    largest = max(counts.values())
+    return next(each for each in entries if counts[each[0]] == largest)
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Reservations:
 
     def take(self, client: str, count: int) -> bool:
         """Whether a client could; it gives back what it took."""
-        others = [min(self.reserved, taken) for other, taken in self.taken.items() if other != client]
+        others = [min(self.reserved, amount) for other, amount in self.taken.items() if other != client]
         kept = self.reserved * (self.clients - 1) - sum(others)
         if self.total + count + kept > self.most:
             return False
@@ -227,8 +227,8 @@ def next_admissions(
             queues, key=lambda client: held[client]
         )  # of those that have as many, the first that came
         each = queues[client].popleft()
-        own = share is None or used[client] + each.more <= share or not held[client]
-        if not own or (share is not None and each.more > free) or not for_sequences.take(client, 1):
+        within_share = share is None or used[client] + each.more <= share or not held[client]
+        if not within_share or (share is not None and each.more > free) or not for_sequences.take(client, 1):
             del queues[client]
             continue
         if each.adapter in adapters or for_adapters.take(client, 1):
@@ -265,13 +265,13 @@ def next_preemptions(
     for client in {each.client for each in waiting} - prefilling:
         first = next(each for each in waiting if each.client == client)
         missing += first.more if used[client] + first.more <= share or not used[client] else 0
-    given = []
+    preempted = []
     for each in reversed(running):
         if missing > 0 and used[each.client] > share:
-            given.append(each.name)
+            preempted.append(each.name)
             used[each.client] -= each.blocks + each.more
             missing -= each.blocks + each.more
-    return given
+    return preempted
 
 
 def _used(running: Sequence[SequenceInfo]) -> Counter[str]:
@@ -282,9 +282,9 @@ def _used(running: Sequence[SequenceInfo]) -> Counter[str]:
     return used
 
 
-def _share(there: Sequence[SequenceInfo], memory: Memory | None) -> int | None:
+def _share(sequences: Sequence[SequenceInfo], memory: Memory | None) -> int | None:
     """Blocks of one client; None: it is alone."""
-    clients = {each.client for each in there}
+    clients = {each.client for each in sequences}
     return memory.blocks // len(clients) if memory and len(clients) > 1 else None
 
 
@@ -325,9 +325,9 @@ class Steps:
             max(1, decoding), tokens
         )
 
-    def rows(self, decoding: int, tokens: int, seconds: float, most: int) -> int:
+    def rows(self, decoding: int, tokens: int, seconds: float, max_rows: int) -> int:
         """How many rows such a step may have; ``tokens``: that those attend to whose clients read as well."""
-        return min(most, max(self.line.rows(seconds - self.per_token * tokens), decoding + MIN_ROWS))
+        return min(max_rows, max(self.line.rows(seconds - self.per_token * tokens), decoding + MIN_ROWS))
 
 
 @dataclass
@@ -376,10 +376,10 @@ def paused_sampling(sorting: Sequence[tuple[str, str]], vocabulary: int) -> set[
         sorting: name and client of each sequence that has them sorted; those that have waited longest first.
         vocabulary: how many tokens there are.
     """
-    most, had, paused = max(1, MAX_SORTED // vocabulary), Counter[str](), set[str]()
+    max_sequences, had, paused = max(1, MAX_SORTED // vocabulary), Counter[str](), set[str]()
     for name, client in sorting:
         had[client] += 1
-        if had[client] > most:
+        if had[client] > max_sequences:
             paused.add(name)
     return paused
 

@@ -115,11 +115,11 @@ class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
         answered = self.cycle is None or self.cycle.response_complete
         if not answered or self.transport.get_write_buffer_size():
             self._refuse()
-        given = dict(self.headers)
-        if b"transfer-encoding" in given:  # pieces and trailers have no end, and each takes time
+        headers = dict(self.headers)
+        if b"transfer-encoding" in headers:  # pieces and trailers have no end, and each takes time
             why = "a request has Content-Length, and is not sent in pieces"
             self._refuse(Refusal(411, "invalid_request_error", why))
-        if b"upgrade" in given:  # its body would be read as the next request
+        if b"upgrade" in headers:  # its body would be read as the next request
             self._refuse(Refusal(400, "invalid_request_error", "a request here has no Upgrade"))
         if self._client is None:
             client = self.shared.authenticator.admit(self.headers)
@@ -129,10 +129,12 @@ class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
                     self.transport.abort()
                     return
                 self._client = client
-        most = SMALL_BODY_BYTES if self._client is None else BODY_BYTES
-        length = given.get(b"content-length", b"0")
-        if len(length) > len(str(most)) or int(length) > most:
-            self._refuse(Refusal(413, "invalid_request_error", f"a request here has {most} bytes at most"))
+        max_bytes = SMALL_BODY_BYTES if self._client is None else BODY_BYTES
+        length = headers.get(b"content-length", b"0")
+        if len(length) > len(str(max_bytes)) or int(length) > max_bytes:
+            self._refuse(
+                Refusal(413, "invalid_request_error", f"a request here has {max_bytes} bytes at most")
+            )
         self.scope["extensions"] = {FLUSHED: self.flow.drain}
         super().on_headers_complete()
 

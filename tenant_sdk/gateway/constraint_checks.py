@@ -28,19 +28,19 @@ class ConstraintChecker(HelperProcess):
         # Of each client, the last used last; what has passed once need not pass another time.
         self._passed: dict[str, dict[Constraint, None]] = {}
 
-    async def refusal(self, client: str, given: Constraint) -> str:
+    async def refusal(self, client: str, constraint: Constraint) -> str:
         """Why a constraint is refused, or an empty text. A client that leaves has this cancelled."""
         passed = self._passed.setdefault(client, {})
-        if given not in passed:
+        if constraint not in passed:
             async with self._turns.taken(client):
-                told = await self.ask(msgspec.json.encode(given))
+                reason = await self.ask(msgspec.json.encode(constraint))
         else:
-            told = b""
-        if told is None:
+            reason = b""
+        if reason is None:
             return "it could not be tried; try again"
-        if not told:
-            passed.pop(given, None)
-            passed[given] = None
+        if not reason:
+            passed.pop(constraint, None)
+            passed[constraint] = None
             if len(passed) > REMEMBERED:
                 del passed[next(iter(passed))]
-        return told.decode()
+        return reason.decode()

@@ -53,13 +53,13 @@ def constraint(response_format: Any, structured_outputs: Any) -> Constraint | No
     Raises:
         ConstraintRefused: it is none that this gateway takes.
     """
-    found = [each for each in (_of_format(response_format), _of_outputs(structured_outputs)) if each]
-    if len(found) > 1:
+    constraints = [each for each in (_of_format(response_format), _of_outputs(structured_outputs)) if each]
+    if len(constraints) > 1:
         raise ConstraintRefused("give response_format or structured_outputs, not both")
-    if not found:
+    if not constraints:
         return None
-    _check(found[0])
-    return found[0]
+    _check(constraints[0])
+    return constraints[0]
 
 
 def call_of(parameters: dict[str, Any] | None) -> Constraint:
@@ -68,9 +68,9 @@ def call_of(parameters: dict[str, Any] | None) -> Constraint:
     Raises:
         ConstraintRefused: see ``constraint``.
     """
-    made = Constraint("json", _encoded(parameters or _NO_PARAMETERS))
-    _check(made)
-    return made
+    encoded = Constraint("json", _encoded(parameters or _NO_PARAMETERS))
+    _check(encoded)
+    return encoded
 
 
 def one_call_of(functions: Mapping[str, dict[str, Any] | None]) -> Constraint:
@@ -80,8 +80,8 @@ def one_call_of(functions: Mapping[str, dict[str, Any] | None]) -> Constraint:
         ConstraintRefused: see ``constraint``.
     """
     calls, definitions = list[dict[str, Any]](), dict[str, Any]()
-    for name, given in functions.items():
-        parameters = dict(given or _NO_PARAMETERS)
+    for name, function_parameters in functions.items():
+        parameters = dict(function_parameters or _NO_PARAMETERS)
         named = parameters.pop("$defs", {})
         if not isinstance(named, dict) or any(
             definitions.get(key, value) != value for key, value in named.items()
@@ -91,9 +91,9 @@ def one_call_of(functions: Mapping[str, dict[str, Any] | None]) -> Constraint:
         properties = {"name": {"type": "string", "enum": [name]}, "parameters": parameters}
         calls.append({"properties": properties, "required": ["name", "parameters"]})
     schema = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": calls}}
-    made = Constraint("json", _encoded(schema | ({"$defs": definitions} if definitions else {})))
-    _check(made)
-    return made
+    encoded = Constraint("json", _encoded(schema | ({"$defs": definitions} if definitions else {})))
+    _check(encoded)
+    return encoded
 
 
 # Of a schema: schemas by name, lists of them, and single ones; what else is in it is data.
@@ -139,30 +139,30 @@ def _inside(schema: dict[str, Any]) -> Iterator[Any]:
 def _closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
-    made = dict(schema)
+    strict = dict(schema)
     for key in _BY_NAME:
-        if isinstance(made.get(key), dict):
-            made[key] = {name: _closed(each) for name, each in made[key].items()}
+        if isinstance(strict.get(key), dict):
+            strict[key] = {name: _closed(each) for name, each in strict[key].items()}
     for key in _LISTS:
-        if isinstance(made.get(key), list):
-            made[key] = [_closed(each) for each in made[key]]
+        if isinstance(strict.get(key), list):
+            strict[key] = [_closed(each) for each in strict[key]]
     for key in _SINGLE:
-        if key in made:
-            made[key] = _closed(made[key])
-    if "properties" in made and not made.keys() & _OPEN:
-        made["additionalProperties"] = False
-    return made
+        if key in strict:
+            strict[key] = _closed(strict[key])
+    if "properties" in strict and not strict.keys() & _OPEN:
+        strict["additionalProperties"] = False
+    return strict
 
 
-def _of_format(given: Any) -> Constraint | None:
-    if given is None:
+def _of_format(response_format: Any) -> Constraint | None:
+    if response_format is None:
         return None
-    kind = given.get("type") if isinstance(given, dict) else None
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
     if kind == "text":
         return None
     if kind == "json_object":
         return Constraint("json", '{"type": "object"}')
-    schema = given.get("json_schema") if isinstance(given, dict) else None
+    schema = response_format.get("json_schema") if isinstance(response_format, dict) else None
     if kind == "json_schema" and isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
         return Constraint("json", _encoded(schema["schema"]))
     raise ConstraintRefused(
@@ -171,15 +171,15 @@ def _of_format(given: Any) -> Constraint | None:
     )
 
 
-def _of_outputs(given: Any) -> Constraint | None:
-    if given is None:
+def _of_outputs(outputs: Any) -> Constraint | None:
+    if outputs is None:
         return None
-    if not isinstance(given, dict):
+    if not isinstance(outputs, dict):
         raise ConstraintRefused("structured_outputs is an object")
-    given = {name: value for name, value in given.items() if value is not None}
-    if len(given) != 1 or not given.keys() <= set(_KINDS):
+    outputs = {name: value for name, value in outputs.items() if value is not None}
+    if len(outputs) != 1 or not outputs.keys() <= set(_KINDS):
         raise ConstraintRefused(f"structured_outputs has exactly one of {', '.join(_KINDS)}")
-    ((kind, value),) = given.items()
+    ((kind, value),) = outputs.items()
     if kind == "json_object" and value is True:
         return Constraint("json", '{"type": "object"}')
     if kind == "json" and isinstance(value, dict):
@@ -195,24 +195,24 @@ def _encoded(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _check(given: Constraint) -> None:
+def _check(checked: Constraint) -> None:
     """Refuse what is too large to be tried, or cannot be compiled at all."""
-    size = len(given.text.encode())
-    if size > (most := PATTERN_BYTES if given.kind == "regex" else SPEC_BYTES):
-        raise ConstraintRefused(f"the {given.kind} has {size} bytes; this gateway takes {most}")
-    if "\0" in given.text:
-        raise ConstraintRefused(f"the {given.kind} has a character of the value 0")
-    if given.kind == "choice":
-        choices = json.loads(given.text)
+    size = len(checked.text.encode())
+    if size > (max_bytes := PATTERN_BYTES if checked.kind == "regex" else SPEC_BYTES):
+        raise ConstraintRefused(f"the {checked.kind} has {size} bytes; this gateway takes {max_bytes}")
+    if "\0" in checked.text:
+        raise ConstraintRefused(f"the {checked.kind} has a character of the value 0")
+    if checked.kind == "choice":
+        choices = json.loads(checked.text)
         longest = max(len(each.encode()) for each in choices)
         if len(choices) > CHOICES or longest > CHOICE_BYTES or "" in choices:
             raise ConstraintRefused(f"choice has at most {CHOICES} texts of 1 to {CHOICE_BYTES} bytes")
-    if given.kind == "json":
+    if checked.kind == "json":
         try:
-            schema = msgspec.json.decode(given.text)
+            schema = msgspec.json.decode(checked.text)
         except UNREADABLE as error:
             raise ConstraintRefused("the schema is not JSON") from error
-        if not numbers_fit(given.text.encode()):
+        if not numbers_fit(checked.text.encode()):
             raise ConstraintRefused(f"a number of the schema has more than {DIGITS} digits in a row")
         if not isinstance(schema, dict):
             raise ConstraintRefused("a schema is an object")

@@ -346,14 +346,14 @@ class Endpoints:
             again: also look at those that were refused, whose reason may have gone.
         """
         gateway = self._gateway
-        found = await asyncio.to_thread(lambda: {path.name: mark_of(path) for path in folders_in(folder)})
-        last, self._marks = found if begins else self._marks, found
-        gateway.refused = {name: why for name, why in gateway.refused.items() if name in found}
+        marks = await asyncio.to_thread(lambda: {path.name: mark_of(path) for path in folders_in(folder)})
+        last, self._marks = marks if begins else self._marks, marks
+        gateway.refused = {name: why for name, why in gateway.refused.items() if name in marks}
         for name, adapter in list(gateway.served.items()):
-            if adapter.source.parent == folder and adapter.source.name not in found:
+            if adapter.source.parent == folder and adapter.source.name not in marks:
                 await self.remove(name)
-        self._seen = {name: mark for name, mark in self._seen.items() if name in found}
-        for name, mark in found.items():
+        self._seen = {name: mark for name, mark in self._seen.items() if name in marks}
+        for name, mark in marks.items():
             # As it was; nor is one that was deleted by request served again.
             known = self._seen.get(name) == mark and not (again and name in gateway.refused)
             if known or last.get(name) != mark:
@@ -406,16 +406,16 @@ class Endpoints:
 
     async def _add(self, request: Request) -> JSONResponse:
         try:
-            asked = msgspec.json.decode(await request.body(), type=_Asked)
+            request_fields = msgspec.json.decode(await request.body(), type=_Asked)
             folder = self._gateway.adapters
             if folder is None:
                 raise ConfigurationError("this gateway was started without adapters, so it takes none")
-            if Path(asked.path).name != asked.path or asked.path == "..":
+            if Path(request_fields.path).name != request_fields.path or request_fields.path == "..":
                 raise ConfigurationError(
                     f"adapters are taken from below {folder} alone: path is a folder's name there"
                 )
-            path = folder / asked.path
-            adapter = await self.add(path, asked.name or path.name)
+            path = folder / request_fields.path
+            adapter = await self.add(path, request_fields.name or path.name)
         except (SymbiosisError, OSError, ValueError, *UNREADABLE) as error:
             return _answer(Refusal(400, "invalid_request_error", str(error)))
         return JSONResponse(_shown(adapter), 201)
@@ -463,16 +463,16 @@ class Endpoints:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def _counts(self) -> dict[str, float]:
-        found = dict.fromkeys(_SHOWN.values(), 0.0)
+        counts = dict.fromkeys(_SHOWN.values(), 0.0)
         for metric in prometheus_client.REGISTRY.collect():
             for sample in metric.samples:
                 if sample.name in _SHOWN:
-                    found[_SHOWN[sample.name]] += sample.value
+                    counts[_SHOWN[sample.name]] += sample.value
         with suppress(OSError, msgspec.DecodeError):
             status = Status.read(self._gateway.folder)
             names = ("steps", "sequences", "products", "rows", "rows_ahead", "seconds_waiting")
-            found |= {name: float(getattr(status, name)) for name in names}
-        return found
+            counts |= {name: float(getattr(status, name)) for name in names}
+        return counts
 
 
 def _refuse_unknown_tokens(engine: EngineClient) -> None:

@@ -129,9 +129,9 @@ def content_format(tokenizer: Any, template: Path | None) -> str:
         template: file of another, if users gave one.
     """
     try:
-        given = None if template is None else template.read_text()
+        source = None if template is None else template.read_text()
         messages = [{"role": "user", "content": WORD}]
-        text = tokenizer.apply_chat_template(messages, chat_template=given, tokenize=False)
+        text = tokenizer.apply_chat_template(messages, chat_template=source, tokenize=False)
     except Exception:
         return "auto"
     return "string" if WORD in text else "auto"

@@ -46,32 +46,32 @@ LIMITS = llguidance.LLParserLimits(
 _FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-def compiled(tokenizer: llguidance.LLTokenizer, given: Constraint) -> llguidance.LLMatcher:
+def compiled(tokenizer: llguidance.LLTokenizer, constraint: Constraint) -> llguidance.LLMatcher:
     """What follows one text that matches.
 
     Raises:
         ValueError: it cannot be compiled, or not within ``LIMITS``.
     """
-    for text in _grammars(given):
+    for text in _grammars(constraint):
         matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             return matcher
     raise ValueError(_sentence(matcher))
 
 
-def _grammars(given: Constraint) -> list[str]:
+def _grammars(constraint: Constraint) -> list[str]:
     """As llguidance reads it; of a schema the closed form comes before the one that was given."""
-    if given.kind != "json":
-        return [llguidance.grammar_from(given.kind, given.text)]
-    schema = json.loads(given.text)
+    if constraint.kind != "json":
+        return [llguidance.grammar_from(constraint.kind, constraint.text)]
+    schema = json.loads(constraint.text)
     forms = dict.fromkeys(json.dumps(each) for each in (closed(schema), schema))
     return [llguidance.LLMatcher.grammar_from_json_schema(form, defaults=_FORM) for form in forms]
 
 
-def trial(tokenizer: llguidance.LLTokenizer, given: Constraint) -> str:
+def trial(tokenizer: llguidance.LLTokenizer, constraint: Constraint) -> str:
     """Compile it and go on for some tokens of chance; why that failed, or an empty text."""
     try:
-        matcher = compiled(tokenizer, given)
+        matcher = compiled(tokenizer, constraint)
     except ValueError as error:
         return " ".join(str(error).split())[:400]
     chance = random.SystemRandom()  # else its author would know which tokens are tried
@@ -81,10 +81,10 @@ def trial(tokenizer: llguidance.LLTokenizer, given: Constraint) -> str:
             why = _sentence(matcher)
             return "no text matches it" if why.startswith("NoExtension") else why
         allowed[tokenizer.eos_token // 8] &= ~(1 << tokenizer.eos_token % 8)
-        some = [at for at, bits in enumerate(allowed) if bits]
-        if not some:
+        nonempty = [at for at, bits in enumerate(allowed) if bits]
+        if not nonempty:
             break
-        at = chance.choice(some)
+        at = chance.choice(nonempty)
         bit = chance.choice([bit for bit in range(8) if allowed[at] >> bit & 1])
         if not matcher.consume_token(8 * at + bit):
             break
@@ -100,30 +100,30 @@ def main() -> None:
     file, tokens, end = sys.argv[1:]
     tokenizer = llguidance.LLTokenizer(Path(file).read_text(), n_vocab=int(tokens), eos_token=int(end))
     trial(tokenizer, Constraint("choice", '["yes", "no"]'))  # what the first compiles is then there for all
-    answer(lambda given: _in_child(tokenizer, msgspec.json.decode(given, type=Constraint)).encode())
+    answer(lambda encoded: _in_child(tokenizer, msgspec.json.decode(encoded, type=Constraint)).encode())
 
 
-def _in_child(tokenizer: llguidance.LLTokenizer, given: Constraint) -> str:
+def _in_child(tokenizer: llguidance.LLTokenizer, constraint: Constraint) -> str:
     """``trial`` in a child, whose time and memory end."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         try:
             os.close(reading)
-            there = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (there + MEMORY,) * 2)
+            memory = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (memory + MEMORY,) * 2)
             resource.setrlimit(resource.RLIMIT_STACK, (TRIAL_STACK,) * 2)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             signal.setitimer(signal.ITIMER_PROF, SECONDS)  # whose signal ends the process
-            os.write(writing, b"=" + trial(tokenizer, given).encode())
+            os.write(writing, b"=" + trial(tokenizer, constraint).encode())
         finally:
             os._exit(0)
     os.close(writing)
-    with os.fdopen(reading, "rb") as told:
-        found = told.read()
+    with os.fdopen(reading, "rb") as pipe:
+        answer_bytes = pipe.read()
     os.waitpid(child, 0)
-    if found.startswith(b"="):
-        return found[1:].decode()
+    if answer_bytes.startswith(b"="):
+        return answer_bytes[1:].decode()
     return f"compiling it takes more than {SECONDS:g} s or {MEMORY >> 20} MiB; make it smaller"
 
 

@@ -81,12 +81,12 @@ class HelperProcess:
             await process.wait()
 
 
-def answer(made: Callable[[bytes], bytes]) -> None:
+def answer(work: Callable[[bytes], bytes]) -> None:
     """What such a module does: answer messages until there are no more."""
     os.nice(NICENESS)
     _write(b"")  # it is ready
     while length := sys.stdin.buffer.read(_LENGTH):
-        _write(made(sys.stdin.buffer.read(int.from_bytes(length))))
+        _write(work(sys.stdin.buffer.read(int.from_bytes(length))))
 
 
 def _write(message: bytes) -> None:

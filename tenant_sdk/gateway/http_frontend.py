@@ -57,7 +57,7 @@ _ERROR = b'data: {"error"'  # an event of a stream
 class ChecksConstraints(Protocol):
     """See ``tenant_sdk.gateway.constraint_checks.ConstraintChecker``."""
 
-    async def refusal(self, client: str, given: Constraint) -> str:
+    async def refusal(self, client: str, constraint: Constraint) -> str:
         """Why a constraint is refused; or empty."""
 
 
@@ -226,14 +226,14 @@ class HttpFrontend:
         for message in answer:
             await send(message)
 
-    async def _constraint_refusal(self, client: str, given: Constraint) -> Refusal:
+    async def _constraint_refusal(self, client: str, constraint: Constraint) -> Refusal:
         """Why a constraint is refused; without a message: it is not."""
         checker = self._served.constraint_checker()
         if checker is None:
             why = "this gateway was started without structured outputs"
             return Refusal(400, "invalid_request_error", why)
-        why = await checker.refusal(client, given)
-        return Refusal(400, "invalid_request_error", why and f"the {given.kind} is refused: {why}")
+        why = await checker.refusal(client, constraint)
+        return Refusal(400, "invalid_request_error", why and f"the {constraint.kind} is refused: {why}")
 
     async def _parse(self, client: str, path: str, body: bytes) -> ParsedRequest | Refusal:
         """What a request is for; what takes time for a large one is done elsewhere, one at a time."""
@@ -245,20 +245,20 @@ class HttpFrontend:
     @asynccontextmanager
     async def _body(self, client: str, path: str, receive: Receive) -> AsyncIterator[bytes | Refusal | None]:
         """A request's, whole, or why not; None: its client hung up. In this block it counts as arriving."""
-        most, longest = SMALL_BODY_BYTES, text_bytes(self._served.context())
+        max_bytes, longest = SMALL_BODY_BYTES, text_bytes(self._served.context())
         if path in GENERATES:
-            most = min(BODY_BYTES, most + longest * self._queue.most)
+            max_bytes = min(BODY_BYTES, max_bytes + longest * self._queue.most)
         elif path in TOKENIZES:
-            most = min(BODY_BYTES, longest)
+            max_bytes = min(BODY_BYTES, longest)
         body = bytearray()
         try:
-            yield await self._received(client, most, body, receive)
+            yield await self._received(client, max_bytes, body, receive)
         finally:
             if body:
                 self._arriving.give_back(client, len(body))
 
     async def _received(
-        self, client: str, most: int, body: bytearray, receive: Receive
+        self, client: str, max_bytes: int, body: bytearray, receive: Receive
     ) -> bytes | Refusal | None:
         try:
             async with asyncio.timeout(BODY_SECONDS):
@@ -267,9 +267,9 @@ class HttpFrontend:
                     if message["type"] == "http.disconnect":
                         return None
                     part = message.get("body", b"")
-                    if len(body) + len(part) > most:
+                    if len(body) + len(part) > max_bytes:
                         return Refusal(
-                            413, "invalid_request_error", f"a request here has {most} bytes at most"
+                            413, "invalid_request_error", f"a request here has {max_bytes} bytes at most"
                         )
                     if not self._arriving.take(client, len(part)):
                         why = "too many requests are arriving; try again"

@@ -40,11 +40,11 @@ def redact_library_logs(clock: Callable[[], float] = time.monotonic) -> None:
 
 def _described(record: logging.LogRecord) -> str:
     """Where, and for an exception its kind and the way it took."""
-    told = f"from {record.pathname}:{record.lineno}; its words may hold a client's and are left out"
+    text = f"from {record.pathname}:{record.lineno}; its words may hold a client's and are left out"
     error = record.exc_info[1] if record.exc_info else None
     if error is None:
-        return told
-    return f"{told}\n{redacted(error)}"
+        return text
+    return f"{text}\n{redacted(error)}"
 
 
 def redacted(error: BaseException) -> str:

@@ -20,16 +20,16 @@ class RequestParser(HelperProcess):
 
     async def __call__(self, path: str, body: bytes, context: int) -> ParsedRequest | Refusal:
         """See ``requests.parse_request``."""
-        told = await self.ask(msgspec.msgpack.encode((path, body, context)))
-        if told is None:
+        encoded = await self.ask(msgspec.msgpack.encode((path, body, context)))
+        if encoded is None:
             return Refusal(503, "overloaded", "the request could not be read; try again", 1)
-        found, refusal = msgspec.msgpack.decode(told, type=_Answer)
-        return found or refusal or Refusal(500, "server_error", "")
+        parsed, refusal = msgspec.msgpack.decode(encoded, type=_Answer)
+        return parsed or refusal or Refusal(500, "server_error", "")
 
 
 def _read(message: bytes) -> bytes:
-    found = parse_request(*msgspec.msgpack.decode(message, type=_Request))
-    pair = (None, found) if isinstance(found, Refusal) else (found, None)
+    parsed = parse_request(*msgspec.msgpack.decode(message, type=_Request))
+    pair = (None, parsed) if isinstance(parsed, Refusal) else (parsed, None)
     return msgspec.msgpack.encode(pair)
 
 

@@ -133,22 +133,22 @@ class Sampling(Struct, kw_only=True):
 
     def too_much(self, context: int) -> str:
         """What goes beyond the budget of a request, in which products count; empty: nothing."""
-        given, answers = self.extent(context), _given(self.n) or 1
-        if given.prompts > PROMPTS:
-            return f"{given.prompts} prompts; a request here has {PROMPTS} at most"
-        if given.tokens > (most := max(2 * context, PROMPT_TOKENS)):
-            return f"prompts of up to {given.tokens} tokens; those of a request have {most} at most"
+        extent, answers = self.extent(context), _given(self.n) or 1
+        if extent.prompts > PROMPTS:
+            return f"{extent.prompts} prompts; a request here has {PROMPTS} at most"
+        if extent.tokens > (max_tokens := max(2 * context, PROMPT_TOKENS)):
+            return f"prompts of up to {extent.tokens} tokens; those of a request have {max_tokens} at most"
         stops = 1 if isinstance(self.stop, str) else len(_given(self.stop) or ())
         settings = stops + len(_given(self.logit_bias) or ()) + len(_given(self.stop_token_ids) or ())
-        if (found := settings * given.prompts * answers) > SETTINGS:
+        if (entries := settings * extent.prompts * answers) > SETTINGS:
             return (
-                f"{settings} entries of logit_bias, stop and stop_token_ids for {given.prompts * answers} "
-                f"sequences are {found}, and {SETTINGS} are the most: ask for fewer, in several requests"
+                f"{settings} entries of logit_bias, stop and stop_token_ids for {extent.prompts * answers} "
+                f"sequences are {entries}, and {SETTINGS} are the most: ask for fewer, in several requests"
             )
         ids = ID_BYTES if self.return_token_ids is True else 0
-        each = TOKEN_BYTES + LIKELY_BYTES * given.likeliest + ids
-        size = given.repeated + ids * given.tokens
-        size += 0 if self.stream is True else given.written * given.prompts * each
+        each = TOKEN_BYTES + LIKELY_BYTES * extent.likeliest + ids
+        size = extent.repeated + ids * extent.tokens
+        size += 0 if self.stream is True else extent.written * extent.prompts * each
         if answers * size > ANSWER_BYTES:
             return (
                 f"its answer may have {answers * size} bytes, and {ANSWER_BYTES} are the most: ask for fewer "
@@ -168,9 +168,9 @@ class Sampling(Struct, kw_only=True):
 
     def constraint(self) -> Constraint | None:
         """See ``constraints.constraint``; the request has it in one field afterwards."""
-        found = constraint(_given(self.response_format), _given(self.structured_outputs))
-        self.response_format, self.structured_outputs = UNSET, found.as_field() if found else UNSET
-        return found
+        limit = constraint(_given(self.response_format), _given(self.structured_outputs))
+        self.response_format, self.structured_outputs = UNSET, limit.as_field() if limit else UNSET
+        return limit
 
 
 class Completion(Sampling, kw_only=True):
@@ -356,15 +356,15 @@ class Chat(Sampling, kw_only=True):
         vLLM makes the same schema of the tools (``tool_calls``), so that the request has no constraint of its
         own.
         """
-        found, choice = super().constraint(), _given(self.tool_choice)
-        if self.may_call and found is not None and found.kind not in ("json", "choice"):
+        limit, choice = super().constraint(), _given(self.tool_choice)
+        if self.may_call and limit is not None and limit.kind not in ("json", "choice"):
             raise ConstraintRefused(
-                f"a {found.kind} beside tools would form the text in which calls are looked for: leave one "
+                f"a {limit.kind} beside tools would form the text in which calls are looked for: leave one "
                 "of them out, or set tool_choice to none"
             )
         if choice in (None, "none", "auto"):
-            return found
-        if found is not None:
+            return limit
+        if limit is not None:
             raise ConstraintRefused(
                 "tool_choice fixes the form of the answer: leave out response_format and structured_outputs"
             )
@@ -376,8 +376,8 @@ class Chat(Sampling, kw_only=True):
     def extent(self, context: int) -> Extent:
         """See ``Extent``; of its prompt an answer has nothing."""
         written = [each for each in (self.max_tokens, self.max_completion_tokens) if isinstance(each, int)]
-        own = max(1, _likeliest(self.top_logprobs)) if self.logprobs is True else 0
-        return Extent(1, 0, 0, min([context, *written]), own)
+        likeliest = max(1, _likeliest(self.top_logprobs)) if self.logprobs is True else 0
+        return Extent(1, 0, 0, min([context, *written]), likeliest)
 
 
 class ItemPart(Struct):
@@ -535,9 +535,9 @@ class Response(Struct, kw_only=True):
     def constraint(self) -> Constraint | None:
         """See ``Sampling.constraint``."""
         chat = self._chat
-        found = chat.constraint()
+        limit = chat.constraint()
         self.text, self.structured_outputs = UNSET, chat.structured_outputs
-        return found
+        return limit
 
 
 class Tokenizing(Struct, kw_only=True):
@@ -653,8 +653,8 @@ def _given(value: Any) -> Any:
 
 def _likeliest(count: int | UnsetType | None) -> int:
     """Log-probabilities of a token: so many, and its own."""
-    given = _given(count)
-    return 0 if given is None else given + 1
+    number = _given(count)
+    return 0 if number is None else number + 1
 
 
 def _too_long(tokens: int, context: int) -> str:
@@ -667,8 +667,8 @@ def text_bytes(context: int) -> int:
 
 
 def _too_large(size: int, context: int) -> str:
-    most = text_bytes(context)
-    return f"a text of {size} bytes; {most} are the most here" if size > most else ""
+    max_bytes = text_bytes(context)
+    return f"a text of {size} bytes; {max_bytes} are the most here" if size > max_bytes else ""
 
 
 def _wrong(

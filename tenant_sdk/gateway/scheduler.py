@@ -72,16 +72,16 @@ class Scheduler(Base):  # type: ignore[misc]
 
     def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
         """See vLLM; clients take turns. What a step does is remembered, since clients hang up."""
-        there = Counter({client_of(each.request_id): 0 for each in (*self.running, *self.waiting)})
+        clients = Counter({client_of(each.request_id): 0 for each in (*self.running, *self.waiting)})
         self._make_room()
         # A decoding sequence needs one row; prompts get the others.
         self.running.sort(key=lambda each: (_prefilling(each), _arrived(each) if _prefilling(each) else 0.0))
         waiting = {each.request_id: each for each in sorted(self.waiting, key=_arrived)}
         running = [self._sequence_info(each) for each in self.running]
-        several = self._seen.count(there, time.monotonic()) > 1
+        several = self._seen.count(clients, time.monotonic()) > 1
         self.max_num_scheduled_tokens, self._for_prompts = self._most_rows, 0
         constrained = self._paused_constraints(waiting.values()) if several else set[str]()
-        paused = self._pace(running, there) | constrained if several else set[str]()
+        paused = self._pace(running, clients) | constrained if several else set[str]()
         begin = next_admissions(
             running,
             [self._sequence_info(each) for name, each in waiting.items() if name not in constrained],
@@ -142,7 +142,7 @@ class Scheduler(Base):  # type: ignore[misc]
             self.running.remove(request)
             self._preempt_request(request, time.monotonic())
 
-    def _pace(self, running: list[SequenceInfo], there: Counter[str]) -> set[str]:
+    def _pace(self, running: list[SequenceInfo], attended: Counter[str]) -> set[str]:
         """Have each client leave a part of each step to the others; names of sequences that wait."""
         sorting = [
             (each.name, each.client)
@@ -153,21 +153,21 @@ class Scheduler(Base):  # type: ignore[misc]
         paused = paused_sampling(sorting, vocabulary) | second_prompts(running)
         going = [each for each in running if each.name not in paused]
         for each in going:
-            there[each.client] += each.tokens
-        busy, rows = len(there) > 1, 1 + self.num_spec_tokens
-        lightest = min(there, key=there.__getitem__) if busy else None
+            attended[each.client] += each.tokens
+        busy, rows = len(attended) > 1, 1 + self.num_spec_tokens
+        lightest = min(attended, key=attended.__getitem__) if busy else None
         count = rows * sum(not each.prefilling for each in going)
-        least = there[lightest] if lightest is not None else 0
-        most = self._steps.most(count, least, busy=busy)
-        spare = most - self._steps.seconds(count, least)
+        least = attended[lightest] if lightest is not None else 0
+        max_seconds = self._steps.most(count, least, busy=busy)
+        spare = max_seconds - self._steps.seconds(count, least)
         paused |= self._attention_debt.paused(
-            going, self._steps, spare, clients=max(1, len(there)), lightest=lightest
+            going, self._steps, spare, clients=max(1, len(attended)), lightest=lightest
         )
         decoding = [each for each in going if not each.prefilling and each.name not in paused]
         # A client whose prompt is read pays with its rows for what else it attends to.
         clients = {each.client for each in running if each.prefilling}
         count, tokens = len(decoding) * rows, sum(each.tokens for each in decoding if each.client in clients)
-        self.max_num_scheduled_tokens = self._steps.rows(count, tokens, most, self._most_rows)
+        self.max_num_scheduled_tokens = self._steps.rows(count, tokens, max_seconds, self._most_rows)
         self._for_prompts = self.max_num_scheduled_tokens - count
         return paused
 
@@ -248,9 +248,11 @@ def _prefilling(request: Request) -> bool:
 
 def _sorts(request: Request) -> bool:
     """Whether all tokens are looked at, and not only the likeliest is looked for."""
-    given = request.sampling_params
-    penalties = (given.presence_penalty, given.frequency_penalty, given.repetition_penalty)
-    sorts = given.top_p < 1 or given.top_k > 0 or penalties != (0, 0, 1) or given.logprobs is not None
+    sampling = request.sampling_params
+    penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
+    sorts = (
+        sampling.top_p < 1 or sampling.top_k > 0 or penalties != (0, 0, 1) or sampling.logprobs is not None
+    )
     return not _prefilling(request) and bool(sorts)
 
 

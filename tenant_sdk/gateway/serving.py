@@ -207,21 +207,21 @@ def _tool_parser(options: GatewayOptions, tokenizer: Any, say: Callable[[str], N
     if not shows_tools(tokenizer, options.chat_template):
         say("this model's chat template shows it no tools: it does not know what those of a request are for")
     if not options.tool_parser:
-        found = tool_parser(tokenizer, options.chat_template)
-        if found and found not in QUICK:
+        suitable = tool_parser(tokenizer, options.chat_template)
+        if suitable and suitable not in QUICK:
             say(
-                f"this model's chat template writes calls for vLLM's parser {found}, which takes long for "
+                f"this model's chat template writes calls for vLLM's parser {suitable}, which takes long for "
                 "some answers, while all clients wait; name it as parser of tools if you trust your clients"
             )
-        return found if found in QUICK else ""
+        return suitable if suitable in QUICK else ""
     from vllm.tool_parsers import ToolParserManager
 
-    given = options.tool_parser
-    if given != "none" and given not in (known := sorted(ToolParserManager.list_registered())):
+    parser = options.tool_parser
+    if parser != "none" and parser not in (known := sorted(ToolParserManager.list_registered())):
         raise ConfigurationError(
-            "{tool_parser} must be none or one of {}", ", ".join(known), tool_parser=given
+            "{tool_parser} must be none or one of {}", ", ".join(known), tool_parser=parser
         )
-    return "" if given == "none" else given
+    return "" if parser == "none" else parser
 
 
 def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
@@ -300,8 +300,8 @@ def _kept(manifest: Manifest, rank: int) -> int:
     from tenant_sdk.sequences.measuring import free_memory
 
     members = [(group.inputs, each.outputs) for group in manifest.groups for each in group.members]
-    most = free_memory() // 4 // (4 * rank * sum(map(sum, members)) or 1)
-    return min(most, MAX_ADAPTERS)
+    max_adapters = free_memory() // 4 // (4 * rank * sum(map(sum, members)) or 1)
+    return min(max_adapters, MAX_ADAPTERS)
 
 
 def _only_beside_experts(manifest: Manifest) -> list[str]:

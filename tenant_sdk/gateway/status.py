@@ -75,10 +75,10 @@ class SequenceErrors(msgspec.Struct):
     def reason(cls, folder: Path, request: str) -> str:
         """Why a sequence of a request ended; empty: none did."""
         try:
-            told = msgspec.json.decode((folder / ENDED_FILE).read_bytes(), type=cls)
+            errors = msgspec.json.decode((folder / ENDED_FILE).read_bytes(), type=cls)
         except FileNotFoundError:
             return ""
-        return next((why for name, why in told.reasons.items() if request in name), "")
+        return next((why for name, why in errors.reasons.items() if request in name), "")
 
 
 def request_name(client: str, secret: str) -> str:
@@ -88,11 +88,11 @@ def request_name(client: str, secret: str) -> str:
 
 def client_of(sequence: str) -> str:
     """The client of a sequence, by the name that vLLM has for it, which holds that of its request."""
-    found = re.search(r"([0-9a-z]+)\.[0-9a-f]{32}", sequence)
-    return found[1] if found else ""
+    match = re.search(r"([0-9a-z]+)\.[0-9a-f]{32}", sequence)
+    return match[1] if match else ""
 
 
-def _write(path: Path, told: msgspec.Struct) -> None:
+def _write(path: Path, record: msgspec.Struct) -> None:
     temporary = path.with_name(f".{path.name}")
-    temporary.write_bytes(msgspec.json.encode(told))
+    temporary.write_bytes(msgspec.json.encode(record))
     os.replace(temporary, path)

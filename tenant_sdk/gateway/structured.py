@@ -77,9 +77,9 @@ class LimitedGrammar(GuidanceGrammar):  # type: ignore[misc]
         del self._sizes[kept:]
 
     def _count(self, began: float) -> None:
-        taken = time.thread_time() - began
-        self.seconds += taken
-        self._taken += taken
+        seconds = time.thread_time() - began
+        self.seconds += seconds
+        self._taken += seconds
         if self._taken > ANSWER_SECONDS and not self.ended:
             self.ended = "computing what the constraint of this answer allows takes too long"
 
@@ -116,20 +116,20 @@ class LimitedGuidance(GuidanceBackend):  # type: ignore[misc]
         matcher = self._matcher(_asking.get(), Constraint(_KINDS[request_type], grammar_spec))
         return LimitedGrammar(ll_matcher=matcher, ll_tokenizer=self.ll_tokenizer, vocab_size=self.vocab_size)
 
-    def _matcher(self, client: str, given: Constraint) -> Any:
+    def _matcher(self, client: str, constraint: Constraint) -> Any:
         """One for a sequence of a client."""
         with self._lock:
-            kept, uses = self._kept.pop((client, given), (None, 0))
-        if kept is None or uses >= SHARED or _used_up(kept):
-            kept, uses = compiled(self.ll_tokenizer, given), 0
+            matcher, uses = self._kept.pop((client, constraint), (None, 0))
+        if matcher is None or uses >= SHARED or _used_up(matcher):
+            matcher, uses = compiled(self.ll_tokenizer, constraint), 0
         with self._lock:
-            self._kept[client, given] = kept, uses + 1
+            self._kept[client, constraint] = matcher, uses + 1
             of_client = [each for each in self._kept if each[0] == client]
             if len(of_client) > MAX_COMPILED_OF_A_CLIENT:
                 del self._kept[of_client[0]]
             elif len(self._kept) > MAX_COMPILED:
                 del self._kept[eviction_victim(self._kept)]
-        return kept.deep_copy()
+        return matcher.deep_copy()
 
 
 def _used_up(matcher: Any) -> bool:

@@ -277,15 +277,15 @@ def _for_later(runner: Any) -> Iterator[None]:
         generators.update(kept)
 
 
-def _versions(batch: Any, make: Callable[..., tuple[Any, Any, Any]], *given: Any) -> tuple[Any, Any, Any]:
+def _versions(batch: Any, make: Callable[..., tuple[Any, Any, Any]], *arguments: Any) -> tuple[Any, Any, Any]:
     """What a step's adapters are, with every version of each: vLLM's set has one of those with the same name.
 
     Args:
         batch: the sequences of the step.
         make: vLLM's function.
-        given: its arguments.
+        arguments: its arguments.
     """
-    prompts, tokens, _ = make(batch, *given)
+    prompts, tokens, _ = make(batch, *arguments)
     return prompts, tokens, list(batch.lora_id_to_lora_request.values())
 
 
@@ -330,5 +330,5 @@ def _sane(down: torch.Tensor, up: torch.Tensor) -> bool:
     chance = torch.Generator()
     chance.seed()  # its author must not know the rows
     x = torch.randn(TRIED_ROWS, down.shape[1], generator=chance)
-    made = x @ down.cpu().float().T @ up.cpu().float().T
-    return bool((made.abs() < ADAPTER_MOST).all())
+    product = x @ down.cpu().float().T @ up.cpu().float().T
+    return bool((product.abs() < ADAPTER_MOST).all())

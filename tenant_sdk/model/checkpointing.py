@@ -101,6 +101,8 @@ def _replace(model: nn.Module, store: Store) -> None:
             continue
         if isinstance(function, _Once):
             function = function.inner
-        given = getattr(function, "keywords", {})
-        own = given.get("context_fn", noop_context_fn) is not noop_context_fn or given.get("debug")
-        setattr(module, _FUNCTION, function if own else _Once(function, store))
+        keywords = getattr(function, "keywords", {})
+        has_own_context = keywords.get("context_fn", noop_context_fn) is not noop_context_fn or keywords.get(
+            "debug"
+        )
+        setattr(module, _FUNCTION, function if has_own_context else _Once(function, store))

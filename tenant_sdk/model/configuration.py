@@ -83,10 +83,10 @@ def model_configuration(data: bytes, manifest: Manifest, overrides: Mapping[str,
     """
     raw = _object(data, "config.json")
     # How long a spectrogram is has the name of an option of generation.
-    own = {"max_length"} if raw.get("model_type") == "audio-spectrogram-transformer" else set()
-    kept = {key: value for key, value in raw.items() if key not in _OF_GENERATION - own}
-    kept = {key: value for key, value in kept.items() if key not in _OF_CLASSES}
-    clean = _clean(kept, _Limits(manifest), "config.json", 0)
+    model_fields = {"max_length"} if raw.get("model_type") == "audio-spectrogram-transformer" else set()
+    fields = {key: value for key, value in raw.items() if key not in _OF_GENERATION - model_fields}
+    fields = {key: value for key, value in fields.items() if key not in _OF_CLASSES}
+    clean = _clean(fields, _Limits(manifest), "config.json", 0)
     with tempfile.TemporaryDirectory(prefix="symbiosis-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(clean))
         # Every configuration class refuses nonsense in a way of its own.
@@ -102,9 +102,9 @@ def model_configuration(data: bytes, manifest: Manifest, overrides: Mapping[str,
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **overrides)
         except Exception as error:
-            given = ", ".join(f"{key}={value!r:.80}" for key, value in overrides.items())
+            shown = ", ".join(f"{key}={value!r:.80}" for key, value in overrides.items())
             raise ConfigurationError(
-                f"a {type(config).__name__} cannot have {given}: {str(error)[:200]}"
+                f"a {type(config).__name__} cannot have {shown}: {str(error)[:200]}"
             ) from error
     if getattr(config, "backbone", None) is not None or not _is_built(
         getattr(config, "backbone_config", None)
@@ -154,16 +154,16 @@ def generation_configuration(
         ModelMismatch: they are no ids and lengths.
     """
     if data is None:
-        given = {name: _of(config, name) for name in TOKENS}
+        values = {name: _of(config, name) for name in TOKENS}
     else:
         raw = _object(data, "generation_config.json", whose)
-        given = {name: raw.get(name) for name in (*TOKENS, *LENGTHS)}
-    for name, value in given.items():
+        values = {name: raw.get(name) for name in (*TOKENS, *LENGTHS)}
+    for name, value in values.items():
         several = value if isinstance(value, list) and name in TOKENS else [value]
         for each in several:
             if each is not None and (type(each) is not int or not 0 <= each < 1 << 31):
                 raise ModelMismatch(f"{whose}generation_config.json: {name} cannot be {each!r:.40}")
-    return GenerationConfig(**{name: value for name, value in given.items() if value is not None})
+    return GenerationConfig(**{name: value for name, value in values.items() if value is not None})
 
 
 def download_files(remote: RemoteExecutor, names: Iterable[str]) -> dict[str, bytes]:
@@ -265,11 +265,11 @@ def _clean(value: Any, limits: _Limits, key: str, depth: int, lists: int = 0) ->
         )
     # In lists of lists numbers say how often the rest is repeated.
     if isinstance(value, int) and abs(value) > (
-        most := limits.many if lists > 1 and not _IMAGES.search(key) else limits.of(key)
+        bound := limits.many if lists > 1 and not _IMAGES.search(key) else limits.of(key)
     ):
         raise ModelMismatch(
-            f"the executor's configuration: {key[:80]} is {value:.6g}; with its manifest, {most} is the most "
-            "that is taken"
+            f"the executor's configuration: {key[:80]} is {value:.6g}; with its manifest, {bound} is the "
+            "most that is taken"
         )
     return value
 

@@ -40,8 +40,8 @@ def bucket(counts: Sequence[int], tokens: int) -> int:
     Args:
         tokens: how many there are.
     """
-    most = max(tokens if tokens <= FEW_TOKENS else 0, *counts, MIN_BUCKET)
-    return int(1 << (most - 1).bit_length())
+    largest = max(tokens if tokens <= FEW_TOKENS else 0, *counts, MIN_BUCKET)
+    return int(1 << (largest - 1).bit_length())
 
 
 class Padding:
@@ -52,15 +52,15 @@ class Padding:
 
     def rows(self, counts: Sequence[int], tokens: int) -> int:
         """See ``bucket``."""
-        most = bucket(counts, tokens)
+        padded = bucket(counts, tokens)
         if not self._told:
-            self._told, sent, needed = True, most * len(counts), sum(counts)
+            self._told, sent, needed = True, padded * len(counts), sum(counts)
             log.warning(
                 "padded experts: each of %d experts gets as many rows as the one with the most, rounded up "
                 "to a power of two; at first %d rows are sent where %d are needed, %.1f times as many",
                 *(len(counts), sent, needed, sent / needed),
             )
-        return most
+        return padded
 
 
 class Experts:
@@ -137,26 +137,26 @@ class Experts:
             nn.functional.pad(part, (0, 0, 0, each - len(part))) if each else part
             for part in rows.split(list(counts))
         ]
-        asked = (self, direction, tuple(counts))
-        return answered(asked, [rows], lambda: [self._ask(direction, parts, counts, request_class)])[0]
+        request = (self, direction, tuple(counts))
+        return answered(request, [rows], lambda: [self._ask(direction, parts, counts, request_class)])[0]
 
     def _ask(
         self, direction: Direction, parts: list[torch.Tensor], counts: Sequence[int], urgency: RequestClass
     ) -> torch.Tensor:
-        asked = [expert for expert, part in enumerate(parts) if len(part)]
+        busy = [expert for expert, part in enumerate(parts) if len(part)]
 
         def submit(expert: int) -> PendingProduct:
             return self.groups[expert].submit(direction, 1, [parts[expert]], urgency)
 
-        kinds = {(direction, expert) for expert in asked}
+        kinds = {(direction, expert) for expert in busy}
         if kinds <= self._known:
-            pending = [submit(expert) for expert in asked]
+            pending = [submit(expert) for expert in busy]
         else:  # what the first request of a kind waits for is fetched for all together
             with ThreadPoolExecutor(FIRST_AT_ONCE, thread_name_prefix="symbiosis-experts") as pool:
-                pending = list(pool.map(submit, asked))
+                pending = list(pool.map(submit, busy))
             self._known |= kinds
         return torch.cat(
-            [product.result()[0][: counts[expert]] for expert, product in zip(asked, pending, strict=True)]
+            [product.result()[0][: counts[expert]] for expert, product in zip(busy, pending, strict=True)]
         )
 
 

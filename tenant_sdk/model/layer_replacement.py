@@ -74,11 +74,11 @@ def attach_layers(
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     transforms_run()  # is tried now, and not while a compiler looks on
     plan = plan_layers(model, groups, offload_head=offload_head, exclude=exclude)
-    unused, own = of_another_head(model, groups), own_head(model)
+    unused, head = of_another_head(model, groups), own_head(model)
     experts = plan_experts(model, groups, exclude) if placement.remote else []
     if probe:
         for group, index, layer in plan:
-            _probe(group, index, layer, own=id(layer) in own)
+            _probe(group, index, layer, alone=id(layer) in head)
         for each in experts:
             probe_experts(each, PROBE_TOLERANCE)
     replaced = {id(layer): (group, index) for group, index, layer in plan}
@@ -153,7 +153,7 @@ def of_another_head(model: nn.Module, groups: Sequence[Group]) -> list[str]:
 
     This model does not have them, and they are in no block; or its own head's have another shape.
     """
-    layers, own = linear_layers(model), own_head(model)
+    layers, head = linear_layers(model), own_head(model)
     served = [
         (member, group.info.inputs)
         for group in groups
@@ -167,7 +167,7 @@ def of_another_head(model: nn.Module, groups: Sequence[Group]) -> list[str]:
         member.name
         for member, inputs in served
         if (layer := layers.get(member.name)) is not None
-        and id(layer) in own
+        and id(layer) in head
         and tuple(layer.weight.shape) != _shape(layer, member, inputs)  # type: ignore[arg-type]
     ]
 
@@ -236,7 +236,7 @@ def checked_layer(layer: nn.Module | None, member: Member, inputs: int) -> nn.Mo
     return layer
 
 
-def _probe(group: Group, index: int, layer: nn.Module, *, own: bool = False) -> None:
+def _probe(group: Group, index: int, layer: nn.Module, *, alone: bool = False) -> None:
     weight = layer.weight.detach().float().cpu()  # type: ignore[operator]
     if isinstance(layer, Conv1D):
         weight = weight.T
@@ -249,7 +249,7 @@ def _probe(group: Group, index: int, layer: nn.Module, *, own: bool = False) -> 
             f"{name} has other weights here than at the executor; "
             + (
                 f"if this head is to be another, keep it local: exclude=[{name!r}]"
-                if own
+                if alone
                 else "attach the very checkpoint that the executor serves. If transformers reported that it "
                 "lacks weights of this class, use session.load_model(model_class=...), which finds them"
             )
@@ -320,9 +320,11 @@ def warn_if_trained(model: nn.Module) -> None:
         inner = getattr(module, "base_layer", None) or getattr(module, "original_module", None)
         if inner is not None:
             adapters |= set(map(id, module.parameters())) - set(map(id, inner.parameters()))
-    own = [each for each in base_model(model).parameters() if each.requires_grad and id(each) not in adapters]
+    trained_parameters = [
+        each for each in base_model(model).parameters() if each.requires_grad and id(each) not in adapters
+    ]
     # A parameter keeps its hooks alive, so nothing in them may keep parameters alive.
-    mine, seen, handles = set(map(id, own)), weakref.ref(model), list[Any]()
+    mine, seen, handles = set(map(id, trained_parameters)), weakref.ref(model), list[Any]()
 
     def trained(_: torch.Tensor) -> None:
         for handle in handles:
@@ -342,7 +344,7 @@ def warn_if_trained(model: nn.Module) -> None:
                 _few(names),
             )
 
-    handles += [parameter.register_post_accumulate_grad_hook(trained) for parameter in own]
+    handles += [parameter.register_post_accumulate_grad_hook(trained) for parameter in trained_parameters]
 
 
 def detach_layers(model: nn.Module, manifest: Manifest, checkpoint: str | Path | None) -> int:

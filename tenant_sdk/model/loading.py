@@ -78,8 +78,8 @@ def check_causal(remote: RemoteExecutor, config: Any = None) -> None:
         ConfigurationError: it has an encoder, or reads images or sound, or generates nothing.
     """
     name = remote.manifest.architecture
-    found = getattr(transformers, name, None)
-    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+    model_class = getattr(transformers, name, None)
+    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
         return  # ``load_model`` says what is wrong, here and below
     if config is None:
         try:
@@ -87,8 +87,8 @@ def check_causal(remote: RemoteExecutor, config: Any = None) -> None:
         except ModelMismatch:
             return
     if (
-        not found.can_generate()
-        or found.main_input_name != "input_ids"
+        not model_class.can_generate()
+        or model_class.main_input_name != "input_ids"
         or getattr(config, "is_encoder_decoder", False)
     ):
         raise ConfigurationError(
@@ -97,18 +97,18 @@ def check_causal(remote: RemoteExecutor, config: Any = None) -> None:
         )
 
 
-def _dtype(given: torch.dtype | str) -> torch.dtype:
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
     """One of ``DTYPES``, by its name as well.
 
     Raises:
         ConfigurationError: it is none of them.
     """
-    named = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    named = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     for each in DTYPES:
         if each is named:
             return each
     raise ConfigurationError(
-        f"dtype={given!r:.40} cannot be: what tenants hold takes {', '.join(map(str, DTYPES))}, or the name "
+        f"dtype={dtype!r:.40} cannot be: what tenants hold takes {', '.join(map(str, DTYPES))}, or the name "
         "of one"
     )
 
@@ -235,10 +235,10 @@ def _check_shapes(
     supplied |= {id(layer.weight) for _, _, layer in plan}
     supplied |= {id(layer.weight) for _, _, layer in _here(model, excluded_layers(groups, exclude))}
     fresh = {id(each): each for each in state.values() if id(each) not in supplied}
-    made = sum(each.numel() * each.element_size() for each in fresh.values())
-    if made > MAX_BUFFERS:
+    size = sum(each.numel() * each.element_size() for each in fresh.values())
+    if size > MAX_BUFFERS:
         raise ModelMismatch(
-            f"the executor lists no values for parameters of {made / 2**30:.1f} GiB; the limit for what is "
+            f"the executor lists no values for parameters of {size / 2**30:.1f} GiB; the limit for what is "
             f"made here is {MAX_BUFFERS / 2**30:.0f} GiB"
         )
     if (computed := buffer_bytes(model)) > MAX_BUFFERS:
@@ -265,24 +265,26 @@ class _LargeOnMeta(TorchFunctionMode):
 def _model_class(manifest: Manifest, config: Any, model_class: type[Any] | None) -> Callable[[Any], Any]:
     """What builds the model from its configuration."""
     name = manifest.architecture
-    found = model_class or getattr(transformers, name, None)
+    chosen_class = model_class or getattr(transformers, name, None)
     if model_class is None and not (
-        isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is type(config)
+        isinstance(chosen_class, type)
+        and issubclass(chosen_class, PreTrainedModel)
+        and chosen_class.config_class is type(config)
     ):
         raise ModelMismatch(
             f"transformers {transformers.__version__} has no model class {name[:80]!r} for a "
             f"{type(config).__name__}; install the version that the provider runs, or give model_class="
         )
-    reads = getattr(found, "main_input_name", "")
+    reads = getattr(chosen_class, "main_input_name", "")
     if model_class is None and reads not in INPUTS:
         raise ModelMismatch(
             f"{name[:80]} reads {reads!s:.80}; models are built for a peer if they read {', '.join(INPUTS)}. "
             "Load the checkpoint with transformers and use session.attach"
         )
     # Auto classes choose by configuration, model classes take it as it is.
-    build: Any = getattr(found, "from_config", None) or getattr(found, "_from_config", None)
+    build: Any = getattr(chosen_class, "from_config", None) or getattr(chosen_class, "_from_config", None)
     if build is None:
-        raise ModelMismatch(f"model_class={found!r} is not a transformers model class")
+        raise ModelMismatch(f"model_class={chosen_class!r} is not a transformers model class")
     return build  # type: ignore[no-any-return]
 
 
@@ -312,16 +314,16 @@ def _build(
 
 
 @contextmanager
-def _few_modules(most: int) -> Iterator[None]:
+def _few_modules(limit: int) -> Iterator[None]:
     """Let this thread put no more than so many modules together."""
     thread, count = threading.get_ident(), 0
 
     def registered(_parent: nn.Module, _name: str, _module: nn.Module | None) -> None:
         nonlocal count
         count += threading.get_ident() == thread
-        if count > most:
+        if count > limit:
             raise ModelMismatch(
-                f"the executor's configuration makes a model of more than {most} parts, which its manifest "
+                f"the executor's configuration makes a model of more than {limit} parts, which its manifest "
                 "does not account for"
             )
 
@@ -345,7 +347,7 @@ def _named(
     """
     # Another class around the same base model (a classifier, say) has other names for the rest.
     prefix, its = f"{model.base_model_prefix}.", f"{manifest.base_prefix}."
-    own = own_head(model) if other_head else set()
+    head = own_head(model) if other_head else set()
     for info in manifest.parameters:
         names = (
             info.name,
@@ -355,7 +357,7 @@ def _named(
         )
         name = next((n for n in names if n in state), None)
         if name is not None and tuple(state[name].shape) != info.shape:
-            if id(model.get_submodule(name.rpartition(".")[0])) in own:
+            if id(model.get_submodule(name.rpartition(".")[0])) in head:
                 yield info, None
                 continue
             raise ModelMismatch(

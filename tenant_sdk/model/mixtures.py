@@ -87,7 +87,7 @@ def _check(name: str, here: Projection | None, infos: Sequence[GroupInfo]) -> No
         for at in range(count)
     ]
     # Not what a checkpoint calls it. No digest covers what is said to be the head.
-    told = [
+    reasons = [
         GroupInfo(
             info.inputs,
             tuple(Member(m.name, m.outputs, "", m.transposed, expert=m.expert) for m in info.members),
@@ -95,7 +95,7 @@ def _check(name: str, here: Projection | None, infos: Sequence[GroupInfo]) -> No
         )
         for info in infos
     ]
-    if told != expected:
+    if reasons != expected:
         raise other
 
 

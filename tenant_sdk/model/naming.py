@@ -30,11 +30,11 @@ class Base(NamedTuple):
         return None if Path(self.name).exists() else hub_id(self.name)
 
 
-def find_base(given: str | Path, manifest: Manifest) -> Base:
+def find_base(named: str | Path, manifest: Manifest) -> Base:
     """What a tenant calls the base model that an executor serves.
 
     Args:
-        given: a folder or a GGUF file, whose weights are compared with those that are served; a folder of
+        named: a folder or a GGUF file, whose weights are compared with those that are served; a folder of
             another machine, by its absolute path; ``hub:NAME[@REVISION]``, and the hub is asked for the
             commit if it can be; or nothing.
 
@@ -43,12 +43,12 @@ def find_base(given: str | Path, manifest: Manifest) -> Base:
         ModelMismatch: the folder holds another model.
         CheckpointError: the folder or file cannot be read; or the hub has no such model.
     """
-    text = str(given)
+    text = str(named)
     if not text:
         return Base()
     if is_gguf(Path(text)):  # which PEFT does not load
         text = str(checkpoint_folder(text))
-        log.warning("adapters will say that their base is %s, the folder made of %s", text, given)
+        log.warning("adapters will say that their base is %s, the folder made of %s", text, named)
     if Path(text).is_dir():
         open_checkpoint(text, manifest)
         snapshot = id_of_snapshot(text)
@@ -90,8 +90,8 @@ def base_of(model: nn.Module) -> Base:
     name = str(getattr(inner, "name_or_path", "") or "")
     if snapshot := id_of_snapshot(name):
         return Base(*snapshot)
-    found = Base(name)
-    return Base(name, getattr(inner.config, "_commit_hash", None) if found.hub else None)
+    base = Base(name)
+    return Base(name, getattr(inner.config, "_commit_hash", None) if base.hub else None)
 
 
 def plain_name(text: str) -> str:

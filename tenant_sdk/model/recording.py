@@ -27,11 +27,11 @@ class Store(Protocol):
         """Keep a copy of a tensor."""
         ...
 
-    def read(self, kept: Any) -> torch.Tensor:
+    def read(self, stored: Any) -> torch.Tensor:
         """A tensor that was kept."""
         ...
 
-    def free(self, kept: Any) -> None:
+    def free(self, stored: Any) -> None:
         """Give its place up; it is not read any more."""
         ...
 
@@ -43,11 +43,11 @@ class CopyStore:
         """See Store."""
         return tensor.detach().clone()
 
-    def read(self, kept: torch.Tensor) -> torch.Tensor:
+    def read(self, stored: torch.Tensor) -> torch.Tensor:
         """See Store; the copy itself."""
-        return kept
+        return stored
 
-    def free(self, kept: torch.Tensor) -> None:
+    def free(self, stored: torch.Tensor) -> None:
         """See Store."""
 
 
@@ -61,13 +61,13 @@ class OnHost:
         """See Store."""
         return self._store.write(tensor.cpu()), tensor.device
 
-    def read(self, kept: tuple[Any, torch.device]) -> torch.Tensor:
+    def read(self, stored: tuple[Any, torch.device]) -> torch.Tensor:
         """See Store."""
-        return self._store.read(kept[0]).to(kept[1])
+        return self._store.read(stored[0]).to(stored[1])
 
-    def free(self, kept: tuple[Any, torch.device]) -> None:
+    def free(self, stored: tuple[Any, torch.device]) -> None:
         """See Store."""
-        self._store.free(kept[0])
+        self._store.free(stored[0])
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,10 @@ class Recording:
         for index, answer in enumerate(self._answers):
             if answer.matches(request, sample):
                 del self._answers[index]
-                found = [self._store.read(each) for each in answer.kept]
+                answers = [self._store.read(each) for each in answer.kept]
                 for each in answer.kept:
                     self._store.free(each)
-                return found
+                return answers
         return None
 
 
@@ -157,9 +157,9 @@ class RecordingContext:
             # A second run may end as soon as it has computed what is needed: nobody parts from anybody then.
             if hasattr(request[0], "forget"):
                 self._touched.append(request[0])
-            found = self._recording.take(request, blocks)
-            if found is not None:
-                return found
+            recorded = self._recording.take(request, blocks)
+            if recorded is not None:
+                return recorded
         answers = compute() if self._around is None else self._around.answer(request, blocks, compute)
         if not self._replays:
             self._recording.keep(request, blocks, answers)

@@ -78,9 +78,9 @@ def build_tokenizer(files: Mapping[str, bytes]) -> Any:
     options = _read(files, "tokenizer_config.json", _Options)
     older = _read(files, "special_tokens_map.json", _SpecialTokens)
     chosen: dict[str, Any] = {
-        name: _token(given)
+        name: _token(value)
         for name in NAMED_TOKENS
-        if (given := getattr(options, name) or getattr(older, name)) is not None
+        if (value := getattr(options, name) or getattr(older, name)) is not None
     }
     extra = options.extra_special_tokens
     more = [
@@ -138,14 +138,14 @@ def _text(files: Mapping[str, bytes], name: str) -> str:
         raise ModelMismatch(f"the executor's {name} is not text in UTF-8") from error
 
 
-def _token(given: str | _Token) -> str | AddedToken:
-    if isinstance(given, str):
-        return given
+def _token(token: str | _Token) -> str | AddedToken:
+    if isinstance(token, str):
+        return token
     return AddedToken(
-        given.content,
-        single_word=given.single_word,
-        lstrip=given.lstrip,
-        rstrip=given.rstrip,
-        normalized=given.normalized,
-        special=given.special,
+        token.content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=token.special,
     )

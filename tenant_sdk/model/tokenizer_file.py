@@ -314,9 +314,9 @@ def _check_vocabulary(file: _File) -> None:
     check_letters(token.content for token in file.added_tokens)
     if not isinstance(vocabulary, dict) and _places(token for token, _ in vocabulary) > MAX_PLACES:
         raise _refused("its vocabulary's tokens are long and have little in common")
-    most = 2 * (len(vocabulary) + len(file.added_tokens)) + MAX_HOLES
-    if not 0 <= min(identities, default=0) <= max(identities, default=0) <= most:
-        raise _refused(f"its tokens' ids have holes: one is not from 0 to {most}")
+    max_identity = 2 * (len(vocabulary) + len(file.added_tokens)) + MAX_HOLES
+    if not 0 <= min(identities, default=0) <= max(identities, default=0) <= max_identity:
+        raise _refused(f"its tokens' ids have holes: one is not from 0 to {max_identity}")
     _check_merges(file.model)
     for rule in _list(file.decoder, "decoders"):
         if type(rule).__struct_config__.tag == "Strip" and not 0 <= (rule.start or 0) + (rule.stop or 0) <= 1:

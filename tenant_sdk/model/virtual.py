@@ -98,12 +98,12 @@ class Group:
         if last is not None:
             self._part(last)
         wanted = set(self._together[member])
-        members = sum(1 << i for i in wanted)
-        outputs = dict(zip(member_indices(members), self._request(members, x, dtype), strict=True))
-        taken = outputs.pop(member)
+        member_bits = sum(1 << i for i in wanted)
+        outputs = dict(zip(member_indices(member_bits), self._request(member_bits, x, dtype), strict=True))
+        wanted_output = outputs.pop(member)
         values = x.clone() if x.is_inference() else None
         self._threads.last = _Last(weakref.ref(x), context, values, wanted, outputs)
-        return taken
+        return wanted_output
 
     def _part(self, last: _Last) -> None:
         """Members whose outputs nobody took get another tensor than those whose were."""
@@ -118,36 +118,36 @@ class Group:
         """Take nothing from this thread's last request, and learn nothing of who took what."""
         self._threads.last = None
 
-    def _request(self, members: int, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        there, rows = _tokens.get(), x.to(dtype)
-        if there is None or there.shape != x.shape[:-1]:
-            return self.differentiable(Direction.FORWARD, members, (rows,), request_class_for(x))
-        answers = self.differentiable(Direction.FORWARD, members, (rows[there],), request_class_for(x))
+    def _request(self, member_bits: int, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        attended, rows = _tokens.get(), x.to(dtype)
+        if attended is None or attended.shape != x.shape[:-1]:
+            return self.differentiable(Direction.FORWARD, member_bits, (rows,), request_class_for(x))
+        answers = self.differentiable(Direction.FORWARD, member_bits, (rows[attended],), request_class_for(x))
         return tuple(
-            answer.new_zeros((*there.shape, answer.shape[-1])).index_put((there,), answer)
+            answer.new_zeros((*attended.shape, answer.shape[-1])).index_put((attended,), answer)
             for answer in answers
         )
 
     def differentiable(
         self,
         direction: Direction,
-        members: int,
+        member_bits: int,
         blocks: tuple[torch.Tensor, ...],
         request_class: RequestClass = RequestClass.FINETUNING,
     ) -> tuple[torch.Tensor, ...]:
         """``product`` of blocks [..., W] of one leading shape, with a graph where something needs one."""
         if transforms_run()() or any(map(requires_autograd, blocks)):
             outputs: tuple[torch.Tensor, ...] = _GroupProduct.apply(  # type: ignore[no-untyped-call]
-                self, direction, members, request_class, *blocks
+                self, direction, member_bits, request_class, *blocks
             )
             return outputs
         # Nothing to differentiate: decoding does not pay for the graph.
-        return self.plain_product(direction, members, blocks, request_class)
+        return self.plain_product(direction, member_bits, blocks, request_class)
 
     def plain_product(
         self,
         direction: Direction,
-        members: int,
+        member_bits: int,
         blocks: tuple[torch.Tensor, ...],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> tuple[torch.Tensor, ...]:
@@ -155,38 +155,40 @@ class Group:
         leading = blocks[0].shape[:-1]
         rows = [block.detach() if block.requires_grad else block for block in blocks]
         rows = [block.reshape(-1, block.shape[-1]) if block.dim() != 2 else block for block in rows]
-        answers = self._ask(direction, members, rows, request_class)
+        answers = self._ask(direction, member_bits, rows, request_class)
         if is_traced():
             return tuple(answer.view(*leading, answer.shape[-1]) for answer in answers)
         return tuple(own(answer, (*leading, answer.shape[-1])) for answer in answers)
 
     def _ask(
-        self, direction: Direction, members: int, blocks: list[torch.Tensor], request_class: RequestClass
+        self, direction: Direction, member_bits: int, blocks: list[torch.Tensor], request_class: RequestClass
     ) -> list[torch.Tensor]:
         """``product``, what a recording has of it, or what stands for it in a graph that is being made."""
         if is_traced():
-            answers: list[torch.Tensor] = _products(blocks, self.handle, direction, members, request_class)
+            answers: list[torch.Tensor] = _products(
+                blocks, self.handle, direction, member_bits, request_class
+            )
             return answers
         return answered(
-            (self, direction, members),
+            (self, direction, member_bits),
             blocks,
-            lambda: self.product(direction, members, blocks, request_class),
+            lambda: self.product(direction, member_bits, blocks, request_class),
         )
 
     def product(
         self,
         direction: Direction,
-        members: int,
+        member_bits: int,
         blocks: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> list[torch.Tensor]:
         """What ``submit`` gives, waited for."""
-        return self.submit(direction, members, blocks, request_class).result()
+        return self.submit(direction, member_bits, blocks, request_class).result()
 
     def submit(
         self,
         direction: Direction,
-        members: int,
+        member_bits: int,
         blocks: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> PendingProduct:
@@ -197,36 +199,36 @@ class Group:
             ConfigurationError: blocks without values of their own.
             ModelMismatch: the model's own configuration makes rows that do not fit these layers.
         """
-        outputs = self.widths(members)
+        outputs = self.widths(member_bits)
         widths = [self.info.inputs] if direction == Direction.FORWARD else outputs
         if [block.shape[-1] for block in blocks] != widths:
-            names = ", ".join(member.name for member in self._members(members))
-            made = [block.shape[-1] for block in blocks]
+            names = ", ".join(member.name for member in self._members(member_bits))
+            block_widths = [block.shape[-1] for block in blocks]
             raise ModelMismatch(
-                f"{names} takes rows of {widths} numbers, but the model makes rows of {made}: its "
+                f"{names} takes rows of {widths} numbers, but the model makes rows of {block_widths}: its "
                 "configuration does not fit the weights"
             )
         first = blocks[0]
         if not len(first):  # an empty batch: nothing to ask for
-            made = outputs if direction == Direction.FORWARD else [self.info.inputs]
-            return PendingProduct(lambda: [first.new_empty((0, width)) for width in made])
+            block_widths = outputs if direction == Direction.FORWARD else [self.info.inputs]
+            return PendingProduct(lambda: [first.new_empty((0, width)) for width in block_widths])
         for block in blocks:
             check_values(block, direction, (member.name for member in self.info.members))
         if first.dtype == torch.float32 and first.device.type == "cpu":
-            return self._products.submit(self.identity, direction, members, blocks, request_class)
+            return self._products.submit(self.identity, direction, member_bits, blocks, request_class)
         here = to_host(blocks, torch.float32)
-        pending = self._products.submit(self.identity, direction, members, here, request_class)
+        pending = self._products.submit(self.identity, direction, member_bits, here, request_class)
         return PendingProduct(lambda: to_device(pending.result(), first.device, first.dtype))
 
-    def widths(self, members: int) -> list[int]:
+    def widths(self, member_bits: int) -> list[int]:
         """Outputs of the members."""
-        outputs = self._outputs.get(members)
+        outputs = self._outputs.get(member_bits)
         if outputs is None:
-            outputs = self._outputs[members] = [m.outputs for m in self._members(members)]
+            outputs = self._outputs[member_bits] = [m.outputs for m in self._members(member_bits)]
         return outputs
 
-    def _members(self, members: int) -> list[Member]:
-        return [self.info.members[i] for i in member_indices(members)]
+    def _members(self, member_bits: int) -> list[Member]:
+        return [self.info.members[i] for i in member_indices(member_bits)]
 
 
 def check_values(block: torch.Tensor, direction: Direction, names: Iterable[str]) -> None:
@@ -269,19 +271,19 @@ _groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
 
 @torch.library.custom_op("symbiosis::products", mutates_args=())
 def _products(
-    blocks: list[torch.Tensor], handle: int, direction: int, members: int, request_class: int
+    blocks: list[torch.Tensor], handle: int, direction: int, member_bits: int, request_class: int
 ) -> list[torch.Tensor]:
-    results = _groups[handle].product(Direction(direction), members, blocks, RequestClass(request_class))
+    results = _groups[handle].product(Direction(direction), member_bits, blocks, RequestClass(request_class))
     # Answers of several members may lie in one block of memory, which operators must not give.
     return results if len(results) == 1 else [result.clone() for result in results]
 
 
 @_products.register_fake
 def _(
-    blocks: list[torch.Tensor], handle: int, direction: int, members: int, request_class: int
+    blocks: list[torch.Tensor], handle: int, direction: int, member_bits: int, request_class: int
 ) -> list[torch.Tensor]:
     group, (first, *_) = _groups[handle], blocks
-    widths = group.widths(members) if direction == Direction.FORWARD else [group.info.inputs]
+    widths = group.widths(member_bits) if direction == Direction.FORWARD else [group.info.inputs]
     return [first.new_empty((first.shape[0], width)) for width in widths]
 
 
@@ -302,9 +304,13 @@ class _GroupProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        group: Group, direction: Direction, members: int, request_class: RequestClass, *blocks: torch.Tensor
+        group: Group,
+        direction: Direction,
+        member_bits: int,
+        request_class: RequestClass,
+        *blocks: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        return group.plain_product(direction, members, blocks, request_class)
+        return group.plain_product(direction, member_bits, blocks, request_class)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -322,21 +328,21 @@ class _GroupProduct(torch.autograd.Function):
             outputs = ctx.group.differentiable(Direction.FORWARD, ctx.members, (gradient,))
             return (*nothing[:_OPTIONS], *outputs)
         # A backward may reach only some members (their adapters are trained, others' are not).
-        members, blocks = _reached(ctx.members, grads)
+        member_bits, blocks = _reached(ctx.members, grads)
         if not blocks:
             return nothing
-        gradients = ctx.group.differentiable(Direction.BACKWARD, members, blocks)
+        gradients = ctx.group.differentiable(Direction.BACKWARD, member_bits, blocks)
         return (*nothing[:_OPTIONS], *gradients)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        given = tangents[_OPTIONS:]
+        rows = tangents[_OPTIONS:]
         if ctx.direction == Direction.FORWARD:
-            members, blocks = ctx.members, tuple(each for each in given if each is not None)
+            member_bits, blocks = ctx.members, tuple(each for each in rows if each is not None)
         else:
-            members, blocks = _reached(ctx.members, given)
+            member_bits, blocks = _reached(ctx.members, rows)
         return ctx.group.differentiable(  # type: ignore[no-any-return]
-            ctx.direction, members, blocks, ctx.request_class
+            ctx.direction, member_bits, blocks, ctx.request_class
         )
 
     @staticmethod
@@ -350,14 +356,14 @@ class _GroupProduct(torch.autograd.Function):
         return outputs, (0,) * len(outputs)
 
 
-def _reached(members: int, blocks: Sequence[torch.Tensor | None]) -> tuple[int, tuple[torch.Tensor, ...]]:
+def _reached(member_bits: int, blocks: Sequence[torch.Tensor | None]) -> tuple[int, tuple[torch.Tensor, ...]]:
     """Of some members' blocks those that are there, and whose they are."""
-    there = [
+    reached = [
         (index, block)
-        for index, block in zip(member_indices(members), blocks, strict=True)
+        for index, block in zip(member_indices(member_bits), blocks, strict=True)
         if block is not None
     ]
-    return sum(1 << index for index, _ in there), tuple(block for _, block in there)
+    return sum(1 << index for index, _ in reached), tuple(block for _, block in reached)
 
 
 def requires_autograd(x: torch.Tensor) -> bool:
@@ -384,13 +390,13 @@ _tokens: ContextVar[torch.Tensor | None] = ContextVar("tokens", default=None)
 
 
 @contextmanager
-def without_padding(there: torch.Tensor) -> Iterator[None]:
+def without_padding(attended: torch.Tensor) -> Iterator[None]:
     """Of inputs [B, T, D] only the rows of these tokens are sent; a product with another row is 0.
 
     Args:
-        there: bool [B, T].
+        attended: bool [B, T].
     """
-    token = _tokens.set(there)
+    token = _tokens.set(attended)
     try:
         yield
     finally:

@@ -139,14 +139,14 @@ class StoredFingerprints:
 
     def get(self, key: ProductKey, product: IntegerProduct) -> Fingerprint:
         """See ``tenant_sdk.products.verification.Fingerprints``."""
-        made = self._made.get(key)
-        if made is None:
-            made = self._made[key] = self._make(key)
-        return made
+        fingerprint = self._made.get(key)
+        if fingerprint is None:
+            fingerprint = self._made[key] = self._make(key)
+        return fingerprint
 
     def _make(self, key: ProductKey) -> Fingerprint:
         info = self._groups[key.group]
-        members = [info.members[i] for i in member_indices(key.members)]
+        members = [info.members[i] for i in member_indices(key.member_bits)]
         if key.direction == Direction.FORWARD:
             challenge = torch.cat([self._of(member, "challenge") for member in members], 1)
             factor = torch.stack([self._of(member, "forward") for member in members]).sum(0)

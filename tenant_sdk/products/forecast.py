@@ -16,7 +16,7 @@ class ProductKey(NamedTuple):
 
     group: int
     direction: Direction
-    members: int
+    member_bits: int
     answer_bits: int = EXACT  # of answers and effects
 
     @property
@@ -50,12 +50,12 @@ class Forecast:
         self._asked: dict[ProductKey, int] = {}
         self.least_rows = MIN_ROWS
 
-    def batch_of(self, key: ProductKey, most: int) -> int:
-        """Rows to order at once of a kind with small requests: as many as there were, ``most`` at most.
+    def batch_of(self, key: ProductKey, max_rows: int) -> int:
+        """Rows to order at once of a kind with small requests: as many as there were, ``max_rows`` at most.
 
         A session that writes eight tokens fetches effects for about twelve more, and not for over a hundred.
         """
-        return min(most, max(self.least_rows, self._asked.get(key, 0)))
+        return min(max_rows, max(self.least_rows, self._asked.get(key, 0)))
 
     def note_request(self, key: ProductKey, rows: int) -> None:
         """A product of so many rows has been asked for."""

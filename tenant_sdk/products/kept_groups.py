@@ -61,15 +61,15 @@ class KeptProducts(WrappedProducts):
         self,
         group: int,
         direction: Direction,
-        members: int,
+        member_bits: int,
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> PendingProduct:
         """See PrivacyMode."""
         weights = self._weights.get(group)
         if weights is None:
-            return self._inner.submit(group, direction, members, rows, request_class)
-        used = [weights[member] for member in member_indices(members)]
+            return self._inner.submit(group, direction, member_bits, rows, request_class)
+        used = [weights[member] for member in member_indices(member_bits)]
         with torch.no_grad():
             blocks = [block.to(used[0].dtype) for block in rows]
             if direction == Direction.FORWARD:

@@ -24,7 +24,7 @@ class MaskSource(Protocol):
     """Computes bias-free products of masks; shapes as in ``RemoteExecutor.submit``."""
 
     def effect(
-        self, group: int, direction: Direction, members: int, masks: list[torch.Tensor]
+        self, group: int, direction: Direction, member_bits: int, masks: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         """The product of float32 masks."""
         ...
@@ -41,7 +41,7 @@ class SeedSource(Protocol):
         self,
         group: int,
         direction: Direction,
-        members: int,
+        member_bits: int,
         rows: int,
         seed: bytes,
         request_class: RequestClass,
@@ -50,7 +50,7 @@ class SeedSource(Protocol):
         """See ``RemoteExecutor.seed_effect``."""
         ...
 
-    def max_rows(self, group: int, direction: Direction, members: int, answer_bits: int = EXACT) -> int:
+    def max_rows(self, group: int, direction: Direction, member_bits: int, answer_bits: int = EXACT) -> int:
         """How many rows one call may ask for."""
         ...
 
@@ -72,27 +72,27 @@ class ExecutorSource:
         self._owned = owned
 
     def effect(
-        self, group: int, direction: Direction, members: int, masks: list[torch.Tensor]
+        self, group: int, direction: Direction, member_bits: int, masks: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         """See MaskSource."""
-        return self._remote.submit(Operation.EFFECT, group, direction, members, masks).result()
+        return self._remote.submit(Operation.EFFECT, group, direction, member_bits, masks).result()
 
     def seed_effect(
         self,
         group: int,
         direction: Direction,
-        members: int,
+        member_bits: int,
         rows: int,
         seed: bytes,
         request_class: RequestClass,
         answer_bits: int = EXACT,
     ) -> torch.Tensor:
         """See SeedSource."""
-        return self._remote.seed_effect(group, direction, members, rows, seed, request_class, answer_bits)
+        return self._remote.seed_effect(group, direction, member_bits, rows, seed, request_class, answer_bits)
 
-    def max_rows(self, group: int, direction: Direction, members: int, answer_bits: int = EXACT) -> int:
+    def max_rows(self, group: int, direction: Direction, member_bits: int, answer_bits: int = EXACT) -> int:
         """See SeedSource."""
-        return self._remote.max_rows(group, direction, members, answer_bits)
+        return self._remote.max_rows(group, direction, member_bits, answer_bits)
 
     def close(self) -> None:
         """See MaskSource."""
@@ -132,12 +132,12 @@ class LocalSource(OwnCheckpoint):
         self._served_dtype = DTYPE_NAMES.get(manifest.numerics, torch.float32)
 
     def effect(
-        self, group: int, direction: Direction, members: int, masks: list[torch.Tensor]
+        self, group: int, direction: Direction, member_bits: int, masks: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         """See MaskSource."""
         weights = [
             self._checkpoint.member_weight(self._groups[group].members[i]).to(self._served_dtype).float()
-            for i in member_indices(members)
+            for i in member_indices(member_bits)
         ]
         if direction == Direction.FORWARD:
             return [masks[0] @ weight.T for weight in weights]
@@ -166,7 +166,7 @@ class LocalRing(OwnCheckpoint):
         self,
         group: int,
         direction: Direction,
-        members: int,
+        member_bits: int,
         rows: int,
         seed: bytes,
         request_class: RequestClass,
@@ -174,16 +174,16 @@ class LocalRing(OwnCheckpoint):
     ) -> torch.Tensor:
         """See SeedSource."""
         shape = GroupShape.of(self._groups[group], self._numerics)
-        mask = MaskStream(seed).draw(rows, shape.plan(direction, members).request_columns)
-        return take_upper_bits(self.effect(group, direction, members, [mask])[0], answer_bits)
+        mask = MaskStream(seed).draw(rows, shape.plan(direction, member_bits).request_columns)
+        return take_upper_bits(self.effect(group, direction, member_bits, [mask])[0], answer_bits)
 
     def effect(
-        self, group: int, direction: Direction, members: int, masks: list[torch.Tensor]
+        self, group: int, direction: Direction, member_bits: int, masks: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         """See MaskSource."""
-        plan = GroupShape.of(self._groups[group], self._numerics).plan(direction, members)
+        plan = GroupShape.of(self._groups[group], self._numerics).plan(direction, member_bits)
         out = torch.empty((len(masks[0]), plan.answer_columns), dtype=torch.int32)
-        self._of(group)[0].matmul(direction, members, masks[0], out)
+        self._of(group)[0].matmul(direction, member_bits, masks[0], out)
         return [out]
 
     def scales(self, group: int) -> torch.Tensor:
@@ -203,7 +203,7 @@ class LocalRing(OwnCheckpoint):
                 self._made[group] = PlaneProducts(planes, [m.outputs for m in info.members]), scales
             return self._made[group]
 
-    def max_rows(self, group: int, direction: Direction, members: int, answer_bits: int = EXACT) -> int:
+    def max_rows(self, group: int, direction: Direction, member_bits: int, answer_bits: int = EXACT) -> int:
         """See SeedSource: as many as one product may sensibly have."""
         return 1 << 16
 

@@ -115,7 +115,7 @@ class NoMasks(MaskGenerator):
     ) -> Mask:
         """See MaskGenerator."""
         self._fork_guard.check()
-        plan = self._shapes[key.group].plan(key.direction, key.members)
+        plan = self._shapes[key.group].plan(key.direction, key.member_bits)
         return _NoMask(torch.zeros((rows, plan.request_columns), dtype=torch.int32))
 
 
@@ -296,7 +296,7 @@ class OneTimeMasks:
             ConnectionLost: the session is closed, or this process is not the one that opened it.
         """
         self._fork_guard.check()
-        columns = self._shapes[key.group].plan(key.direction, key.members).request_columns
+        columns = self._shapes[key.group].plan(key.direction, key.member_bits).request_columns
         masks: list[torch.Tensor] = []
         parts: list[tuple[int, int, _Batch]] = []
         with self._changed:
@@ -364,7 +364,7 @@ class OneTimeMasks:
         return min(source.max_rows(*key.exact) for source in self._sources)
 
     def _row_bytes(self, key: ProductKey) -> int:
-        plan = self._shapes[key.group].plan(key.direction, key.members)
+        plan = self._shapes[key.group].plan(key.direction, key.member_bits)
         return plan.answer_columns * key.answer_bits // 8 * len(self._sources)
 
     def _order(self, key: ProductKey, rows: int, request_class: RequestClass) -> None:
@@ -379,11 +379,11 @@ class OneTimeMasks:
             with self._changed:
                 if self._closed:
                     raise ConnectionLost("the session is closed")
-                asked = [
+                requests = [
                     pool.submit(source.seed_effect, *key.product, rows, seed, request_class)
                     for pool, source, seed in zip(self._pools, self._sources, seeds, strict=True)
                 ]
-            return _results(asked)
+            return _results(requests)
 
         # Seeds of what need not be asked for again are kept nowhere.
         again = exact if key.answer_bits < EXACT else None

@@ -78,7 +78,7 @@ class NoiseBank(PrivacyMode):
         self,
         group: int,
         direction: Direction,
-        members: int,
+        member_bits: int,
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> PendingProduct:
@@ -91,7 +91,7 @@ class NoiseBank(PrivacyMode):
         bank = self._bank(group, direction, len(rows[0]))
         started = time.perf_counter()
         choice, silent = self._choose(rows)
-        indices = member_indices(members)
+        indices = member_indices(member_bits)
         if direction == Direction.FORWARD:
             masks, effects = bank.masks, [bank.effects[i] for i in indices]
         else:
@@ -99,7 +99,7 @@ class NoiseBank(PrivacyMode):
             effects = [torch.stack([bank.effects[i] for i in indices]).sum(0)]
         masked = [torch.addmm(block, choice, mask) for block, mask in zip(rows, masks, strict=True)]
         spent = time.perf_counter() - started
-        pending = self._remote.submit(Operation.PRODUCT, group, direction, members, masked, request_class)
+        pending = self._remote.submit(Operation.PRODUCT, group, direction, member_bits, masked, request_class)
 
         def finish() -> list[torch.Tensor]:
             results = pending.result()
@@ -154,9 +154,9 @@ class NoiseBank(PrivacyMode):
                 if bank.next is None and (old or bank.rows > options.rotate_rows):
                     bank.next = self._fetcher.submit(self._make, group, direction)
                 return bank
-        made = self._make(group, direction)
+        new_bank = self._make(group, direction)
         with self._lock:
-            bank = self._banks.setdefault(key, made)
+            bank = self._banks.setdefault(key, new_bank)
             bank.rows += rows
             return bank
 

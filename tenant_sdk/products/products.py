@@ -17,7 +17,7 @@ class PrivacyMode(Protocol):
         self,
         group: int,
         direction: Direction,
-        members: int,
+        member_bits: int,
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> PendingProduct:
@@ -29,7 +29,7 @@ class PrivacyMode(Protocol):
         Args:
             group: id in the manifest.
             direction: forward, ``x W_m^T`` for each member; backward, ``sum_m g_m W_m``.
-            members: bit mask of members.
+            member_bits: bit mask of members.
             rows: finite float32 on the CPU: one [T, D] forward; backward one [T, O_m] for each member. They
                 must not change until the result is here.
             request_class: how urgent it is.
@@ -66,12 +66,12 @@ class PlainProducts(PrivacyMode):
         self,
         group: int,
         direction: Direction,
-        members: int,
+        member_bits: int,
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> PendingProduct:
         """See PrivacyMode."""
-        return self._remote.submit(Operation.PRODUCT, group, direction, members, rows, request_class)
+        return self._remote.submit(Operation.PRODUCT, group, direction, member_bits, rows, request_class)
 
 
 class WrappedProducts:
@@ -106,7 +106,7 @@ class PaddedProducts(WrappedProducts):
         self,
         group: int,
         direction: Direction,
-        members: int,
+        member_bits: int,
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> PendingProduct:
@@ -114,7 +114,7 @@ class PaddedProducts(WrappedProducts):
         count = rows[0].shape[0]
         more = (1 << (max(count, self._least) - 1).bit_length()) - count
         sent = [torch.nn.functional.pad(block, (0, 0, 0, more)) for block in rows]
-        pending = self._inner.submit(group, direction, members, sent, request_class)
+        pending = self._inner.submit(group, direction, member_bits, sent, request_class)
         return PendingProduct(lambda: [result[:count] for result in pending.result()])
 
 

@@ -79,12 +79,12 @@ class RingGroup:
                 raise ModelMismatch(f"the executor's bounds are impossible: {error}") from error
         return norm
 
-    def scales_of(self, members: int) -> torch.Tensor:
+    def scales_of(self, member_bits: int) -> torch.Tensor:
         """Of some members, one behind the other."""
-        chosen = self._chosen.get(members)
+        chosen = self._chosen.get(member_bits)
         if chosen is None:
-            chosen = torch.cat([self._scales[i] for i in member_indices(members)])
-            self._chosen[members] = chosen
+            chosen = torch.cat([self._scales[i] for i in member_indices(member_bits)])
+            self._chosen[member_bits] = chosen
         return chosen
 
 
@@ -149,7 +149,7 @@ class RingProducts:
         self,
         group: int,
         direction: Direction,
-        members: int,
+        member_bits: int,
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> PendingProduct:
@@ -161,7 +161,7 @@ class RingProducts:
         self._fork_guard.check()  # in a forked child locks may be held for ever
         if self._failed is not None:
             raise copy_error(self._failed)
-        key = ProductKey(group, direction, members, self._answer_bits.choose(request_class))
+        key = ProductKey(group, direction, member_bits, self._answer_bits.choose(request_class))
         if key.product in self._exact_only:
             key = key.exact
         check_shapes(rows, self._widths(transposed(key)))
@@ -223,7 +223,7 @@ class RingProducts:
         units = max(1, self._masks.sources) << EXACT - key.answer_bits if key.answer_bits < EXACT else 0
         hidden = quantize_and_mask(
             [block.contiguous() for block in rows],
-            None if key.direction == Direction.FORWARD else ring.scales_of(key.members),
+            None if key.direction == Direction.FORWARD else ring.scales_of(key.member_bits),
             ring.max_norm(key.direction, units),
             request,
             check.exact.factor if check.exact else None,
@@ -253,7 +253,7 @@ class RingProducts:
         count = pieces[-1].rows.stop
         results = [torch.empty((count, width)) for width in self._widths(key)]
         waiting, again, doubted = 0.0, list[tuple[_Piece, torch.Tensor]](), set[int]()
-        asked = False
+        repeated = False
         try:
             while pieces:
                 if self._failed is not None:  # another product of this session
@@ -267,11 +267,15 @@ class RingProducts:
                     again.append((piece, answer))
             # When all of it is there: a repeated piece would tell what the others must be.
             for piece, answer in again:
-                asked = True
+                repeated = True
                 self._recheck_exact(key, piece, answer, check)
         except BaseException as error:
             # What is owed must come: an executor that lies would withhold it.
-            if (asked or doubted) and not isinstance(error, VerificationError) and self._verifier is not None:
+            if (
+                (repeated or doubted)
+                and not isinstance(error, VerificationError)
+                and self._verifier is not None
+            ):
                 unconfirmed = self._refuse_further(self._verifier.unconfirmed(key))
                 if isinstance(error, SymbiosisError):
                     raise unconfirmed from error
@@ -302,11 +306,13 @@ class RingProducts:
         Raises:
             VerificationError: an exact answer is wrong.
         """
-        scales = self._group(key.group).scales_of(key.members) if key.direction == Direction.FORWARD else None
+        scales = (
+            self._group(key.group).scales_of(key.member_bits) if key.direction == Direction.FORWARD else None
+        )
         effects, first, waiting = piece.mask.effects(), piece.rows.start, 0.0
         while True:
             started = time.perf_counter()
-            part, there = next(effects, (None, []))
+            part, effect = next(effects, (None, []))
             waiting += time.perf_counter() - started
             if part is None:
                 return waiting
@@ -314,12 +320,12 @@ class RingProducts:
             parts = [result[into] for result in results]
             if key.answer_bits < EXACT:
                 if self._unmask_and_check_rounded(
-                    key, answer[part], there, piece, part, scales, parts, check.rounded
+                    key, answer[part], effect, piece, part, scales, parts, check.rounded
                 ):
                     doubted.add(first)
             elif unmask_and_dequantize(
                 answer[part],
-                there,
+                effect,
                 piece.exponents[part],
                 scales,
                 parts,
@@ -363,8 +369,8 @@ class RingProducts:
         (whole,) = self._remote.submit(Operation.PRODUCT, *key.product, [piece.sent]).result()
         effects = piece.mask.exact_effects()
         same = torch.equal(take_upper_bits(whole, key.answer_bits), answer)
-        for part, there in piece.mask.effects():
-            for effect, again in zip(there, effects, strict=True):
+        for part, cut_effects in piece.mask.effects():
+            for effect, again in zip(cut_effects, effects, strict=True):
                 same = same and torch.equal(take_upper_bits(again[part], key.answer_bits), effect)
         for effect in effects:
             whole.sub_(effect)
@@ -401,7 +407,7 @@ class RingProducts:
             raise self._refuse_further(error) from None
 
     def _plan(self, key: ProductKey) -> RequestWidths:
-        return self._remote.shapes[key.group].plan(key.direction, key.members)
+        return self._remote.shapes[key.group].plan(key.direction, key.member_bits)
 
     def _refuse_further(self, error: VerificationError) -> VerificationError:
         """From now on nothing is asked for; a copy is kept, which holds no frames alive."""
@@ -428,14 +434,14 @@ class RingProducts:
         shape = self._remote.shapes[key.group]
         if key.direction == Direction.BACKWARD:
             return [shape.inputs]
-        return [shape.outputs[i] for i in member_indices(key.members)]
+        return [shape.outputs[i] for i in member_indices(key.member_bits)]
 
     def _group(self, group: int) -> RingGroup:
-        made = self._groups.get(group)
-        if made is None:
-            made = RingGroup(self._remote.manifest.groups[group], self._scales(group))
-            self._groups[group] = made
-        return made
+        ring_group = self._groups.get(group)
+        if ring_group is None:
+            ring_group = RingGroup(self._remote.manifest.groups[group], self._scales(group))
+            self._groups[group] = ring_group
+        return ring_group
 
     def close(self) -> None:
         """See PrivacyMode."""

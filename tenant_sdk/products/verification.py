@@ -51,7 +51,7 @@ class Fingerprints(Protocol):
 def transposed(key: ProductKey) -> ProductKey:
     """The product in the other direction, with which a fingerprint is made."""
     other = Direction.BACKWARD if key.direction == Direction.FORWARD else Direction.FORWARD
-    return ProductKey(key.group, other, key.members)
+    return ProductKey(key.group, other, key.member_bits)
 
 
 def draw_challenge(entropy: Entropy, planes: int, width: int) -> torch.Tensor:
@@ -101,20 +101,20 @@ class LiveFingerprints:
 
     def get(self, key: ProductKey, product: IntegerProduct) -> Fingerprint:
         """See Fingerprints."""
-        made = self._made.get(key)
-        if made is None:
+        fingerprint = self._made.get(key)
+        if fingerprint is None:
             shape = self._shapes[key.group]
-            plan = shape.plan(key.direction, key.members)
+            plan = shape.plan(key.direction, key.member_bits)
             challenge = draw_challenge(self._entropy, shape.planes, plan.answer_columns // shape.planes)
             multiply = self._product or product
             factor = multiply_challenge(challenge, lambda rows: multiply(transposed(key), rows))
-            made = Fingerprint(challenge.view(-1), factor)
+            fingerprint = Fingerprint(challenge.view(-1), factor)
             if self._product is None:
-                self._try(key, made, plan.request_columns, multiply)
-            made = self._made.setdefault(key, made)
-        return made
+                self._try(key, fingerprint, plan.request_columns, multiply)
+            fingerprint = self._made.setdefault(key, fingerprint)
+        return fingerprint
 
-    def _try(self, key: ProductKey, made: Fingerprint, columns: int, multiply: IntegerProduct) -> None:
+    def _try(self, key: ProductKey, fingerprint: Fingerprint, columns: int, multiply: IntegerProduct) -> None:
         """Check random rows before any of the tenant's.
 
         A fingerprint that one executor falsified would fit some rows of the tenant's and not others, and
@@ -123,5 +123,7 @@ class LiveFingerprints:
         """
         rows = MaskStream(self._entropy(SEED_BYTES)).draw(TRIAL_ROWS, columns) >> 24
         answers = multiply(key, rows).long()
-        if not torch.equal((answers * made.challenge).sum(1), (rows.long() * made.factor).sum(1)):
+        if not torch.equal(
+            (answers * fingerprint.challenge).sum(1), (rows.long() * fingerprint.factor).sum(1)
+        ):
             raise FingerprintRefuted

@@ -68,8 +68,8 @@ class Verifier:
         Raises:
             VerificationError: the fingerprint that the executors made is wrong.
         """
-        made = self._made(key, product)
-        return made if self._sampled(self._rate) else None
+        known = self._made(key, product)
+        return known if self._sampled(self._rate) else None
 
     def rounded_fingerprint(
         self, key: ProductKey, product: IntegerProduct, **shape: Any
@@ -84,15 +84,17 @@ class Verifier:
         Raises:
             VerificationError: a product that it is made of is wrong.
         """
-        made = self._rounded.get(key)
-        if made is None:
+        fingerprint = self._rounded.get(key)
+        if fingerprint is None:
 
             def checked(key: ProductKey, rows: torch.Tensor) -> torch.Tensor:
                 return self._checked(key, rows, product)
 
-            made = make_rounded_fingerprint(key, self._trusted or checked, entropy=self._entropy, **shape)
-            made = self._rounded.setdefault(key, made)
-        return made if self._sampled(self._rate) else None
+            fingerprint = make_rounded_fingerprint(
+                key, self._trusted or checked, entropy=self._entropy, **shape
+            )
+            fingerprint = self._rounded.setdefault(key, fingerprint)
+        return fingerprint if self._sampled(self._rate) else None
 
     def exact_of_rounded(self, key: ProductKey, product: IntegerProduct) -> tuple[Fingerprint, bool]:
         """What to check a rounded answer with if it is asked for again, and whether it is in any case.
@@ -138,5 +140,5 @@ class Verifier:
 
     def _product(self, key: ProductKey) -> str:
         members = self._groups[key.group].members
-        names = ", ".join(members[i].name for i in member_indices(key.members))
+        names = ", ".join(members[i].name for i in member_indices(key.member_bits))
         return f"the {key.direction.name.lower()} product of group {key.group} ({names})"

@@ -67,8 +67,8 @@ class Loss:
                 chunk = rows[at : at + tokens].requires_grad_(self.wanted)
                 loss = self._of(chunk, aims[at : at + tokens])
             if gradient is not None:
-                own, *others = torch.autograd.grad(loss, [chunk, *self.parameters], allow_unused=True)
-                gradient[at : at + tokens] = own
+                of_chunk, *others = torch.autograd.grad(loss, [chunk, *self.parameters], allow_unused=True)
+                gradient[at : at + tokens] = of_chunk
                 self.gradients = add_up(self.gradients, others)
             self.sum = self.sum + loss.detach()
         return None if gradient is None else gradient.view(hidden.shape)
@@ -91,11 +91,11 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
 
 
-def items_of(labels: torch.Tensor, given: Any) -> torch.Tensor | int | float:
+def items_of(labels: torch.Tensor, count: Any) -> torch.Tensor | int | float:
     """By how much a sum over tokens is divided: what the training loop says, or how many are learned."""
-    if given is None:
+    if count is None:
         return (labels != -100).sum()
-    return given.to(labels.device) if isinstance(given, torch.Tensor) else given
+    return count.to(labels.device) if isinstance(count, torch.Tensor) else count
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -120,5 +120,5 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients that are there, times the loss's own."""
         scale = gradient / ctx.items
-        found = [None if each is None else each * scale for each in ctx.gradients]
-        return None, None, None, *found
+        gradients = [None if each is None else each * scale for each in ctx.gradients]
+        return None, None, None, *gradients

@@ -160,9 +160,9 @@ def _copied(model: Any, config: Any) -> int:
     Where several heads share a pair, transformers does so for whatever is read under a mask, as all chunks
     but the first are; unless TRANSFORMERS_SDPA_FORCE_GQA is 1, in versions that know of it.
     """
-    attention, some = getattr(config, "_attn_implementation", None), torch.empty(1)
+    attention, tensor = getattr(config, "_attn_implementation", None), torch.empty(1)
     if attention == "sdpa":
-        copying = not sdpa_attention.use_gqa_in_sdpa(some, some, some)
+        copying = not sdpa_attention.use_gqa_in_sdpa(tensor, tensor, tensor)
     else:
         copying = attention == "eager"
     shared = [each for each in model.modules() if getattr(each, "num_key_value_groups", 1) > 1]
@@ -186,8 +186,10 @@ def _unsuited(model: Any) -> str | None:
     base = _base(model)
     if base.config.is_encoder_decoder:
         return "the model has an encoder and a decoder"
-    taken = inspect.signature(base.forward).parameters
-    if not (cache_name() in taken and base._supports_default_dynamic_cache() and _has_pairs(base.config)):
+    parameters = inspect.signature(base.forward).parameters
+    if not (
+        cache_name() in parameters and base._supports_default_dynamic_cache() and _has_pairs(base.config)
+    ):
         return "the model keeps a state of its own kind, or none, instead of keys and values"
     return None
 
@@ -242,16 +244,16 @@ def _convert(model: Any, device: torch.device | str | None, dtype: torch.dtype |
 
     So tables that are computed in float32 in any case, such as frequencies of positions, are not rounded.
     """
-    base, kept = _base(model), dict[str, Tensor]()
+    base, buffers = _base(model), dict[str, Tensor]()
     if dtype is not None:
         with torch.device("meta"):
             loaded = type(base)._from_config(copy.deepcopy(base.config), dtype=dtype)
-        own = {name: each.dtype for name, each in loaded.named_buffers()}
+        own_dtypes = {name: each.dtype for name, each in loaded.named_buffers()}
         # Buffers of the checkpoint take the dtype, as parameters do.
         tables = base.named_non_persistent_buffers()
-        kept = {name: each for name, each in tables if own.get(name, dtype) != dtype}
+        buffers = {name: each for name, each in tables if own_dtypes.get(name, dtype) != dtype}
     model.to(device=device, dtype=dtype)
-    for name, table in kept.items():
+    for name, table in buffers.items():
         path, _, leaf = name.rpartition(".")
         base.get_submodule(path)._buffers[leaf] = table.to(model.device)
 

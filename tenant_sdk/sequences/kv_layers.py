@@ -80,16 +80,16 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
         return torch.from_numpy(memory).view(dtype).view(*shape)
 
 
-def on_device(kept: Tensor, device: torch.device) -> Tensor:
+def on_device(stored: Tensor, device: torch.device) -> Tensor:
     """Keys or values ``[B, H, T, D]`` of the host where attention is computed: on the CPU the same tensor."""
     if device.type == "cpu":
-        return kept
-    there = torch.empty(kept.shape, dtype=kept.dtype, device=device)
-    for to, of in zip(there.flatten(0, 1), kept.flatten(0, 1), strict=True):  # of which each is contiguous
+        return stored
+    copy = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+    for to, of in zip(copy.flatten(0, 1), stored.flatten(0, 1), strict=True):  # of which each is contiguous
         to.copy_(of, non_blocking=True)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()  # the next layer's may take their place
-    return there
+    return copy
 
 
 class HostLayer(DynamicLayer):
@@ -108,8 +108,8 @@ class HostLayer(DynamicLayer):
         return self._kept(0)
 
     @keys.setter
-    def keys(self, given: Tensor | None) -> None:
-        if given is not None:  # with which transformers begins
+    def keys(self, tensor: Tensor | None) -> None:
+        if tensor is not None:  # with which transformers begins
             raise AttributeError("keys and values are appended with update, and removed with crop")
 
     @property
@@ -118,8 +118,8 @@ class HostLayer(DynamicLayer):
         return self._kept(1)
 
     @values.setter
-    def values(self, given: Tensor | None) -> None:
-        if given is not None:
+    def values(self, tensor: Tensor | None) -> None:
+        if tensor is not None:
             raise AttributeError("keys and values are appended with update, and removed with crop")
 
     def _kept(self, which: int) -> Tensor | None:
@@ -209,8 +209,8 @@ class Block:
 
     def take(self, rows: Sequence[int]) -> Block:
         """The same block for other rows of the batch."""
-        taken = tuple(rows) if self.rows is None else tuple(self.rows[row] for row in rows)
-        return Block(self.keys, self.values, taken)
+        chosen = tuple(rows) if self.rows is None else tuple(self.rows[row] for row in rows)
+        return Block(self.keys, self.values, chosen)
 
 
 class DiskLayer(HostLayer):
@@ -238,8 +238,8 @@ class DiskLayer(HostLayer):
 
     def shapes(self, tokens: int) -> list[tuple[int, int, int, int]]:
         """Of keys and values, with so many tokens."""
-        found = [buffer.tokens.shape for buffer in self._buffers]
-        return [(batch, heads, tokens, width) for batch, heads, _, width in found]
+        of_buffers = [buffer.tokens.shape for buffer in self._buffers]
+        return [(batch, heads, tokens, width) for batch, heads, _, width in of_buffers]
 
     def nbytes(self, more: int = 0) -> int:
         """Bytes of its buffers, once so many more tokens are in them."""

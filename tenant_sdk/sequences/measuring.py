@@ -34,11 +34,11 @@ class _Counting:
         """See Store."""
         self.nbytes += tensor.nbytes
 
-    def read(self, kept: Any) -> torch.Tensor:
+    def read(self, stored: Any) -> torch.Tensor:
         """Nothing is read."""
         raise NotImplementedError
 
-    def free(self, kept: Any) -> None:
+    def free(self, stored: Any) -> None:
         """See Store."""
 
 
@@ -112,12 +112,12 @@ def memory_left(memory_gib: float | None, device: torch.device) -> int:
             "{memory_gib}: give what this process may have, in GiB", memory_gib=memory_gib
         )
     if device.type == "cuda":
-        taken = torch.cuda.memory_allocated(device)
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - taken
+        used = torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
     else:
-        taken = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        used = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         free = free_memory()
-    return int(FRACTION * free) if memory_gib is None else int(memory_gib * GIB) - taken
+    return int(FRACTION * free) if memory_gib is None else int(memory_gib * GIB) - used
 
 
 def free_memory() -> int:
@@ -134,10 +134,10 @@ def free_memory() -> int:
         pass  # no container, or an older kind
     size, _, _, _, _, data, _ = map(int, Path("/proc/self/statm").read_text().split())
     page = os.sysconf("SC_PAGE_SIZE")
-    for limit_of, taken in ((resource.RLIMIT_AS, size), (resource.RLIMIT_DATA, data)):
+    for limit_of, used in ((resource.RLIMIT_AS, size), (resource.RLIMIT_DATA, data)):
         soft, _ = resource.getrlimit(limit_of)
         if soft != resource.RLIM_INFINITY:
-            free.append(soft - taken * page)
+            free.append(soft - used * page)
     return max(0, min(free))
 
 

@@ -105,7 +105,7 @@ def plan_step(
     *,
     window: int | None = None,
     packed: bool = False,
-    given: float | None = None,
+    budget: float | None = None,
 ) -> MemoryPlan:
     """The fastest way for a batch in so much memory.
 
@@ -116,8 +116,8 @@ def plan_step(
         disk: bytes that are free.
         window: tokens; not chosen here, but windows are.
         packed: there are no windows.
-        given: GiB that somebody said the process may have in all. Without, memory is a guess, as a step's is:
-            where there is no way, the one that takes least is tried.
+        budget: GiB that somebody said the process may have in all. Without, memory is a guess, as a step's
+            is: where there is no way, the one that takes least is tried.
 
     Raises:
         ConfigurationError: there is no way in what was given.
@@ -132,13 +132,13 @@ def plan_step(
         if plan.memory <= memory:
             return plan
     least = min(plans, key=lambda plan: plan.memory)
-    if given is None:
+    if budget is None:
         return least
-    enough = given + (least.memory - memory) / GIB
+    enough = budget + (least.memory - memory) / GIB
     error = Message(
         "{} x {:,} tokens take {:.2f} GiB of memory at least, on top of the {:.2f} GiB that this process has "
         "already: give {memory_gib} or more, shorter sequences, or fewer at once",
-        *(batch, length, least.memory / GIB, given - memory / GIB),
+        *(batch, length, least.memory / GIB, budget - memory / GIB),
         memory_gib=Placeholder(f"{math.ceil(100 * enough) / 100:g}"),
     )
     if (more := next((plan for plan in every if plan.memory <= memory), None)) is not None:
@@ -151,7 +151,7 @@ def plan_step(
 def _plans(shapes: Shapes, length: int, batch: int, window: int | None) -> list[MemoryPlan]:
     """All ways, the fastest first."""
     tokens, layers = length * batch, shapes.layers
-    kept = tokens * layers * (shapes.hidden + shapes.attended)
+    state_bytes = tokens * layers * (shapes.hidden + shapes.attended)
     answers = tokens * layers * shapes.answers
     whole = tokens * (shapes.saved + length * shapes.pair)  # a layer's activations
     plans: list[MemoryPlan] = []
@@ -160,11 +160,11 @@ def _plans(shapes: Shapes, length: int, batch: int, window: int | None) -> list[
         plans.append(MemoryPlan(memory=int(slack * memory), **options))  # type: ignore[arg-type]
 
     if window is None:
-        asked = ASKED * tokens * shapes.answers
-        add(WHOLE_SLACK, tokens * shapes.logits * LOGITS + layers * whole + asked)
+        answer_bytes = ASKED * tokens * shapes.answers
+        add(WHOLE_SLACK, tokens * shapes.logits * LOGITS + layers * whole + answer_bytes)
         loss = shapes.chunk + HIDDEN * tokens * shapes.hidden
-        add(WHOLE_SLACK, loss + layers * whole + asked, chunked_loss=True)
-        checkpointed = loss + tokens * layers * shapes.hidden + 2 * whole + asked
+        add(WHOLE_SLACK, loss + layers * whole + answer_bytes, chunked_loss=True)
+        checkpointed = loss + tokens * layers * shapes.hidden + 2 * whole + answer_bytes
         add(WHOLE_SLACK, checkpointed + answers, chunked_loss=True, checkpointed=True)
     sizes = [window * batch] if window else [size for size in WINDOWS if size < tokens] or [tokens]
     for size in sizes:
@@ -182,8 +182,8 @@ def _plans(shapes: Shapes, length: int, batch: int, window: int | None) -> list[
             (Place.DISK, Place.DISK),
             (Place.NOWHERE, Place.DISK),
         ):
-            disk = answers * (where == Place.DISK) + kept * (states == Place.DISK)
-            here = answers * (where == Place.MEMORY) + kept * (states == Place.MEMORY)
+            disk = answers * (where == Place.DISK) + state_bytes * (states == Place.DISK)
+            here = answers * (where == Place.MEMORY) + state_bytes * (states == Place.MEMORY)
             options = {"window": each, "answers": where, "states": states, "disk": disk}
             add(SLACK, at_once + here, chunked_loss=True, **options)
     return plans

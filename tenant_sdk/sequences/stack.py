@@ -92,8 +92,8 @@ class Stack:
 
     def outer(self) -> list[nn.Parameter]:
         """What is trained and in no layer, now: adapters come and go."""
-        own = {id(p) for layer in self.layers for p in layer.parameters()}
-        return [each for each in self.model.parameters() if each.requires_grad and id(each) not in own]
+        of_layers = {id(p) for layer in self.layers for p in layer.parameters()}
+        return [each for each in self.model.parameters() if each.requires_grad and id(each) not in of_layers]
 
     def of_layer(self, index: int) -> list[nn.Parameter]:
         """What is trained of a layer."""

@@ -99,8 +99,8 @@ class TextCache(DynamicCache):
                 "make new options with generate_options for what follows it"
             )
         # A prompt that beams or several sequences share is given once, and each of them has its row here.
-        given = ids.repeat_interleave(len(known) // len(ids), 0)
-        if ids.shape[1] <= held or not torch.equal(given[:, : known.shape[1]], known):
+        new_ids = ids.repeat_interleave(len(known) // len(ids), 0)
+        if ids.shape[1] <= held or not torch.equal(new_ids[:, : known.shape[1]], known):
             raise ConfigurationError(
                 f"these options hold keys and values of {held:,} tokens, and the {ids.shape[1]:,} given do "
                 "not begin with them and go on: make new options with generate_options for another text, or "
@@ -131,7 +131,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         return type(self).generate(self, *args, **kwargs)
     cache.check(ids)
     cache.text, cache.reordered = ids, False
-    made = type(self).generate(self, *args, **kwargs)
+    generated = type(self).generate(self, *args, **kwargs)
     if not cache.reordered:
-        cache.text = getattr(made, "sequences", made)[:, : cache.get_seq_length()].clone()
-    return made
+        cache.text = getattr(generated, "sequences", generated)[:, : cache.get_seq_length()].clone()
+    return generated

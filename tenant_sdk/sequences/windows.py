@@ -38,11 +38,11 @@ class ReferenceStore:
         """See Store."""
         return tensor
 
-    def read(self, kept: torch.Tensor) -> torch.Tensor:
+    def read(self, stored: torch.Tensor) -> torch.Tensor:
         """See Store."""
-        return kept
+        return stored
 
-    def free(self, kept: torch.Tensor) -> None:
+    def free(self, stored: torch.Tensor) -> None:
         """See Store."""
 
 
@@ -102,14 +102,14 @@ class _Append(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         """What this window says of earlier ones is added up; what all say of this one is its gradient."""
         attended, which, span = ctx.attended, ctx.which, ctx.span
-        own, sums = gradient[:, :, span], attended.gradients[which]
+        of_window, sums = gradient[:, :, span], attended.gradients[which]
         if sums is not None:
-            own = own + sums[:, :, span]
+            of_window = of_window + sums[:, :, span]
         if span.start:
             if sums is None:
                 sums = attended.gradients[which] = torch.zeros_like(attended.states[which])
             sums[:, :, : span.start] += gradient[:, :, : span.start]
-        return own, None, None
+        return of_window, None, None
 
 
 class _CacheLayer(CacheLayerMixin):
@@ -194,10 +194,10 @@ class Batch:
     def of(self, span: slice) -> dict[str, Any]:
         """The inputs of a window."""
         inputs = {"input_ids": self.ids, "inputs_embeds": self.embeddings, "position_ids": self.positions}
-        found: dict[str, Any] = {name: v[:, span] for name, v in inputs.items() if v is not None}
+        cut: dict[str, Any] = {name: v[:, span] for name, v in inputs.items() if v is not None}
         if self.mask is not None:
-            found["attention_mask"] = self.mask[:, : span.stop]
-        return found
+            cut["attention_mask"] = self.mask[:, : span.stop]
+        return cut
 
 
 @dataclass(frozen=True)
@@ -291,11 +291,11 @@ class Run:
         Args:
             scale: what the gradient of the sum over tokens is multiplied by.
         """
-        found: dict[int, torch.Tensor | None] = {}
+        by_parameter: dict[int, torch.Tensor | None] = {}
 
         def add(params: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
-            sums = add_up([found.get(id(p)) for p in params], gradients)
-            found.update((id(p), each) for p, each in zip(params, sums, strict=True))
+            sums = add_up([by_parameter.get(id(p)) for p in params], gradients)
+            by_parameter.update((id(p), each) for p, each in zip(params, sums, strict=True))
 
         with self.stack.uncheckpointed():
             tops = [self._saved.take(("top", at)) for at in range(len(self.spans))]
@@ -305,7 +305,7 @@ class Run:
                 self._layer_backward(index, gradients, add)
                 self._freed.give_back()
             embeddings = self._embeddings_backward(gradients, add) if self._outside else None
-        return embeddings, [found.get(id(p)) for p in parameters]
+        return embeddings, [by_parameter.get(id(p)) for p in parameters]
 
     def _layer_backward(self, index: int, gradients: list[torch.Tensor], add: Callable[..., None]) -> None:
         """Replace gradients of what a layer gave, for each window, by those of what it was given."""
@@ -326,33 +326,39 @@ class Run:
                 contexts.enter_context(torch.enable_grad())
                 out = self.stack.layer(index, hidden, call)
             wanted = [*([hidden] if below else []), *trained]
-            found = torch.autograd.grad(out, wanted, gradients[at].to(out.dtype), allow_unused=True)
+            layer_gradients = torch.autograd.grad(out, wanted, gradients[at].to(out.dtype), allow_unused=True)
             del out
             gradients[at] = gradients[at].new_empty(0)
             if below:
-                gradients[at], *rest = found
+                gradients[at], *rest = layer_gradients
                 add(trained, rest)
             else:
-                add(trained, found)
+                add(trained, layer_gradients)
 
     def _embeddings_backward(
         self, gradients: list[torch.Tensor], add: Callable[..., None]
     ) -> torch.Tensor | None:
-        outer, given = self.stack.outer(), self.batch.embeddings
-        found: list[torch.Tensor | None] = []
+        outer, embeddings = self.stack.outer(), self.batch.embeddings
+        of_parts: list[torch.Tensor | None] = []
         for at, span in enumerate(self.spans):
-            part = None if given is None else given[:, span].detach().requires_grad_(given.requires_grad)
+            part = (
+                None
+                if embeddings is None
+                else embeddings[:, span].detach().requires_grad_(embeddings.requires_grad)
+            )
             with self._random_and_autocast[-1, at].restored(), torch.enable_grad():
                 hidden, _ = self._before(at, part)
             wanted = [each for each in (part, *outer) if each is not None and each.requires_grad]
             if not hidden.requires_grad:
                 continue
-            own = list(torch.autograd.grad(hidden, wanted, gradients[at].to(hidden.dtype), allow_unused=True))
+            gradients_of_window = list(
+                torch.autograd.grad(hidden, wanted, gradients[at].to(hidden.dtype), allow_unused=True)
+            )
             if part is not None and part.requires_grad:
-                found.append(own.pop(0))
-            add(outer, own)
-        there = [each for each in found if each is not None]
-        return torch.cat(there, 1) if there else None
+                of_parts.append(gradients_of_window.pop(0))
+            add(outer, gradients_of_window)
+        gradients_of_parts = [each for each in of_parts if each is not None]
+        return torch.cat(gradients_of_parts, 1) if gradients_of_parts else None
 
     # -- both --------------------------------------------------------------------------------------
 
@@ -420,7 +426,7 @@ class WindowedLoss(torch.autograd.Function):
                 "its windows would be computed again as something else; call backward before anything changes"
             )
         scale = gradient / run.batch.items
-        embeddings, found = run.gradients(scale, ctx.parameters)
+        embeddings, parameter_gradients = run.gradients(scale, ctx.parameters)
         behind = [ctx.logits.get(id(p)) for p in ctx.parameters]
         scaled = [None if each is None else each * scale for each in behind]
-        return None, embeddings, *add_up(found, scaled)
+        return None, embeddings, *add_up(parameter_gradients, scaled)

@@ -108,11 +108,11 @@ def keep_groups(
     budget = int(config.keep_gib * 2**30)
     measured = _measured(products, infos, dtype, budget, training=training)
     sizes = {at: _size(_shape(info), dtype) for at, info in infos.items()}
-    there, here = ({at: measured[_shape(info)][side] for at, info in infos.items()} for side in (0, 1))
+    remote, local = ({at: measured[_shape(info)][side] for at, info in infos.items()} for side in (0, 1))
     places = list(infos)
     directions = (Direction.FORWARD, Direction.BACKWARD) if training else (Direction.FORWARD,)
     moved = {at: sum(token_bytes([executor.shapes[at]], directions)) for at in places}
-    candidates = [KeptGroup(sizes[at], moved[at] if training else there[at] - here[at]) for at in places]
+    candidates = [KeptGroup(sizes[at], moved[at] if training else remote[at] - local[at]) for at in places]
     chosen = [places[at] for at in choose_groups(candidates, budget)]
     left = [at for at in places if at not in chosen]
     passed = [executor.shapes[at] for at in left], [executor.shapes[at] for at in places]
@@ -122,7 +122,7 @@ def keep_groups(
         sum(sizes[at] for at in chosen),
         (len(directions) * len(left), len(directions) * len(places)),
         (token_bytes(passed[0], directions), token_bytes(passed[1], directions)),
-        (sum(there[at] for at in left) + sum(here[at] for at in chosen), sum(there.values())),
+        (sum(remote[at] for at in left) + sum(local[at] for at in chosen), sum(remote.values())),
         Counter("+".join(member.name.rpartition(".")[2] for member in infos[at].members) for at in chosen),
     )
 
@@ -164,20 +164,24 @@ def _measured(
 
     Here, nothing larger than the budget is made: it could not be kept either.
     """
-    found: dict[Shape, tuple[float, float]] = {}
+    seconds_of_shape: dict[Shape, tuple[float, float]] = {}
     for at, info in infos.items():
         inputs, *outputs = shape = _shape(info)
-        if shape in found:
+        if shape in seconds_of_shape:
             continue
-        there, here, size = _fastest(products, [at], shape, training=training), math.inf, _size(shape, dtype)
+        remote, local, size = (
+            _fastest(products, [at], shape, training=training),
+            math.inf,
+            _size(shape, dtype),
+        )
         if size <= budget:
             cold = {
                 copy: [torch.full((width, inputs), 0.01, dtype=dtype) for width in outputs]
                 for copy in range(min(max(1, min(COLD_BYTES, budget) // size), MAX_COPIES))
             }
-            here = _fastest(KeptProducts(products, cold), cold, shape, training=training)
-        found[shape] = there, here
-    return found
+            local = _fastest(KeptProducts(products, cold), cold, shape, training=training)
+        seconds_of_shape[shape] = remote, local
+    return seconds_of_shape
 
 
 def _fastest(products: PrivacyMode, groups: Iterable[int], shape: Shape, *, training: bool) -> float:
@@ -187,17 +191,17 @@ def _fastest(products: PrivacyMode, groups: Iterable[int], shape: Shape, *, trai
         groups: of this shape, which are asked for in turn.
     """
     request_class = RequestClass.FINETUNING if training else RequestClass.DECODE
-    count, members = TRAINING_ROWS if training else 1, (1 << len(shape) - 1) - 1
+    count, member_bits = TRAINING_ROWS if training else 1, (1 << len(shape) - 1) - 1
     chance = torch.Generator()  # of its own: the program's numbers stay as they are
     forward, *backward = (torch.randn(count, width, generator=chance) for width in shape)
-    taken = []
+    seconds = []
     for group in itertools.islice(itertools.cycle(groups), TRIES):
         began = time.perf_counter()
-        products.submit(group, Direction.FORWARD, members, [forward], request_class).result()
+        products.submit(group, Direction.FORWARD, member_bits, [forward], request_class).result()
         if training:
-            products.submit(group, Direction.BACKWARD, members, backward, request_class).result()
-        taken.append(time.perf_counter() - began)
-    return min(taken) / count
+            products.submit(group, Direction.BACKWARD, member_bits, backward, request_class).result()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds) / count
 
 
 def _weights(
@@ -222,5 +226,7 @@ def _weights(
     return weights
 
 
-def _product(products: PrivacyMode, group: int, members: int, rows: list[torch.Tensor]) -> list[torch.Tensor]:
-    return products.submit(group, Direction.FORWARD, members, rows, RequestClass.FINETUNING).result()
+def _product(
+    products: PrivacyMode, group: int, member_bits: int, rows: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    return products.submit(group, Direction.FORWARD, member_bits, rows, RequestClass.FINETUNING).result()

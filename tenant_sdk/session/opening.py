@@ -97,8 +97,10 @@ def open_session(config: SessionConfig) -> Session:
                 sources=remote_sources,
             )
             strict = inner.strict() if isinstance(inner, RingProducts) else inner
-            own = next((source.weights for source in sources if isinstance(source, OwnCheckpoint)), None)
-            products, kept = keep_groups(config, products, own or strict, provider, count)
+            own_weights = next(
+                (source.weights for source in sources if isinstance(source, OwnCheckpoint)), None
+            )
+            products, kept = keep_groups(config, products, own_weights or strict, provider, count)
         session = Session(
             provider,
             products,

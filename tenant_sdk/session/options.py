@@ -413,8 +413,8 @@ class SessionConfig:
             for at, each in enumerate(sources)
             if not is_local(each) and any(isinstance(one, str) for one in replicas_of(each))
         ]
-        own = own_tokens(own_token, [tokens[at] for at in known], allowed)
-        for at, token in zip(known, own, strict=True):
+        distinct = own_tokens(own_token, [tokens[at] for at in known], allowed)
+        for at, token in zip(known, distinct, strict=True):
             tokens[at] = token
         if "token" in allowed:
             tokens = [each or own_token for each in tokens]  # also in this process, where none is needed
@@ -478,14 +478,14 @@ class SessionConfig:
 
     def _check_certificates(self) -> None:
         """Refuse options of TLS that nothing would use: whoever gives them expects TLS."""
-        own = replicas_of(self.provider)
+        providers = replicas_of(self.provider)
         executors = [one for each in self.mask_sources if not is_local(each) for one in replicas_of(each)]
-        for option, given, users in (
-            ("ca", self.ca, own),
+        for option, value, users in (
+            ("ca", self.ca, providers),
             ("mask_source_ca", self.mask_source_ca, executors),
-            ("client_certificate", self.client_certificate, [*own, *executors]),
+            ("client_certificate", self.client_certificate, [*providers, *executors]),
         ):
-            if given is not None and users and not any(map(over_tls, users)):
+            if value is not None and users and not any(map(over_tls, users)):
                 raise ConfigurationError(
                     "{} is for TLS, and {} is reached without it, on this machine; leave it out. (The "
                     "authority of mask sources is {mask_source_ca}.)",
@@ -495,19 +495,19 @@ class SessionConfig:
                 )
 
 
-def for_each(given: Any, sources: Sequence[Party], option: str) -> list[Any]:
+def for_each(value: Any, sources: Sequence[Party], option: str) -> list[Any]:
     """One value for each mask source, from one for all or one for each.
 
     Raises:
         ConfigurationError: neither.
     """
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        return [given] * len(sources)
-    if len(given) != len(sources):
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return [value] * len(sources)
+    if len(value) != len(sources):
         raise ConfigurationError(
             "{}: give one for all mask sources, or one for each ({}), not {}",
             Argument(option),
             len(sources),
-            len(given),
+            len(value),
         )
-    return list(given)
+    return list(value)

@@ -103,12 +103,12 @@ class ReplicatedExecutor:
     def _find(self) -> Mapping[str, OpenChannel]:
         """See ``ReconnectingConnection``."""
         addresses = self._resolver.resolve()
-        most = OPENING_SECONDS if len(addresses) > 1 else self._config.timeout
-        found: dict[str, OpenChannel] = {}
+        seconds = OPENING_SECONDS if len(addresses) > 1 else self._config.timeout
+        channels: dict[str, OpenChannel] = {}
         for address in addresses:  # executors in this process may all have one name
-            name = str(address) if str(address) not in found else f"{address} ({len(found) + 1})"
-            found[name] = partial(self._open, address, min(most, self._config.timeout))
-        return found
+            name = str(address) if str(address) not in channels else f"{address} ({len(channels) + 1})"
+            channels[name] = partial(self._open, address, min(seconds, self._config.timeout))
+        return channels
 
     def _open(self, address: Address, opening: float) -> Channel:
         try:
@@ -125,8 +125,8 @@ class ReplicatedExecutor:
         if isinstance(error, TlsError) and error.untrusted:
             error.structured_message += why_untrusted(self._ca, f"{self._of}ca")
         elif isinstance(error, AuthenticationError) and not isinstance(error.__cause__, OSError):
-            given = Argument(f"{self._of}token", Placeholder("TOKEN"))
-            error.structured_message += Message(". This one was given with {}", given)
+            argument = Argument(f"{self._of}token", Placeholder("TOKEN"))
+            error.structured_message += Message(". This one was given with {}", argument)
         elif isinstance(error, ConnectionRefused):
             error.structured_message += " `symbiosis-tenant doctor --wait SECONDS` waits for it"
         if self._of:

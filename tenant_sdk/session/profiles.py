@@ -163,23 +163,23 @@ def read_profile(name: str | os.PathLike[str]) -> dict[str, Any]:
             str(path),
             profile=f"./{name}.toml",
         )
-    given = read_options(path, KINDS)
+    tables = read_options(path, KINDS)
     folder = path.absolute().parent
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, field in FIELDS.items():
         if secret := field.option.confidential:
-            found |= _secret(given, key, secret, path.name, folder)
-        elif key not in given:
+            values |= _secret(tables, key, secret, path.name, folder)
+        elif key not in tables:
             continue
         elif field.plain is not Path:
-            found[key] = given[key]
+            values[key] = tables[key]
         elif field.option.parts:
-            found[key] = tuple(_beside(folder, each) for each in given[key])
+            values[key] = tuple(_beside(folder, each) for each in tables[key])
         else:
-            found[key] = _beside(folder, given[key])
-    if "mask_sources" in found:
-        found |= _sources(found["mask_sources"], path, folder)
-    return found
+            values[key] = _beside(folder, tables[key])
+    if "mask_sources" in values:
+        values |= _sources(values["mask_sources"], path, folder)
+    return values
 
 
 def _beside(folder: Path, name: str) -> Path:
@@ -213,27 +213,27 @@ class Key:
 
 
 def names_in(
-    profile: str | os.PathLike[str], found: Mapping[str, Any], given: Mapping[str, Any]
+    profile: str | os.PathLike[str], profile_values: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> dict[str, Callable[[Any], str]]:
     """How messages name what a session has from a profile: by its key there.
 
     Args:
         profile: its name or path.
-        found: what ``read_profile`` found in it.
-        given: what was given besides, and wins.
+        profile_values: what ``read_profile`` found in it.
+        arguments: what was given besides, and wins.
     """
     file = profile_path(profile).name
-    there = merged(found, given).keys() - given.keys()
+    names = merged(profile_values, arguments).keys() - arguments.keys()
     # Also what is missing there.
-    if "provider" in there:
-        there |= set(PROVIDER) - given.keys()
-    if "mask_sources" in there:
-        there |= set(SOURCES) - given.keys()
-    return {name: _name_in(name, found.get(name), file) for name in there}
+    if "provider" in names:
+        names |= set(PROVIDER) - arguments.keys()
+    if "mask_sources" in names:
+        names |= set(SOURCES) - arguments.keys()
+    return {name: _name_in(name, profile_values.get(name), file) for name in names}
 
 
-def _name_in(name: str, found: Any, file: str) -> Callable[[Any], str]:
-    secrets = [each for each in (found if isinstance(found, list) else [found]) if isinstance(each, Secret)]
+def _name_in(name: str, value: Any, file: str) -> Callable[[Any], str]:
+    secrets = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, Secret)]
     if len(secrets) == 1:
         return Flag(secrets[0].given, alone=True)
     way = "_env" if FIELDS[name].option.confidential else ""
@@ -258,12 +258,12 @@ def _sources(tables: list[dict[str, Any]], path: Path, folder: Path) -> dict[str
         whose = f"mask source {at} in {path.name}"
         tokens.append(_secret(table, "token", f"the token of {party_name(url)}", whose, folder).get("token"))
         authorities.append(ca if ca in (None, SYSTEM) else _beside(folder, ca))
-    found: dict[str, Any] = {"mask_sources": urls}
+    values: dict[str, Any] = {"mask_sources": urls}
     if any(tokens):
-        found["mask_source_token"] = tokens
+        values["mask_source_token"] = tokens
     if any(authorities):
-        found["mask_source_ca"] = authorities
-    return found
+        values["mask_source_ca"] = authorities
+    return values
 
 
 def _secret(table: Mapping[str, Any], name: str, what: str, where: str, folder: Path) -> dict[str, Secret]:
@@ -273,30 +273,30 @@ def _secret(table: Mapping[str, Any], name: str, what: str, where: str, folder: 
         raise ConfigurationError(f"{where}: give {what} in one way, not by {' and '.join(ways)}")
     if not ways:
         return {}
-    value, given = table[ways[0]], f"`{ways[0]}` {'of' if ' in ' in where else 'in'} {where}"
+    value, origin = table[ways[0]], f"`{ways[0]}` {'of' if ' in ' in where else 'in'} {where}"
     if not value:
         raise ConfigurationError(f"{where}: {ways[0]} is empty")
     if ways[0].endswith("_env"):
-        return {name: Secret(what, variable=value, given=given)}
+        return {name: Secret(what, variable=value, given=origin)}
     if ways[0].endswith("_file"):
-        return {name: Secret(what, file=_beside(folder, value), given=given)}
-    return {name: Secret(what, command=tuple(value), folder=folder, given=given)}
+        return {name: Secret(what, file=_beside(folder, value), given=origin)}
+    return {name: Secret(what, command=tuple(value), folder=folder, given=origin)}
 
 
-def merged(profile: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def merged(profile: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a profile and those that were given, which win.
 
     What belongs to a party goes with it: who gives another provider, or other mask sources, gives their
     tokens and authorities too. Else one operator would get what is another's.
     """
-    kept = dict(profile)
-    if "provider" in given:
+    remaining = dict(profile)
+    if "provider" in arguments:
         for name in PROVIDER:
-            kept.pop(name, None)
-    if "mask_sources" in given or given.get("privacy") == "plain":  # which has no use for any
+            remaining.pop(name, None)
+    if "mask_sources" in arguments or arguments.get("privacy") == "plain":  # which has no use for any
         for name in SOURCES:
-            kept.pop(name, None)
-    return {**kept, **given}
+            remaining.pop(name, None)
+    return {**remaining, **arguments}
 
 
 def takes_options(
@@ -309,16 +309,16 @@ def takes_options(
 
     def decorate(opens: Callable[[SessionConfig], R]) -> Callable[P, R]:
         @functools.wraps(opens)
-        def with_options(*provider: P.args, **given: P.kwargs) -> R:
-            arguments: dict[str, Any] = {**given, **({"provider": provider[0]} if provider else {})}
+        def with_options(*provider: P.args, **values: P.kwargs) -> R:
+            arguments: dict[str, Any] = {**values, **({"provider": provider[0]} if provider else {})}
             profile = arguments.get("profile")
             if profile is None:
-                return opens(configuration(*provider, **given))
-            found = read_profile(profile)
+                return opens(configuration(*provider, **values))
+            profile_values = read_profile(profile)
             try:
-                return opens(SessionConfig(**merged(found, arguments)))
+                return opens(SessionConfig(**merged(profile_values, arguments)))
             except SymbiosisError as error:
-                error.show_options(names_in(profile, found, arguments))
+                error.show_options(names_in(profile, profile_values, arguments))
                 raise
 
         signature = inspect.signature(SessionConfig)

@@ -136,7 +136,7 @@ class Session:
                 ``exclude`` fits no layer; ``base`` is neither a folder nor a name, or another model.
         """
         self._check_head(offload_head)
-        found = None if base is None else find_base(base, self.manifest)
+        named_base = None if base is None else find_base(base, self.manifest)
         model = model_loading.load_model(
             self.executor,
             self.groups,
@@ -148,7 +148,7 @@ class Session:
             model_class=model_class,
             **config_overrides,
         )
-        name_model(model, base_of_peer(self.manifest) if found is None else found)
+        name_model(model, base_of_peer(self.manifest) if named_base is None else named_base)
         return model
 
     def load_tokenizer(self) -> Any:
@@ -284,9 +284,9 @@ class Session:
             ConfigurationError: as ``generate_options``.
         """
         options.setdefault("batch_size", len(input_ids))  # whatever copies is: they are made afterwards
-        made = self.generate_options(model, **options)
+        generation = self.generate_options(model, **options)
         return prefill(
-            model, input_ids, attention_mask, made, copies=copies, decode_on=decode_on, dtype=dtype
+            model, input_ids, attention_mask, generation, copies=copies, decode_on=decode_on, dtype=dtype
         )
 
     @property

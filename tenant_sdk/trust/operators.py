@@ -112,36 +112,36 @@ def allowed_signs(allow_same: Collection[str]) -> frozenset[str]:
     return frozenset(SIGNS if ALL in allow_same else allow_same)
 
 
-def own_tokens(token: str, given: Sequence[str | None], allowed: Collection[str]) -> list[str]:
+def own_tokens(token: str, source_tokens: Sequence[str | None], allowed: Collection[str]) -> list[str]:
     """The mask sources' tokens, each its own: a token is never shown to another operator.
 
     Args:
         token: of the provider.
-        given: for each mask source that is an executor behind a token.
+        source_tokens: for each mask source that is an executor behind a token.
 
     Raises:
         ConfigurationError: one is missing, or is the provider's or another source's.
     """
     if "token" in allowed:
-        return [each or token for each in given]
-    if None in given or "" in given:
+        return [each or token for each in source_tokens]
+    if None in source_tokens or "" in source_tokens:
         raise ConfigurationError(
             "give the mask source's own token: {mask_source_token}. The provider's is not sent to "
             "another operator, who could then act as this tenant there; {}",
             _waiver(["token"], allowed),
             mask_source_token=Placeholder("TOKEN"),
         )
-    if len({token, *given}) <= len(given):
+    if len({token, *source_tokens}) <= len(source_tokens):
         raise ConfigurationError(
             "provider and mask sources have the same token: each operator could act as this tenant at "
             "the other. Ask each for a token of its own; {}",
             _waiver(["token"], allowed),
         )
-    return [str(each) for each in given]
+    return [str(each) for each in source_tokens]
 
 
 def own_authorities(
-    ca: str | Path | None, given: Sequence[str | Path | None], allowed: Collection[str]
+    ca: str | Path | None, source_authorities: Sequence[str | Path | None], allowed: Collection[str]
 ) -> list[str | Path | None]:
     """The mask sources' certificate authorities; private ones are each party's own.
 
@@ -150,7 +150,7 @@ def own_authorities(
 
     Args:
         ca: PEM file of the provider's authority; None: the operating system's.
-        given: for each mask source that is reached by TLS.
+        source_authorities: for each mask source that is reached by TLS.
 
     Returns:
         For each PEM file, or None for the operating system's.
@@ -159,8 +159,8 @@ def own_authorities(
         ConfigurationError: a private authority is missing, or vouches for two parties; an unreadable file.
     """
     if "authority" in allowed:
-        return [ca if each is None else None if str(each) == SYSTEM else each for each in given]
-    if ca is not None and None in given:
+        return [ca if each is None else None if str(each) == SYSTEM else each for each in source_authorities]
+    if ca is not None and None in source_authorities:
         raise ConfigurationError(
             "give the mask source's own authority: {mask_source_ca}, or the word system there for those "
             "of the operating system. The provider's, {ca}, could sign a certificate for the mask "
@@ -169,7 +169,7 @@ def own_authorities(
             mask_source_ca=Placeholder("FILE"),
             ca=ca,
         )
-    chosen = [None if str(each) == SYSTEM else each for each in given]
+    chosen = [None if str(each) == SYSTEM else each for each in source_authorities]
     seen: dict[bytes, str | Path] = {}
     files = [ca, *chosen]
     for at, file in enumerate(files):
@@ -198,8 +198,8 @@ def _keys_of(file: str | Path | None, option: str) -> set[bytes]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_verify_locations(file)
-        found = set(context.get_ca_certs(binary_form=True))
-        keys = {_public_key(x509.load_der_x509_certificate(each)) for each in found}
+        certificates = set(context.get_ca_certs(binary_form=True))
+        keys = {_public_key(x509.load_der_x509_certificate(each)) for each in certificates}
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise ConfigurationError(
             "cannot use the authority's certificate file {} ({}): {}",
@@ -207,7 +207,7 @@ def _keys_of(file: str | Path | None, option: str) -> set[bytes]:
             Argument(option, Placeholder("FILE")),
             str(error),
         ) from error
-    return found | keys
+    return certificates | keys
 
 
 def _keys_of_the_system() -> set[bytes]:
@@ -220,13 +220,13 @@ def _keys_of_the_system() -> set[bytes]:
         for path in sorted(Path(folder).glob("*.[0-9]*")):  # named by a hash, as OpenSSL finds them
             with suppress(OSError):  # ssl.SSLError, too: others than certificates
                 context.load_verify_locations(path)
-    found = set(context.get_ca_certs(binary_form=True))
+    certificates = set(context.get_ca_certs(binary_form=True))
     keys = set()
-    for each in found:
+    for each in certificates:
         # Some certificates are older than the rules, of which this would warn, or fail.
         with suppress(ValueError), warnings.catch_warnings(action="ignore"):
             keys.add(_public_key(x509.load_der_x509_certificate(each)))
-    return found | keys
+    return certificates | keys
 
 
 def _public_key(certificate: x509.Certificate) -> bytes:
@@ -266,10 +266,10 @@ _THIS_MACHINE = Identity("", "", b"", here=True)
 def _identity(url: str, sock: ssl.SSLSocket) -> Identity:
     key = _public_key(x509.load_der_x509_certificate(sock.getpeercert(binary_form=True) or b""))
     try:
-        address, own = (_plain_address(end()[0]) for end in (sock.getpeername, sock.getsockname))
+        address, own_address = (_plain_address(end()[0]) for end in (sock.getpeername, sock.getsockname))
     except OSError:  # it has ended already, and will say so to whoever reads from it
-        address = own = ""
-    here = address != "" and (address == own or _is_ours(address))
+        address = own_address = ""
+    here = address != "" and (address == own_address or _is_ours(address))
     return Identity(_host(url), address, key, here)
 
 

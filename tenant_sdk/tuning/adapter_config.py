@@ -95,15 +95,15 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
     """
     try:
         content = b"".join(read_blocks(folder / FILE, MAX_JSON_BYTES))
-        given = msgspec.json.decode(content, type=dict[str, Any])
+        fields = msgspec.json.decode(content, type=dict[str, Any])
     except (OSError, *UNREADABLE) as error:
         raise ConfigurationError(f"cannot read {folder / FILE}: {error}") from error
-    if given.get("peft_type") not in KINDS:
+    if fields.get("peft_type") not in KINDS:
         raise ConfigurationError(
-            f"the adapter in {folder} is of the kind {given.get('peft_type')!r:.40}; those of the kinds "
+            f"the adapter in {folder} is of the kind {fields.get('peft_type')!r:.40}; those of the kinds "
             f"{', '.join(KINDS)} are loaded"
         )
-    return given
+    return fields
 
 
 def read_adapter_config(folder: Path, model: nn.Module) -> PeftConfig:
@@ -116,56 +116,56 @@ def read_adapter_config(folder: Path, model: nn.Module) -> PeftConfig:
         ConfigurationError: it is of another kind than those that work with remote layers, or asks for
             something that nobody's folder may ask for.
     """
-    given = read_raw_config(folder)
-    kind = PeftType(given["peft_type"])
-    if given.pop("init_lora_weights", True) not in (*ALLOWED_INIT_LORA_WEIGHTS, None, "eva"):
+    fields = read_raw_config(folder)
+    kind = PeftType(fields["peft_type"])
+    if fields.pop("init_lora_weights", True) not in (*ALLOWED_INIT_LORA_WEIGHTS, None, "eva"):
         raise ConfigurationError(
             f"the adapter in {folder} was begun with changes to the base's weights, which stay with the "
             "provider: convert it to plain LoRA where it was trained (PEFT's path_initial_model_for_weight_"
             "conversion)"
         )
-    made: type[PeftConfig] = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
-    known = _VALUES.keys() & {field.name for field in dataclasses.fields(made)}
-    for name, value in given.items():
+    config_class: type[PeftConfig] = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+    known = _VALUES.keys() & {field.name for field in dataclasses.fields(config_class)}
+    for name, value in fields.items():
         if name not in known | _LEFT_OUT and value:
             raise ConfigurationError(
                 f"the adapter in {folder} has {name[:80]}: {value!r:.80}, which is not taken from an "
                 "adapter's folder: anybody may have written it. Have it trained without"
             )
     values = _VALUES | ({"rank_pattern": _Pruned} if kind == PeftType.ADALORA else {})
-    given = {name: given[name] for name in given.keys() & known if given[name] is not None}
-    for name, value in given.items():
+    fields = {name: fields[name] for name in fields.keys() & known if fields[name] is not None}
+    for name, value in fields.items():
         try:
             msgspec.convert(value, values[name])
         except (msgspec.ValidationError, RecursionError) as error:
             raise ConfigurationError(
                 f"{folder / FILE} cannot be used: {name} is {value!r:.80}: {error}"
             ) from error
-    _check_ranks(given, model, folder)
+    _check_ranks(fields, model, folder)
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     try:
-        return made(**without_patterns(given, names, folder))
+        return config_class(**without_patterns(fields, names, folder))
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{folder / FILE} cannot be used: {error}") from error
 
 
-def _check_ranks(given: Mapping[str, Any], model: nn.Module, folder: Path) -> None:
+def _check_ranks(fields: Mapping[str, Any], model: nn.Module, folder: Path) -> None:
     """Refuse a rank that no layer of a model can have.
 
     Raises:
         ConfigurationError: one is larger than the smaller side of every layer.
     """
     sides = [min(each.shape[-2:]) for each in model.parameters() if each.dim() > 1]
-    most = max(sides, default=0)
-    of_layers = [each for each in (given.get("rank_pattern") or {}).values() if isinstance(each, int)]
-    for rank in (*(given.get(name, 0) for name in ("r", "init_r", "target_r")), *of_layers):
-        if rank > max(most, _USUAL_RANK):
+    largest = max(sides, default=0)
+    of_layers = [each for each in (fields.get("rank_pattern") or {}).values() if isinstance(each, int)]
+    for rank in (*(fields.get(name, 0) for name in ("r", "init_r", "target_r")), *of_layers):
+        if rank > max(largest, _USUAL_RANK):
             raise ConfigurationError(
-                f"the adapter in {folder} has rank {rank}, and no layer of this model has more than {most} "
-                "inputs and outputs"
+                f"the adapter in {folder} has rank {rank}, and no layer of this model has more than "
+                f"{largest} inputs and outputs"
             )
-    pruned = [each for each in (given.get("rank_pattern") or {}).values() if isinstance(each, list)]
-    if any(len(each) != given.get("init_r") for each in pruned):
+    pruned = [each for each in (fields.get("rank_pattern") or {}).values() if isinstance(each, list)]
+    if any(len(each) != fields.get("init_r") for each in pruned):
         raise ConfigurationError(f"the adapter in {folder} has a rank_pattern of other ranks than init_r")
 
 

@@ -203,21 +203,21 @@ def options_of(config: Any) -> dict[str, Any]:
             *(bad[0], str(options[bad[0]])[:80]),
         )
     targets = config.target_modules or ()
-    made = {
+    values = {
         "method": name,
         "target_modules": targets if isinstance(targets, str) else ",".join(sorted(targets)),
     }
     if name == "lora":
-        made["method"] = "rslora" if config.use_rslora else name
-        return made | {"rank": config.r, "alpha": config.lora_alpha, "dropout": config.lora_dropout}
-    return made | ({} if name == "ia3" else {"rank": config.r, "alpha": options.get("alpha")})
+        values["method"] = "rslora" if config.use_rslora else name
+        return values | {"rank": config.r, "alpha": config.lora_alpha, "dropout": config.lora_dropout}
+    return values | ({} if name == "ia3" else {"rank": config.r, "alpha": options.get("alpha")})
 
 
 def _divisor(options: dict[str, Any]) -> float:
     """The largest number that PEFT divides an adapter's scales by: each layer's rank, or the root of it."""
     ranks = [options.get("r") or 1, *(options.get("rank_pattern") or {}).values()]
-    most = max((rank for rank in ranks if isinstance(rank, int)), default=1)  # AdaLoRA's are lists
-    return math.sqrt(most) if options.get("use_rslora") else float(most)
+    largest = max((rank for rank in ranks if isinstance(rank, int)), default=1)  # AdaLoRA's are lists
+    return math.sqrt(largest) if options.get("use_rslora") else float(largest)
 
 
 def default_rate(method: Method, model: Any) -> float:
@@ -247,10 +247,10 @@ def other_ranks(adapted: Any) -> str:
     """Where LoRA's rank is another than was asked for, to go on a line with; or nothing."""
     patterns = getattr(adapted.peft_config["default"], "rank_pattern", None) or {}
     ranks = {key: rank for key, rank in patterns.items() if isinstance(rank, int)}  # AdaLoRA's are lists
-    told = dict.fromkeys((key.rpartition(".")[2], rank) for key, rank in ranks.items())
+    pairs = dict.fromkeys((key.rpartition(".")[2], rank) for key, rank in ranks.items())
     return "".join(
         f"; rank {rank} in {peer_text(name, _LONGEST_NAME)}{_TWO_LAYERS if name == _TWO_IN_ONE else ''}"
-        for name, rank in told
+        for name, rank in pairs
     )
 
 

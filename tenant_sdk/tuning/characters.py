@@ -44,7 +44,7 @@ def not_kept(tokenizer: Any, first: Mapping[str, int]) -> str:
         lines.setdefault(what, first[each])
     if not lost:
         return ""
-    told = (
+    sentences = (
         f"these {what}: {', '.join(shown[:_SHOWN])}"
         + (f" and {len(shown) - _SHOWN:,} more" if len(shown) > _SHOWN else "")
         + f" (first in line {lines[what]})"
@@ -52,7 +52,7 @@ def not_kept(tokenizer: Any, first: Mapping[str, int]) -> str:
     )
     return (
         f"of {len(judged):,} different characters the tokenizer does not keep {len(lost):,}, which the model "
-        f"can neither learn nor write; {'; '.join(told)}"
+        f"can neither learn nor write; {'; '.join(sentences)}"
     )
 
 

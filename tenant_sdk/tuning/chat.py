@@ -98,14 +98,14 @@ class Chat:
                     *(len(tokens), context_of(self._model)),
                 )
             )
-        most = min(self._sampling.max_new_tokens or ANSWER, room)
-        sampling = replace(self._sampling, max_new_tokens=most)
+        max_tokens = min(self._sampling.max_new_tokens or ANSWER, room)
+        sampling = replace(self._sampling, max_new_tokens=max_tokens)
         # If this fails, keys and values are of half a text, and of no more use.
         before, self._options = self._options, {}
         options = {}
         if self._resumed is not None:
             ids = torch.tensor([tokens], device=self._model.device)
-            options = self._resumed(ids, len(tokens) + most, before)
+            options = self._resumed(ids, len(tokens) + max_tokens, before)
         written = stream(
             self._model,
             self._tokenizer,
@@ -125,23 +125,23 @@ class Chat:
                 Message("the answer ended within its reasoning and is not kept: raise {max_new_tokens}")
             )
         # What was cut is no answer to learn.
-        kept: dict[str, Any] = {"role": "assistant", "content": said} | (
+        message: dict[str, Any] = {"role": "assistant", "content": said} | (
             {} if written.ended else {"weight": 0}
         )
         if said.strip():  # templates and `finetune` refuse an answer that says nothing
-            self.messages = [*messages, kept]
+            self.messages = [*messages, message]
         return written
 
 
 def thought_of(tokenizer: Any) -> Thought | None:
     """How a chat template writes reasoning; None: it writes none, or not behind what begins an answer."""
-    asked, reasoning, said = ({"role": "user", "content": "?"}, "part5r81c0e", "part5r81c1e")
+    question, reasoning, said = ({"role": "user", "content": "?"}, "part5r81c0e", "part5r81c1e")
     plain = {"role": "assistant", "content": said}
     answer = {**plain, **dict.fromkeys(REASONING, reasoning)}
     try:
-        prompt = tokenizer.apply_chat_template([asked], tokenize=False, add_generation_prompt=True)
-        whole = tokenizer.apply_chat_template([asked, answer], tokenize=False)
-        without = tokenizer.apply_chat_template([asked, plain], tokenize=False)
+        prompt = tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template([question, answer], tokenize=False)
+        without = tokenizer.apply_chat_template([question, plain], tokenize=False)
     except Exception:  # templates raise whatever they like
         return None
     head, found, _ = whole.partition(reasoning)

@@ -55,9 +55,9 @@ class TrainingCheckpoints:
 
     def keep(self, name: str, value: Any) -> None:
         """Note a figure that a resumed training need not measure again."""
-        kept = {**(_read_json(self._settings_file) or {}), name: value}
+        settings = {**(_read_json(self._settings_file) or {}), name: value}
         with disk_errors(self.folder, "a figure", "Then run again."):
-            self._write(kept)
+            self._write(settings)
 
     def _write(self, settings: Mapping[str, Any]) -> None:
         """As a whole or not at all: this process may be killed meanwhile."""
@@ -123,8 +123,10 @@ class TrainingCheckpoints:
 
     def _whole(self) -> list[Path]:
         """The checkpoints that are complete: the Trainer writes its state last."""
-        found = [path for path in self.folder.glob("checkpoint-*") if re.fullmatch("[0-9]+", path.name[11:])]
-        states = [(path, _read_json(path / "trainer_state.json") or {}) for path in found]
+        folders = [
+            path for path in self.folder.glob("checkpoint-*") if re.fullmatch("[0-9]+", path.name[11:])
+        ]
+        states = [(path, _read_json(path / "trainer_state.json") or {}) for path in folders]
         return [path for path, state in states if state.get("global_step") == _step(path)]
 
     def remove(self) -> None:

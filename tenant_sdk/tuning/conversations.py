@@ -145,7 +145,7 @@ class Conversations:
                 f"{where}: `messages` has no turn of the role assistant that answers one"
             )
         chat = _Chat(self, messages, tools, where)
-        found: list[Example] = []
+        learned: list[Example] = []
         for count, at in enumerate(at for at in answers if messages[at].get("weight") != 0):
             before = chat.generation_prompt(at)
             prompt = encode(self.tokenizer, before)
@@ -159,15 +159,17 @@ class Conversations:
             else:
                 everything = encode(self.tokenizer, chat.rendered(chat.messages))
                 prompt, answer, labels = max(prompt, everything, key=len), [], []
-            earlier = found[-1] if found else {"input_ids": [], "labels": []}
+            earlier = learned[-1] if learned else {"input_ids": [], "labels": []}
             if prompt[: len(earlier["input_ids"])] == earlier["input_ids"]:
                 labels = earlier["labels"] + [IGNORE_INDEX] * (len(prompt) - len(earlier["labels"])) + labels
-                found[-1:] = [{"input_ids": prompt + answer, "labels": labels}]
+                learned[-1:] = [{"input_ids": prompt + answer, "labels": labels}]
             else:
-                found.append({"input_ids": prompt + answer, "labels": [IGNORE_INDEX] * len(prompt) + labels})
+                learned.append(
+                    {"input_ids": prompt + answer, "labels": [IGNORE_INDEX] * len(prompt) + labels}
+                )
             if not fits:
                 break
-        return found
+        return learned
 
     def whole_conversation(self, messages: Messages, tools: Tools, where: str) -> Example:
         """The whole conversation is learned, also what is asked.
@@ -307,22 +309,22 @@ class _Chat:
     def _marked(self, at: int, template: str, answer: str, begin: int) -> list[tuple[str, bool]]:
         """Pieces of an answer that begins at ``begin``; the template marks those that are learned."""
         text = self.rendered(self.messages[: at + 1], chat_template=template)
-        found, place, learned = [], 0, False
+        marked, place, learned = [], 0, False
         for piece in _MARKERS.split(text):
             if piece in (_BEGIN, _END):
                 learned = piece == _BEGIN
                 continue
-            own = piece[max(begin - place, 0) : max(begin + len(answer) - place, 0)]
-            found += [(own, learned)] if own else []
+            overlap = piece[max(begin - place, 0) : max(begin + len(answer) - place, 0)]
+            marked += [(overlap, learned)] if overlap else []
             place += len(piece)
-        if "".join(own for own, _ in found) != answer:
+        if "".join(overlap for overlap, _ in marked) != answer:
             raise _refusal(
                 "{}: it does not show what the chat template marks with {{% generation %}}: with signs in "
                 "place of the marks it writes another text. Use a tokenizer whose template marks less, or "
                 "nothing ({tokenizer})",
                 self.where,
             )
-        return found
+        return marked
 
     def _in_form(self, messages: Messages) -> Messages:
         """Messages with the arguments of calls as objects, or as texts of JSON if the template wants that."""
@@ -344,10 +346,10 @@ def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
         return message
     functions = [call["function"] for call in calls]
     texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
-    given = zip(calls, functions, texts, strict=True)
+    rewritten = zip(calls, functions, texts, strict=True)
     return {
         **message,
-        "tool_calls": [{**call, "function": {**each, "arguments": text}} for call, each, text in given],
+        "tool_calls": [{**call, "function": {**each, "arguments": text}} for call, each, text in rewritten],
     }
 
 

@@ -343,8 +343,8 @@ class Reader:
 
     @property
     def _ends(self) -> tuple[int, ...]:
-        own = getattr(self.tokenizer, "eos_token_id", None)
-        return self.ends or (() if own is None else (own,))
+        end = getattr(self.tokenizer, "eos_token_id", None)
+        return self.ends or (() if end is None else (end,))
 
     def _ended(self, ids: Sequence[int]) -> list[int]:
         """With the end of text, by which `generate` knows that a record is complete."""

@@ -80,15 +80,15 @@ def check_reports(names: Sequence[str]) -> None:
         ConfigurationError: it knows no such thing, or its package is not installed.
     """
     for name in names:
-        given = Argument("report_to", name)
+        argument = Argument("report_to", name)
         if name not in INTEGRATION_TO_CALLBACK:
-            raise ConfigurationError("{} must be one of {}", given, ", ".join(INTEGRATION_TO_CALLBACK))
+            raise ConfigurationError("{} must be one of {}", argument, ", ".join(INTEGRATION_TO_CALLBACK))
         # Before its package is imported, which looks for its files.
         check_trackers([name])
         keep_from_git([name])
         if name not in get_available_reporting_integrations():
             raise ConfigurationError(
-                "{} needs its package, which is not installed: `pip install {}`", given, name
+                "{} needs its package, which is not installed: `pip install {}`", argument, name
             )
 
 
@@ -215,10 +215,10 @@ def finetune(
     check_reports(training.report_to)
     say, output = callbacks.say, check_new_folder(training.output)
     day = TemplateDate(_started(output, training.resume) or today())
-    given = training.adapter
-    if given is not None:
+    adapter_folder = training.adapter
+    if adapter_folder is not None:
         set_seed(training.seed)
-        model = load_adapter(model, given, session, trainable=True)
+        model = load_adapter(model, adapter_folder, session, trainable=True)
         training = replace(training, adapter=None, **options_of(model.peft_config["default"]))
     method = find_method(training.method)
     length = _sequence_length(training, model, training.virtual_tokens if method.prompt_like else 0)
@@ -232,13 +232,13 @@ def finetune(
     for line in where_reports_go(training.report_to):
         say(line)
 
-    model = _with_adapter(training, model, examples, steps, fresh=given is None)
+    model = _with_adapter(training, model, examples, steps, fresh=adapter_folder is None)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say(f"{training.method} adapter with {trained:,} trained parameters{other_ranks(model)}")
     _check_space(output, state_bytes(model))
     _fit(training, model, max(len(example["input_ids"]) for example in [*examples, *held_out]), say)
 
-    settings = _settings(training, examples, held_out, day, given)
+    settings = _settings(training, examples, held_out, day, adapter_folder)
     settings |= {"steps": steps, "learning_rate": learning_rate}
     settings |= {"sequence_length": length, "base_model": session.manifest.digest[:16]}
     checkpoints = TrainingCheckpoints(output, settings)
@@ -248,7 +248,7 @@ def finetune(
         check_steps = (training.eval_steps or math.ceil(steps / _CHECKS)) if held_out else 0
         progress = Progress(callbacks.show, say, shown_losses(steps), check_steps, lambda: session.stats)
         held = _HeldOut(training, model, held_out, progress, callbacks, session)
-        before = _perplexity_before(held, checkpoints, of_base=given is None)
+        before = _perplexity_before(held, checkpoints, of_base=adapter_folder is None)
         if done < steps:
             _learn_groups(model, examples[:_TRIED], say)
         started = time.perf_counter()
@@ -270,13 +270,13 @@ def finetune(
 
 def _begin(checkpoints: TrainingCheckpoints, steps: int, resume: bool, say: Say) -> tuple[Path | None, int]:
     """The checkpoint from which a training goes on, and the steps that are done."""
-    found = checkpoints.begin(resume=resume)
-    done = int(found.name.rpartition("-")[2]) if found else 0
-    if found is not None:
-        say(f"the training goes on after step {done} of {steps}, from {found}")
+    checkpoint = checkpoints.begin(resume=resume)
+    done = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
+    if checkpoint is not None:
+        say(f"the training goes on after step {done} of {steps}, from {checkpoint}")
     elif resume:
         say(f"there is no whole checkpoint in {checkpoints.folder}: the training begins with its first step")
-    return found, done
+    return checkpoint, done
 
 
 @dataclass
@@ -315,13 +315,13 @@ def _perplexity_before(held: _HeldOut, checkpoints: TrainingCheckpoints, *, of_b
     if not held.examples:
         return None
     name = f"{_BEFORE} {digest_of(repr(held.examples).encode())}"
-    kept = checkpoints.kept(name)
-    if not isinstance(kept, float):
+    figure = checkpoints.kept(name)
+    if not isinstance(figure, float):
         with held.model.disable_adapter() if of_base else nullcontext():
-            kept = math.exp(held.measure())
-        checkpoints.keep(name, kept)
-    held.callbacks.say(f"held-out perplexity before: {kept:.2f}")
-    return kept
+            figure = math.exp(held.measure())
+        checkpoints.keep(name, figure)
+    held.callbacks.say(f"held-out perplexity before: {figure:.2f}")
+    return figure
 
 
 def _learn_groups(model: Any, examples: Sequence[Example], say: Say) -> None:
@@ -341,8 +341,8 @@ def _learn_groups(model: Any, examples: Sequence[Example], say: Say) -> None:
         for name, each in model.named_parameters():
             if each.grad is not None:  # None: the model does not use it
                 # Experts count as one, since no token may reach some.
-                found = _LAYER.match(_EXPERT.sub(".experts.", name))
-                layer = found[1] if found else "other parameters"
+                match = _LAYER.match(_EXPERT.sub(".experts.", name))
+                layer = match[1] if match else "other parameters"
                 learns[layer] = learns.get(layer, False) or bool(each.grad.any())
         model.zero_grad()
         if learns and all(learns.values()):
@@ -408,9 +408,9 @@ def _save(output: Path, model: Any, session: Session, figures: dict[str, Any], t
 
 def _started(output: Path, resume: bool) -> date | None:
     """The day of the training that is resumed, if its chat template writes it."""
-    kept = TrainingCheckpoints(output, {}).kept("day") if resume else None
+    day = TrainingCheckpoints(output, {}).kept("day") if resume else None
     try:
-        return date.fromisoformat(kept) if isinstance(kept, str) else None
+        return date.fromisoformat(day) if isinstance(day, str) else None
     except ValueError:
         return None
 
@@ -478,7 +478,7 @@ def _settings(
     examples: Sequence[Example],
     held_out: Sequence[Example],
     day: TemplateDate,
-    given: Path | None,
+    adapter_folder: Path | None,
 ) -> dict[str, Any]:
     """What must be the same if the training is resumed."""
     settings = asdict(training)
@@ -493,8 +493,8 @@ def _settings(
     if day.written:
         settings["day"] = str(day.day)
     settings["data"] = digest_of(repr(examples).encode())
-    if given is not None:  # the adapter that is trained further
-        files = [(given / name).read_bytes() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+    if adapter_folder is not None:  # the adapter that is trained further
+        files = [(adapter_folder / name).read_bytes() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
         settings["adapter"] = digest_of(b"".join(files))
     return settings
 

@@ -60,16 +60,19 @@ def save_adapter(
     if not configs or not hasattr(model, "save_pretrained"):
         raise ConfigurationError(f"{type(model).__name__} has no adapter; make one with peft.get_peft_model")
     passed_on = {*inspect.signature(PeftModel.save_pretrained).parameters, "state_dict"}
-    own = {*inspect.signature(save_adapter).parameters}
+    parameters = {*inspect.signature(save_adapter).parameters}
     for name in options.keys() - passed_on:  # PEFT would say nothing
         raise ConfigurationError(
             f"save_adapter({name}=...): there is no such argument, and PEFT's save_pretrained has none; "
-            + (closest(name, own | passed_on) or f"there are {', '.join(sorted(own | passed_on))}")
+            + (
+                closest(name, parameters | passed_on)
+                or f"there are {', '.join(sorted(parameters | passed_on))}"
+            )
         )
     if adapter not in (None, *configs):
         raise ConfigurationError(f"adapter={adapter!r}: the model has {', '.join(configs)}")
-    found = base_of(model) if base is None else find_base(base, session.manifest)
-    called = found if found.name or base is not None else folder_of_peer(session.manifest)
+    named_base = base_of(model) if base is None else find_base(base, session.manifest)
+    called = named_base if named_base.name or base is not None else folder_of_peer(session.manifest)
     for config in configs.values():
         config.base_model_name_or_path, config.revision = called.name or None, called.revision
     # PEFT's own default would ask a hub how large the vocabulary was.
@@ -83,7 +86,7 @@ def save_adapter(
     figures = training_of(training) if hasattr(training, "state") else training or {}
     record = Provenance.of(session, figures)
     record.write(Path(folder))
-    write_card(Path(folder), record, found, configs[adapter] if adapter else model.active_peft_config)
+    write_card(Path(folder), record, named_base, configs[adapter] if adapter else model.active_peft_config)
 
 
 def _resized(model: Any, session: Session) -> list[str]:
@@ -100,9 +103,9 @@ def _resized(model: Any, session: Session) -> list[str]:
 def _save_one(model: Any, folder: Path, adapter: str, options: dict[str, Any]) -> None:
     """PEFT's files of one adapter, not in a folder of its name."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as made:
-        model.save_pretrained(made, selected_adapters=[adapter], **options)
-        for file in (Path(made) / ("" if adapter == "default" else adapter)).iterdir():
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        model.save_pretrained(temporary, selected_adapters=[adapter], **options)
+        for file in (Path(temporary) / ("" if adapter == "default" else adapter)).iterdir():
             file.replace(folder / file.name)
 
 
@@ -132,10 +135,10 @@ def load_adapter(
     source = Path(folder)
     if hasattr(model, "peft_config"):
         raise ConfigurationError(f"{type(model).__name__} has an adapter already; give the model without")
-    with tempfile.TemporaryDirectory() as made:
-        copy = Path(made)
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(temporary)
         with disk_errors(copy, f"a copy of {source}", "TMPDIR names another place."):
-            received = receive(source, copy, model, own=_resized(model, session))
+            received = receive(source, copy, model, own_modules=_resized(model, session))
         record = None if allow_other_base else Provenance.read(copy, source)
         if record is not None and (differs := record.check(session.manifest, source)):
             log.warning("%s", differs)
@@ -144,7 +147,7 @@ def load_adapter(
         try:
             with no_untrue_warnings(""):
                 loaded = PeftModel.from_pretrained(
-                    model, made, config=received.config, is_trainable=trainable
+                    model, temporary, config=received.config, is_trainable=trainable
                 )
         except Exception as error:  # what nobody has seen of a model, or of a later PEFT
             raise ConfigurationError(f"cannot read the adapter in {source}: {error}") from error

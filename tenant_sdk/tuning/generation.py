@@ -46,8 +46,8 @@ class _Loop(StoppingCriteria):
 class _Interrupted(StoppingCriteria):
     """Stops a text that its reader has seen enough of."""
 
-    def __init__(self, asked: Callable[[], bool]) -> None:
-        self._asked, self.found = asked, False
+    def __init__(self, interrupted: Callable[[], bool]) -> None:
+        self._asked, self.found = interrupted, False
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """See StoppingCriteria; ``[B]``, of which there is one here."""

@@ -89,12 +89,12 @@ class LongTuning:
                 self._model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
                 self._switched_on = True
 
-    def _store(self, place: Place, *, own: bool = False) -> Store:
+    def _store(self, place: Place, *, unshared: bool = False) -> Store:
         """Own: of tensors that nobody else writes into."""
         if place == Place.DISK:
             assert self._spill is not None  # noqa: S101 -- ``use`` makes it
             return OnHost(self._spill)
-        return ReferenceStore() if own else CopyStore()
+        return ReferenceStore() if unshared else CopyStore()
 
     def _forward_of(self, model: nn.Module | None, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if model not in (None, self._model):  # a copy of it
@@ -114,13 +114,13 @@ class LongTuning:
             self._said.add(what)
             log.warning(what)
 
-    def _forward(self, given: dict[str, Any]) -> Any:
+    def _forward(self, inputs: dict[str, Any]) -> Any:
         plan = self.plan
-        labels: Any = given.get("labels")
-        aims = given.get("shift_labels")
+        labels: Any = inputs.get("labels")
+        aims = inputs.get("shift_labels")
         if (labels is None and aims is None) or not plan.chunked_loss:
-            return self._inner(**given)
-        if given.get("fused_lm_head"):
+            return self._inner(**inputs)
+        if inputs.get("fused_lm_head"):
             raise ConfigurationError(
                 "TRL's trainers take log-probabilities of each token, long_tuning gives a loss alone: use "
                 "transformers' Trainer, or close() and gradient_checkpointing=True"
@@ -131,22 +131,22 @@ class LongTuning:
                 "tune without long_tuning, or with transformers' loss"
             )
         for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
-            if given.get(name):
+            if inputs.get(name):
                 raise ConfigurationError(f"{name}=True: long sequences are tuned without; leave it out")
         if aims is None:
             aims = shifted(labels)
         if aims.shape[-1] > self._max_length:
             self._warn(f"a text is longer than the {self._max_length:,} tokens that were planned for")
-        items = items_of(aims, given.get("num_items_in_batch"))
+        items = items_of(aims, inputs.get("num_items_in_batch"))
         if plan.window is None:
-            loss = self._whole(given, aims, items)
+            loss = self._whole(inputs, aims, items)
         else:
-            loss = self._windowed(given, aims, items, plan.window)
+            loss = self._windowed(inputs, aims, items, plan.window)
         return CausalLMOutputWithPast(loss=loss)
 
-    def _whole(self, given: dict[str, Any], aims: torch.Tensor, items: Any) -> torch.Tensor:
+    def _whole(self, arguments: dict[str, Any], aims: torch.Tensor, items: Any) -> torch.Tensor:
         apart = ("labels", "shift_labels", "num_items_in_batch", *_IGNORED)
-        inputs = {name: each for name, each in given.items() if each is not None and name not in apart}
+        inputs = {name: each for name, each in arguments.items() if each is not None and name not in apart}
         hidden = self._stack.last_layer_output(**inputs, use_cache=False)
         if torch.is_grad_enabled():
             loss: torch.Tensor = ChunkedLoss.apply(  # type: ignore[no-untyped-call]
@@ -157,26 +157,28 @@ class LongTuning:
         total.add(hidden, aims)
         return total.mean
 
-    def _windowed(self, given: dict[str, Any], aims: torch.Tensor, items: Any, window: int) -> torch.Tensor:
+    def _windowed(
+        self, arguments: dict[str, Any], aims: torch.Tensor, items: Any, window: int
+    ) -> torch.Tensor:
         if getattr(self._stack.model.get_input_embeddings(), "neftune_noise_alpha", None):
             raise ConfigurationError(
                 "NEFTune's noise is by the length of the whole: leave it out, with windows"
             )
-        for name, each in given.items():
+        for name, each in arguments.items():
             if name not in (*_CUT, *_PER_TOKEN, *_IGNORED) and each is not None and each is not False:
                 raise ConfigurationError(f"{name} cannot be cut into windows; leave it out")
         batch = Batch(
             aims,
             items,
-            given.get("input_ids"),
-            given.get("inputs_embeds"),
-            given.get("attention_mask"),
-            given.get("position_ids"),
+            arguments.get("input_ids"),
+            arguments.get("inputs_embeds"),
+            arguments.get("attention_mask"),
+            arguments.get("position_ids"),
         )
         _check_batch(batch, self._stack.model.config.get_text_config())
         stores = Stores(
             None if self.plan.answers == Place.NOWHERE else self._store(self.plan.answers),
-            self._store(self.plan.states, own=True),
+            self._store(self.plan.states, unshared=True),
         )
         parameters = [each for each in self._stack.model.parameters() if each.requires_grad]
         embeddings = batch.embeddings
@@ -271,7 +273,7 @@ def long_tuning(
         left = memory_left(memory_gib, inner.device)
         disk = int(FRACTION * free_disk(folder))
         plan = plan_step(
-            shapes, max_length, batch_size, left, disk, window=window, packed=packed, given=memory_gib
+            shapes, max_length, batch_size, left, disk, window=window, packed=packed, budget=memory_gib
         )
         _compare(tuning, plan, model, ids)
         tuning.use(plan)
@@ -331,8 +333,8 @@ def _compare(tuning: LongTuning, plan: MemoryPlan, model: nn.Module, ids: torch.
     def look() -> list[torch.Tensor]:
         with torch.enable_grad():
             loss = model(input_ids=ids, labels=ids).loss
-            found = torch.autograd.grad(loss, parameters, allow_unused=True) if parameters else ()
-        return [loss.detach(), *(torch.zeros(()) if each is None else each for each in found)]
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True) if parameters else ()
+        return [loss.detach(), *(torch.zeros(()) if each is None else each for each in gradients)]
 
     try:
         with _in_parts(tuning._model):

@@ -71,8 +71,8 @@ class TemplateProbe:
 
     def missing_parts(self, rendering: str, needed: Callable[[MessagePart], bool]) -> str:
         """Names of the parts of the first message of which the template leaves some out; or empty."""
-        there = {found[0] for found in _PLACEHOLDERS.finditer(rendering)}
-        lost = [part for mark, part in self._parts.items() if needed(part) and mark not in there]
+        marks = {found[0] for found in _PLACEHOLDERS.finditer(rendering)}
+        lost = [part for mark, part in self._parts.items() if needed(part) and mark not in marks]
         return self._named([part for part in lost if part.at == lost[0].at])
 
     def end(self, rendering: str, text: str) -> tuple[int, str]:
@@ -102,10 +102,12 @@ class TemplateProbe:
 
     def text_after(self, rendering: str, at: int) -> str:
         """What stands between the last part of the message ``at`` and the next placeholder."""
-        found = [*_PLACEHOLDERS.finditer(rendering)]
-        own = [n for n, each in enumerate(found) if each[0] in self._parts and self._parts[each[0]].at == at]
-        after = found[own[-1] + 1 :] if own else []
-        return rendering[found[own[-1]].end() : after[0].start()] if after else ""
+        marks = [*_PLACEHOLDERS.finditer(rendering)]
+        of_message = [
+            n for n, each in enumerate(marks) if each[0] in self._parts and self._parts[each[0]].at == at
+        ]
+        after = marks[of_message[-1] + 1 :] if of_message else []
+        return rendering[marks[of_message[-1]].end() : after[0].start()] if after else ""
 
     def redacted(self, text: str) -> str:
         """A text with dots in the places of its placeholders."""

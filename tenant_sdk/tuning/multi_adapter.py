@@ -300,10 +300,10 @@ def _joined(batches: Mapping[str, Batch]) -> tuple[Tensor, Tensor, Tensor]:
     length = max(batch["input_ids"].shape[1] for batch in batches.values())
     ids, attended, needed = [], [], []
     for batch in batches.values():
-        own, mask, labels = batch["input_ids"], batch.get("attention_mask"), batch.get("labels")
-        mask = torch.ones_like(own) if mask is None else mask.to(own.dtype)
-        padding = (0, length - own.shape[1])
-        ids.append(pad(own, padding))
+        tokens, mask, labels = batch["input_ids"], batch.get("attention_mask"), batch.get("labels")
+        mask = torch.ones_like(tokens) if mask is None else mask.to(tokens.dtype)
+        padding = (0, length - tokens.shape[1])
+        ids.append(pad(tokens, padding))
         attended.append(pad(mask, padding))
         if labels is not None:
             mask = mask.bool() | (shifted(labels) != IGNORE_INDEX)
@@ -333,8 +333,8 @@ class _Mixed:
             ConfigurationError: x is something else, and nobody knows whose its rows are.
         """
         result: Tensor = layer.base_layer(x, *args, **kwargs)
-        there = [name for name in self.counts if name in layer.lora_A]
-        if not there:
+        adapters = [name for name in self.counts if name in layer.lora_A]
+        if not adapters:
             return result
         sequences, tokens = sum(self.counts.values()), max(self.lengths.values())
         if x.shape[:-1] not in ((sequences, tokens), (sequences * tokens,)):
@@ -342,7 +342,7 @@ class _Mixed:
                 f"an adapted layer gets {list(x.shape[:-1])} rows for {sequences} sequences of {tokens}"
                 " tokens, and whose they are cannot be told; leave it out of target_modules"
             )
-        dtype = layer.lora_A[there[0]].weight.dtype
+        dtype = layer.lora_A[adapters[0]].weight.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
         rows = self._dropped(layer, x.to(dtype).view(sequences, tokens, -1))
@@ -367,11 +367,11 @@ class _Mixed:
         }
         if not any(shares.values()):
             return x
-        kept = []
+        dropped = []
         for name, count in self.counts.items():
             length, share = self.lengths[name], shares.get(name, 0.0)
             mask = torch.ones(count, length, x.shape[-1])
             if share:
                 mask = mask.bernoulli_(1 - share, generator=self.random[name]) / (1 - share)
-            kept.append(pad(mask, (0, 0, 0, x.shape[1] - length)))
-        return x * torch.cat(kept).to(x)
+            dropped.append(pad(mask, (0, 0, 0, x.shape[1] - length)))
+        return x * torch.cat(dropped).to(x)

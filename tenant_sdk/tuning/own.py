@@ -37,13 +37,13 @@ from tenant_sdk.tuning.sampling import ends_of
 
 
 def load(
-    session: Session, tokenizer: Path | None, own: str | None, base: str | None = None, *, bars: bool
+    session: Session, tokenizer: Path | None, local_model: str | None, base: str | None = None, *, bars: bool
 ) -> tuple[Any, Any]:
     """A model, on an accelerator if there is one, and its tokenizer, as the command line wants them.
 
     Args:
         tokenizer: folder that the user has named.
-        own: the user's own copy of the model, see ``attach_own``.
+        local_model: the user's own copy of the model, see ``attach_own``.
         base: see there.
         bars: show progress bars, which need a terminal.
 
@@ -60,11 +60,11 @@ def load(
         if tokenizer is not None:  # before anything large is loaded
             loaded = own_tokenizer(tokenizer, embedded(read_configuration(session.executor)[0]))
         model: Any
-        if own is None:
+        if local_model is None:
             check_causal(session.executor)
             model = session.load_model(base=base, progress=bars)
         else:
-            model, folder = attach_own(session, own, base)
+            model, folder = attach_own(session, local_model, base)
             if loaded is None and tokenizer_in(folder):
                 loaded = own_tokenizer(folder)
         if loaded is None:

@@ -160,7 +160,7 @@ def _check_text(path: Path, size: int) -> None:
 
 def _lines(path: Path, table: Any, used: Collection[str]) -> Iterator[str]:
     number = size = values = 0
-    most = max(_FEW_BYTES, _PACKED * path.stat().st_size)
+    max_bytes = max(_FEW_BYTES, _PACKED * path.stat().st_size)
     names = table.schema_arrow.names
     others = {name: "" for name in names if name not in used}
     columns = [name for name in names if name in used]
@@ -174,7 +174,7 @@ def _lines(path: Path, table: Any, used: Collection[str]) -> Iterator[str]:
         for line in lines:
             size += len(line) if line.isascii() else len(line.encode())
             _check_text(path, size)
-            if size > most:
+            if size > max_bytes:
                 raise ConfigurationError(
                     f"{path} has more than {_PACKED:,} bytes of text for each of its own, so most rows are "
                     "the same: remove them"
@@ -193,11 +193,11 @@ def _check_batch(path: Path, batch: Any, first: int) -> int:
         first: the number of the first row.
     """
     values, size = map(sum, zip(*map(_measured, batch.columns), strict=True))
-    most = f"{_MAX_ROWS_VALUES:,} values" if values > _MAX_ROWS_VALUES else ""
-    most = f"{_ROWS_BYTES >> 20} MiB" if size > _ROWS_BYTES else most
-    if most:
+    limit = f"{_MAX_ROWS_VALUES:,} values" if values > _MAX_ROWS_VALUES else ""
+    limit = f"{_ROWS_BYTES >> 20} MiB" if size > _ROWS_BYTES else limit
+    if limit:
         raise ConfigurationError(
-            f"{path}, row {first}: it and the next {_ROWS - 1} have more than {most}: split them"
+            f"{path}, row {first}: it and the next {_ROWS - 1} have more than {limit}: split them"
         )
     return values
 

@@ -49,34 +49,38 @@ def without_patterns(
     Raises:
         ConfigurationError: a pattern is too large, takes too long or is none.
     """
-    names, made = _Names(list(modules), f"the adapter in {folder}", clock), dict(config)
+    names, fields = _Names(list(modules), f"the adapter in {folder}", clock), dict(config)
     for field in _PATTERNS:
-        given = config.get(field)
-        if isinstance(given, str) and given != _ALL:
-            made[field] = [name for name in names.all if names.matches(given, name)]
-        elif isinstance(given, list):
-            made[field] = names.known(given)
+        names_of_field = config.get(field)
+        if isinstance(names_of_field, str) and names_of_field != _ALL:
+            fields[field] = [name for name in names.all if names.matches(names_of_field, name)]
+        elif isinstance(names_of_field, list):
+            fields[field] = names.known(names_of_field)
     for field in _TABLES:
-        given = config.get(field) or {}
-        if any(isinstance(value, list) for value in given.values()):  # AdaLoRA's, of names alone
-            made[field] = {name: given[name] for name in given if name.rpartition(".")[0] in names.there}
-        elif given:
-            made[field] = names.table(field, given)
+        names_of_field = config.get(field) or {}
+        if any(isinstance(value, list) for value in names_of_field.values()):  # AdaLoRA's, of names alone
+            fields[field] = {
+                name: names_of_field[name]
+                for name in names_of_field
+                if name.rpartition(".")[0] in names.there
+            }
+        elif names_of_field:
+            fields[field] = names.table(field, names_of_field)
     for field in _NAMES:
-        given = config.get(field) or []
-        for name in [given] if isinstance(given, str) else given:
+        names_of_field = config.get(field) or []
+        for name in [names_of_field] if isinstance(names_of_field, str) else names_of_field:
             token = field == "trainable_token_indices" and isinstance(name, int)
             if not token and not _NAME.fullmatch(name):
                 raise ConfigurationError(
                     f"{names.where} has {name!r:.80} as {field}: give names, and no patterns"
                 )
-        if given and isinstance(given, list) and field != "trainable_token_indices":
-            made[field] = names.known(given)
-            if field == "layers_pattern" and (count := len(made[field])) > _LISTS:
+        if names_of_field and isinstance(names_of_field, list) and field != "trainable_token_indices":
+            fields[field] = names.known(names_of_field)
+            if field == "layers_pattern" and (count := len(fields[field])) > _LISTS:
                 raise ConfigurationError(
                     f"{names.where} has {count} names as {field}; no model has as many lists of layers"
                 )
-    return made
+    return fields
 
 
 class _Names:
@@ -88,12 +92,12 @@ class _Names:
         self._ends = {end for name in names for end in _ends(name)}
         self._parts = {part for name in names for part in name.split(".")}
 
-    def known(self, given: list[str]) -> list[str]:
+    def known(self, names: list[str]) -> list[str]:
         """Those of many names that modules have in theirs; a part may end with one, as of modules to save."""
-        if len(given) <= _FEW:
-            return given
-        found = (n for n in given if n in self._ends or any(part.endswith(n) for part in self._parts))
-        return list(dict.fromkeys(found)) or given[:1]
+        if len(names) <= _FEW:
+            return names
+        matching = (n for n in names if n in self._ends or any(part.endswith(n) for part in self._parts))
+        return list(dict.fromkeys(matching)) or names[:1]
 
     def matches(self, pattern: str, name: str) -> bool:
         """Whether a pattern matches a whole name.
@@ -112,17 +116,17 @@ class _Names:
         except (regex.error, RecursionError) as error:
             raise ConfigurationError(f"{what} is no regular expression: {error}") from error
 
-    def table(self, field: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    def table(self, field: str, entries: Mapping[str, Any]) -> dict[str, Any]:
         """A table of a few names, or with one pattern of names for each value.
 
         A key stands for the modules whose names end with it, from a dot on; the first key counts, as in
         PEFT's ``get_pattern_key``.
         """
-        if len(given) <= _FEW and all(map(_NAME.fullmatch, given)):
-            return dict(given)
-        order = {key: at for at, key in enumerate(given)}
-        patterns = [key for key in given if not _NAME.fullmatch(key)]
-        found: dict[str, Any] = {}
+        if len(entries) <= _FEW and all(map(_NAME.fullmatch, entries)):
+            return dict(entries)
+        order = {key: at for at, key in enumerate(entries)}
+        patterns = [key for key in entries if not _NAME.fullmatch(key)]
+        compiled: dict[str, Any] = {}
         for name in self.all:
             keys = [key for key in _ends(name) if key in order]
             first = min(map(order.__getitem__, keys), default=len(order))
@@ -131,9 +135,9 @@ class _Names:
                     keys.append(key)
                     break
             if keys:
-                found[name] = given[min(keys, key=order.__getitem__)]
+                compiled[name] = entries[min(keys, key=order.__getitem__)]
         same: dict[float, list[str]] = {}
-        for name, value in found.items():
+        for name, value in compiled.items():
             same.setdefault(value, []).append(re.escape(name))
         if len(same) > VALUES:
             raise ConfigurationError(f"{self.where} has {len(same)} values in {field}; {VALUES} are the most")

@@ -46,10 +46,10 @@ def _shortened(piece: str) -> str:
 
 def lengths(sizes: Sequence[int]) -> list[str]:
     """Lines of a histogram of tokens an example; each range is twice as long as the one before."""
-    found = Counter(size.bit_length() for size in sizes)
-    most = max(found.values(), default=1)
+    counts = Counter(size.bit_length() for size in sizes)
+    largest = max(counts.values(), default=1)
     lines = []
-    for bits in range(min(found, default=0), max(found, default=-1) + 1):
-        bar = "█" * -(-found[bits] * _BAR // most)
-        lines.append(f"{1 << bits - 1:>7,} to {(1 << bits) - 1:>7,} tokens  {bar} {found[bits]:,}")
+    for bits in range(min(counts, default=0), max(counts, default=-1) + 1):
+        bar = "█" * -(-counts[bits] * _BAR // largest)
+        lines.append(f"{1 << bits - 1:>7,} to {(1 << bits) - 1:>7,} tokens  {bar} {counts[bits]:,}")
     return lines

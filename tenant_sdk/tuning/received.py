@@ -72,7 +72,7 @@ def receive(
     folder: Path,
     model: nn.Module,
     *,
-    own: Collection[str] = (),
+    own_modules: Collection[str] = (),
     within: Path | None = None,
     check: Callable[[PeftConfig], None] = lambda _: None,
 ) -> Received:
@@ -82,7 +82,8 @@ def receive(
         source: in PEFT's format; anybody may have written it.
         folder: empty; nobody else can change what is in it.
         model: without adapters.
-        own: names of its parameters that may be written over, such as embeddings that the user has resized.
+        own_modules: names of its parameters that may be written over, such as embeddings that the user has
+            resized.
         within: the folder that adapters are taken from; None: wherever they are.
         check: raises a ConfigurationError for an adapter that the caller has no use for.
 
@@ -95,8 +96,8 @@ def receive(
     check_adapter_folder(source)
     digest = hashlib.sha256()
 
-    def take(name: str, most: int) -> None:
-        digest.update(f"{name} {copy_file(source / name, folder / name, most, within)} ".encode())
+    def take(name: str, max_bytes: int) -> None:
+        digest.update(f"{name} {copy_file(source / name, folder / name, max_bytes, within)} ".encode())
 
     try:
         for name in (CONFIG, RECORD):
@@ -106,7 +107,7 @@ def receive(
         check(config)
         with _without_values(model, config, source) as meta:
             take(WEIGHTS, meta.most_bytes)
-            overwritten = _check_weights(folder / WEIGHTS, meta, own)
+            overwritten = _check_weights(folder / WEIGHTS, meta, own_modules)
     except SymbiosisError as error:
         error.structured_message = error.structured_message.replaced(str(folder), str(source))
         raise
@@ -140,23 +141,23 @@ class _MetaAdapter:
         """Whether a name of a file is that of a tensor of the base model, to which PEFT would write."""
         return name in self.state and not self.state[name].is_meta
 
-    def place(self, given: Mapping[str, Tensor], file: Path) -> tuple[list[str], list[str]]:
+    def place(self, tensors: Mapping[str, Tensor], file: Path) -> tuple[list[str], list[str]]:
         """Names that PEFT has no place for, and of places that stay empty, of tensors on the meta device.
 
         Raises:
             ModelMismatch: some do not fit.
         """
         if self.config.is_prompt_learning:
-            for name in given.keys() & self.expected.keys():
-                shape, right = list(given[name].shape), list(self.expected[name].shape)
+            for name in tensors.keys() & self.expected.keys():
+                shape, right = list(tensors[name].shape), list(self.expected[name].shape)
                 if shape != right:
                     raise _other_base(file, f"size mismatch for {name}: {shape}, not {right}")
-            return sorted(given.keys() - self.expected), sorted(self.expected.keys() - given)
+            return sorted(tensors.keys() - self.expected), sorted(self.expected.keys() - tensors)
         if self.config.peft_type == PeftType.ADALORA:
             ranks = self.config.rank_pattern or {}
-            given = {name: _unpruned(name, each, ranks) for name, each in given.items()}
+            tensors = {name: _unpruned(name, each, ranks) for name, each in tensors.items()}
         try:
-            result: Any = set_peft_model_state_dict(self.model, given)
+            result: Any = set_peft_model_state_dict(self.model, tensors)
         except KeyError as error:
             return [], [str(error.args[0])]
         except Exception as error:  # torch has many kinds for shapes that do not fit
@@ -204,27 +205,27 @@ def _without_values(model: nn.Module, config: PeftConfig, source: Path) -> Itera
             each.requires_grad_(requires)
 
 
-def _check_weights(file: Path, meta: _MetaAdapter, own: Collection[str]) -> set[str]:
+def _check_weights(file: Path, meta: _MetaAdapter, own_modules: Collection[str]) -> set[str]:
     """Refuse weights other than those that PEFT expects, and would place; see ``Received.overwritten``."""
     _check_header(file)
     named = base_model(meta.model).named_parameters()
     base = {_plain(name): each for name, each in named if not each.is_meta}
-    given, overwritten, biases = dict[str, Tensor](), set[str](), set[str]()
+    tensors, overwritten, biases = dict[str, Tensor](), set[str](), set[str]()
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118
                 values, place, known = _values(opened, name, file), _plain(name), name in meta.expected
                 if known and meta.is_base(name):
                     biases.add(name)
-                elif place in own or (not known and _same(base.get(place), values)):
+                elif place in own_modules or (not known and _same(base.get(place), values)):
                     overwritten.add(place)
                 elif meta.is_base(name):
                     raise _no_part(file, name)
                 else:
-                    given[name] = torch.empty_like(values, device="meta")
+                    tensors[name] = torch.empty_like(values, device="meta")
     except (SafetensorError, OSError) as error:
         raise ConfigurationError(f"cannot read {file}: {error}") from error
-    extra, missing = meta.place(given, file)
+    extra, missing = meta.place(tensors, file)
     missing += [name for name in meta.expected if meta.is_base(name) and name not in biases]
     if extra:
         raise _no_part(file, extra[0])
@@ -274,14 +275,14 @@ def _plain(name: str) -> str:
     return ".".join(part for part in parts if part not in _INNER)
 
 
-def _unpruned(name: str, given: Tensor, ranks: Mapping[str, Any]) -> Tensor:
+def _unpruned(name: str, tensor: Tensor, ranks: Mapping[str, Any]) -> Tensor:
     """A tensor of AdaLoRA's, on the meta device, as it was before ranks were taken from its layer."""
     layer, _, part = name.removeprefix("base_model.model.").rpartition(".")
-    kept, shape, axis = ranks.get(f"{layer}.lora_E"), list(given.shape), int(part == "lora_B")
-    if kept is None or len(shape) != 2 or shape[axis] != sum(kept):
-        return given
-    shape[axis] = len(kept)
-    return given.new_empty(shape)
+    ranks_kept, shape, axis = ranks.get(f"{layer}.lora_E"), list(tensor.shape), int(part == "lora_B")
+    if ranks_kept is None or len(shape) != 2 or shape[axis] != sum(ranks_kept):
+        return tensor
+    shape[axis] = len(ranks_kept)
+    return tensor.new_empty(shape)
 
 
 def _no_part(file: Path, name: str) -> ConfigurationError:

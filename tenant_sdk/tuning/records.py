@@ -96,18 +96,18 @@ class Record(msgspec.Struct, frozen=True):
 
     def characters(self) -> set[str]:
         """Those of all its texts, and of names within calls and tools."""
-        found: set[str] = set()
+        used: set[str] = set()
         left: list[Any] = [self.text, self.prompt, self.completion, self.tools]
         left += [value for message in self.messages or () for value in message.values()]
         while left:
             value = left.pop()
             if isinstance(value, str):
-                found.update(value)
+                used.update(value)
             elif isinstance(value, dict):
                 left += [*value, *value.values()]
             elif isinstance(value, list):
                 left += value
-        return found
+        return used
 
 
 _USED = {*Record.__struct_fields__, *_JUDGED, *_GRADES, *_PAIRED} - {"unread", "passed"}
@@ -233,14 +233,14 @@ def _decode(line: str, place: str) -> Record:
             record = replace(record, tools=tools)
     except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as error:  # which quote no value
         raise ConfigurationError(f"{place}: {error}; a line holds one record, a JSON object") from None
-    given = {name for name in _KEYS if getattr(record, name) is not None}
-    if given not in _FORMS:
+    keys = {name for name in _KEYS if getattr(record, name) is not None}
+    if keys not in _FORMS:
         raise ConfigurationError(
             f"{place}: a record has `text`, or `prompt` and `completion`, or `messages`, or `instruction` "
             f"and `output`; {_has(fields)}"
         )
     _check_judged(fields, place)
-    read = {*given, "tools"} if given & {"messages", "conversations"} else given
+    read = {*keys, "tools"} if keys & {"messages", "conversations"} else keys
     messages = record.messages
     if record.conversations is not None:
         read.add("system")
@@ -303,8 +303,8 @@ def _shared_conversation(turns: list[dict[str, Any]], system: str | None, place:
 
 def _instruction(record: Record) -> list[dict[str, Any]]:
     """Alpaca's record as messages: the input stands below the instruction."""
-    asked = "\n".join(filter(None, (record.instruction, record.input)))
-    said = (("system", record.system), ("user", asked), ("assistant", record.output))
+    prompt = "\n".join(filter(None, (record.instruction, record.input)))
+    said = (("system", record.system), ("user", prompt), ("assistant", record.output))
     return [{"role": role, "content": text} for role, text in said if text or role == "assistant"]
 
 
@@ -316,21 +316,21 @@ def _meant(role: Any, known: Iterable[str]) -> str:
     return f"; did you mean `{meant}`?" if meant else ""
 
 
-def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
+def _message(raw: dict[str, Any], place: str) -> dict[str, Any]:
     """A message with its content as one text and its calls' arguments as objects, as servers do it (vLLM).
 
     Raises:
         ConfigurationError: it holds something else, or an assistant says nothing.
     """
-    _check_keys(given, place)
-    content = given.get("content")
-    if content is None and given["role"] == "assistant":
+    _check_keys(raw, place)
+    content = raw.get("content")
+    if content is None and raw["role"] == "assistant":
         content = ""  # beside a call of a tool
     # Templates ask whether a key is there: None and no calls are nothing.
-    there = {
-        key: value for key, value in given.items() if value is not None and (key != "tool_calls" or value)
+    present = {
+        key: value for key, value in raw.items() if value is not None and (key != "tool_calls" or value)
     }
-    message = {**there, "content": _content(content, place)}
+    message = {**present, "content": _content(content, place)}
     if message.get("weight", 1) not in (0, 1):
         raise ConfigurationError(f"{place}: `weight` of a message is 0, not to learn it, or 1")
     calls = message.get("tool_calls") or []
@@ -408,13 +408,17 @@ class _Call(msgspec.Struct):
     function: dict[str, Any]
 
 
-def _arguments(given: Any) -> dict[str, Any]:
+def _arguments(arguments: Any) -> dict[str, Any]:
     """The arguments of a call, which may be written as JSON."""
-    decoded = msgspec.json.decode(given.encode()) if isinstance(given, str) and given else given or {}
+    decoded = (
+        msgspec.json.decode(arguments.encode())
+        if isinstance(arguments, str) and arguments
+        else arguments or {}
+    )
     return msgspec.convert(decoded, dict[str, Any])
 
 
-def _deeper(value: Any, most: int) -> bool:
+def _deeper(value: Any, max_depth: int) -> bool:
     """Whether a value has more than so many lists and objects within each other."""
     within = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    return within is not None and (most == 0 or any(_deeper(each, most - 1) for each in within))
+    return within is not None and (max_depth == 0 or any(_deeper(each, max_depth - 1) for each in within))

@@ -144,14 +144,14 @@ def _values(model: Any) -> dict[str, Tensor]:
     marks = ["prompt_encoder.", "modules_to_save.", "trainable_tokens_"]
     if isinstance(model.base_model, BaseTuner):
         marks.append(model.base_model.prefix)
-    found: dict[str, Tensor] = {
+    tensors: dict[str, Tensor] = {
         name: parameter
         for name, parameter in model.named_parameters()
         if parameter.requires_grad or any(mark in name for mark in marks)
     }
-    kept = model.state_dict().keys()
-    found |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    return {f"values/{name}": tensor for name, tensor in found.items()}
+    saved_names = model.state_dict().keys()
+    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in saved_names}
+    return {f"values/{name}": tensor for name, tensor in tensors.items()}
 
 
 def _scored(model: Any) -> dict[str, Tensor]:

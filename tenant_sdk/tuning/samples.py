@@ -28,32 +28,36 @@ class Sample:
 
 
 def sample_prompts(
-    examples: Sequence[Example], most: int, context: int = _LONGEST
+    examples: Sequence[Example], max_prompts: int, context: int = _LONGEST
 ) -> list[tuple[list[int], list[int]]]:
     """Ids of prompts and of their answers, of the first examples that have a short one and fit a context."""
-    found = []
+    pairs = []
     for example in examples:
         labels = example["labels"]
         begin = next((at for at, label in enumerate(labels) if label != IGNORE_INDEX), 0)
         end = next((at for at in range(begin, len(labels)) if labels[at] == IGNORE_INDEX), len(labels))
         if 0 < begin <= min(_LONGEST, context - MAX_ANSWER_TOKENS - 1) and end - begin <= MAX_ANSWER_TOKENS:
-            found.append((example["input_ids"][:begin], example["input_ids"][begin:end]))
-        if len(found) == most:
+            pairs.append((example["input_ids"][:begin], example["input_ids"][begin:end]))
+        if len(pairs) == max_prompts:
             break
-    return found
+    return pairs
 
 
-def generate_answers(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], most: int) -> list[str]:
+def generate_answers(
+    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> list[str]:
     """Greedy continuations of prompts, of at most so many tokens, without special tokens."""
     parts = [prompts[at : at + _AT_ONCE] for at in range(0, len(prompts), _AT_ONCE)]
-    answers = [ids for part in parts for ids in answer_ids(model, tokenizer, part, most)]
+    answers = [ids for part in parts for ids in answer_ids(model, tokenizer, part, max_tokens)]
     return [text.strip() for text in tokenizer.batch_decode(answers, skip_special_tokens=True)]
 
 
 @torch.no_grad()
-def answer_ids(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], most: int) -> list[list[int]]:
+def answer_ids(
+    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> list[list[int]]:
     """Greedy continuations of prompts, which are written at once: ids, up to the one that ends a text."""
-    config = Sampling(max_new_tokens=most).config(model, tokenizer)
+    config = Sampling(max_new_tokens=max_tokens).config(model, tokenizer)
     longest, padding = max(map(len, prompts)), config.pad_token_id or 0
     ids = torch.tensor([[padding] * (longest - len(each)) + [*each] for each in prompts], device=model.device)
     attended = torch.tensor(
@@ -73,10 +77,10 @@ def _up_to(ids: list[int], ends: set[int]) -> list[int]:
     return ids[: next((at + 1 for at, each in enumerate(ids) if each in ends), len(ids))]
 
 
-def compare(model: Any, tokenizer: Any, examples: Sequence[Example], most: int) -> list[Sample]:
+def compare(model: Any, tokenizer: Any, examples: Sequence[Example], max_prompts: int) -> list[Sample]:
     """Have the base and the adapter of a PEFT model answer the first held-out prompts with short answers."""
     virtual = getattr(model.active_peft_config, "num_virtual_tokens", None) or 0
-    pairs = sample_prompts(examples, most, context_of(model) - virtual)
+    pairs = sample_prompts(examples, max_prompts, context_of(model) - virtual)
     if not pairs:
         return []
     prompts, expected = zip(*pairs, strict=True)

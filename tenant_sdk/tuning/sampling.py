@@ -101,8 +101,8 @@ class Sampling:
         """What ``generate`` takes; a text ends with what the model or the tokenizer says ends one."""
         from transformers import GenerationConfig
 
-        own = model.generation_config
-        ends = ends_of(own, tokenizer)
+        defaults = model.generation_config
+        ends = ends_of(defaults, tokenizer)
         choose = (
             {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
             if self.temperature > 0
@@ -110,9 +110,11 @@ class Sampling:
         )
         return GenerationConfig(
             max_new_tokens=self.most_tokens,
-            bos_token_id=own.bos_token_id,
+            bos_token_id=defaults.bos_token_id,
             eos_token_id=list(ends) or None,
-            pad_token_id=own.pad_token_id if own.pad_token_id is not None else next(iter(ends), None),
+            pad_token_id=defaults.pad_token_id
+            if defaults.pad_token_id is not None
+            else next(iter(ends), None),
             repetition_penalty=self.repetition_penalty,
             stop_strings=list(self.stop) or None,
             **choose,

@@ -44,15 +44,15 @@ def segmented_lora(
         [T, O], x's dtype.
     """
     unit = GROUPED_BYTES // x.element_size()
-    given = [(down, up) for down, up in zip(downs, ups, strict=True) if down is not None and up is not None]
-    width, outputs = x.shape[1], given[0][1].shape[0]
+    pairs = [(down, up) for down, up in zip(downs, ups, strict=True) if down is not None and up is not None]
+    width, outputs = x.shape[1], pairs[0][1].shape[0]
     # The ranks of all become that of the highest, by zeros that nothing comes out of. All at once: a step has
     # thousands of these matrices, and each operation on one would take longer than its values.
     ranks = tuple(0 if down is None else down.shape[0] for down in downs)
     rank = -(-max(ranks) // unit) * unit
     places = _places(ranks, rank, x.device)
-    down = torch.cat([*(down for down, _ in given), x.new_zeros(1, width)]).index_select(0, places)
-    up = torch.cat([*(up for _, up in given), x.new_zeros(outputs, 1)], 1).index_select(1, places)
+    down = torch.cat([*(down for down, _ in pairs), x.new_zeros(1, width)]).index_select(0, places)
+    up = torch.cat([*(up for _, up in pairs), x.new_zeros(outputs, 1)], 1).index_select(1, places)
     up = up * up.new_tensor(scales).repeat_interleave(rank)
     a, b = down.unflatten(0, (-1, rank)).transpose(1, 2), up.unflatten(1, (-1, rank)).permute(1, 2, 0)
     if len(set(counts)) == 1:
@@ -83,40 +83,40 @@ class Segments:
     """
 
     def __init__(self, adapters: Tensor, count: int) -> None:
-        some = (adapters >= 0).nonzero().squeeze(1)
-        self.any = len(some) > 0
+        adapted = (adapters >= 0).nonzero().squeeze(1)
+        self.any = len(adapted) > 0
         if not self.any:
             return
-        of_rows = adapters[some]
+        of_rows = adapters[adapted]
         counts = of_rows.bincount(minlength=count)
         ends, self._most = counts.cumsum(0), int(counts.max())
-        self._only = int(of_rows[0]) if self._most == len(some) else None
-        self._padded = count * self._most <= PADDING * len(some)
-        self.rows: Tensor | None = None if len(some) == len(adapters) else some
+        self._only = int(of_rows[0]) if self._most == len(adapted) else None
+        self._padded = count * self._most <= PADDING * len(adapted)
+        self.rows: Tensor | None = None if len(adapted) == len(adapters) else adapted
         order = of_rows.argsort(stable=True)
         if self._padded:
             # Where each row is if all adapters have as many, and which row is where; any, where none is.
-            sorted_places = torch.arange(len(some)) - (ends - counts)[of_rows[order]]
-            self._places = torch.empty_like(some)
+            sorted_places = torch.arange(len(adapted)) - (ends - counts)[of_rows[order]]
+            self._places = torch.empty_like(adapted)
             self._places[order] = sorted_places + of_rows[order] * self._most
             self._sources = torch.zeros(count * self._most, dtype=torch.int64)
-            self._sources[self._places] = some
+            self._sources[self._places] = adapted
         elif self._only is None:
-            self.rows, self._ends = some[order], ends.to(torch.int32)
+            self.rows, self._ends = adapted[order], ends.to(torch.int32)
 
     def products(self, x: Tensor, pairs: list[Pair]) -> list[Tensor]:
         """``x_i A^T B^T`` of each row's adapter, [len(rows), O] for each pair."""
-        own = x if self.rows is None else x[self.rows]
+        rows = x if self.rows is None else x[self.rows]
         if self._only is not None:
-            return [own @ a[self._only, 0].T @ b[self._only, 0].T for a, b in pairs]
+            return [rows @ a[self._only, 0].T @ b[self._only, 0].T for a, b in pairs]
         if self._padded:
-            own = x[self._sources].view(-1, self._most, x.shape[-1])
+            rows = x[self._sources].view(-1, self._most, x.shape[-1])
             return [
-                torch.bmm(torch.bmm(own, _turned(a)), _turned(b)).flatten(0, 1)[self._places]
+                torch.bmm(torch.bmm(rows, _turned(a)), _turned(b)).flatten(0, 1)[self._places]
                 for a, b in pairs
             ]
         return [
-            grouped_product(grouped_product(own, _turned(a), self._ends), _turned(b), self._ends)
+            grouped_product(grouped_product(rows, _turned(a), self._ends), _turned(b), self._ends)
             for a, b in pairs
         ]
 

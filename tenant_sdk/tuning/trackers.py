@@ -54,18 +54,18 @@ def check_trackers(names: Sequence[str]) -> None:
         ConfigurationError: there is one; or it is not known what the tracker reads.
     """
     for name in names:
-        given = Argument("report_to", name)
+        argument = Argument("report_to", name)
         if name not in _FILES:
             raise ConfigurationError(
                 "{}: it is not known which files of this folder it reads, and their author would choose "
                 "where reports go; choose from {}",
-                *(given, ", ".join(_FILES)),
+                *(argument, ", ".join(_FILES)),
             )
         for file in _there(name):
             check_approved(
                 file,
                 f"{name} reads it, and it can choose the server that gets the reports and your key",
-                Message("leave out {}", given),
+                Message("leave out {}", argument),
             )
 
 

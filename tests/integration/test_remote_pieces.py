@@ -74,7 +74,7 @@ def floats(session: Session, key: ProductKey, seed: int = 0) -> list[torch.Tenso
     shape = session.executor.shapes[key.group]
     widths = [shape.inputs]
     if key.direction == BACKWARD:
-        widths = [shape.outputs[i] for i in member_indices(key.members)]
+        widths = [shape.outputs[i] for i in member_indices(key.member_bits)]
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn((ROWS, width), generator=generator) for width in widths]
 

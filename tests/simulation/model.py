@@ -82,14 +82,14 @@ class Model:
     def widths(self, key: ProductKey) -> tuple[list[int], list[int]]:
         """Of a request's blocks, and of its answer's."""
         inputs, outputs = WIDTHS[key.group]
-        chosen = [outputs[i] for i in member_indices(key.members)]
+        chosen = [outputs[i] for i in member_indices(key.member_bits)]
         return ([inputs], chosen) if key.direction == Direction.FORWARD else (chosen, [inputs])
 
     def product(self, key: ProductKey, rows: np.ndarray) -> np.ndarray:
         """What an honest executor answers: int32 [T, C] to [T, P N], modulo 2^32."""
         outputs = WIDTHS[key.group][1]
         ends = np.cumsum([0, *outputs])
-        chosen = np.concatenate([np.arange(ends[i], ends[i + 1]) for i in member_indices(key.members)])
+        chosen = np.concatenate([np.arange(ends[i], ends[i + 1]) for i in member_indices(key.member_bits)])
         parts = []
         for plane in self._planes[key.group]:
             weight = plane[chosen]
@@ -99,7 +99,7 @@ class Model:
     def expected(self, key: ProductKey, blocks: list[torch.Tensor], sources: int) -> list[torch.Tensor]:
         """What a tenant must get for its rows; of half answers what it would get without their rounding."""
         group, forward = self._groups[key.group], key.direction == Direction.FORWARD
-        scales = group.scales_of(key.members)
+        scales = group.scales_of(key.member_bits)
         units = max(1, sources) << EXACT - key.answer_bits if key.answer_bits < EXACT else 0
         inputs, outputs = self.widths(key)
         integers = torch.zeros((len(blocks[0]), sum(inputs)), dtype=torch.int32)
@@ -114,7 +114,7 @@ class Model:
     def unit(self, key: ProductKey, blocks: list[torch.Tensor], sources: int) -> torch.Tensor:
         """Of half answers, what one unit of each number of the result is: [T, N]."""
         group, forward = self._groups[key.group], key.direction == Direction.FORWARD
-        scales = group.scales_of(key.members)
+        scales = group.scales_of(key.member_bits)
         inputs, outputs = self.widths(key)
         norm = group.max_norm(key.direction, max(1, sources) << EXACT - key.answer_bits)
         zeros = torch.zeros((len(blocks[0]), sum(inputs)), dtype=torch.int32)

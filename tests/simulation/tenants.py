@@ -238,7 +238,7 @@ class Tenant:
         scale = 10.0 ** kernel.random.uniform(-3, 3)
         blocks = [scale * torch.randn(count, width, generator=drawn) for width in self.model.widths(key)[0]]
         kernel.note(
-            f"{self.name} asks for {key.direction.name.lower()} {key.group}/{key.members:b}, {count} rows"
+            f"{self.name} asks for {key.direction.name.lower()} {key.group}/{key.member_bits:b}, {count} rows"
         )
 
         def end(error: SymbiosisError | None, wrong: str = "") -> Outcome:

@@ -25,7 +25,7 @@ HAS = 0.5  # GiB that the process has
 def plan(
     length: int, memory_gib: float, shapes: Shapes = SMALL, batch: int = 1, disk: int = MUCH
 ) -> MemoryPlan:
-    return plan_step(shapes, length, batch, int(memory_gib * GIB), disk, given=memory_gib + HAS)
+    return plan_step(shapes, length, batch, int(memory_gib * GIB), disk, budget=memory_gib + HAS)
 
 
 def test_nothing_is_done_where_all_fits() -> None:
@@ -71,7 +71,7 @@ def test_where_nothing_fits_it_says_what_would() -> None:
         assert float(found[2]) == pytest.approx(float(found[1]) + HAS, abs=0.02)
         assert plan(1 << 20, float(found[2]) - HAS, disk=disk).memory > memory * GIB
     with pytest.raises(ConfigurationError, match=refused):
-        plan_step(SMALL, 65536, 1, 0, 0, window=1024, given=HAS)
+        plan_step(SMALL, 65536, 1, 0, 0, window=1024, budget=HAS)
 
 
 def test_it_says_what_disk_would_do() -> None:
@@ -90,7 +90,7 @@ def test_where_nothing_fits_the_least_may_be_taken() -> None:
 def test_packed_rows_are_not_cut() -> None:
     assert plan_step(SMALL, 4250, 1, 4 * GIB, MUCH, packed=True).checkpointed
     with pytest.raises(ConfigurationError, match=r"at least.*each sequence in a row of its own could"):
-        plan_step(SMALL, 1 << 20, 1, 4 * GIB, MUCH, packed=True, given=4)
+        plan_step(SMALL, 1 << 20, 1, 4 * GIB, MUCH, packed=True, budget=4)
     with pytest.raises(ConfigurationError, match="packed rows cannot be cut"):
         plan_step(SMALL, 4096, 1, 4 * GIB, MUCH, packed=True, window=1024)
 

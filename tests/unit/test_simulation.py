@@ -64,7 +64,7 @@ def opportunistic() -> Opportunistic:
 def test_bytes_of_a_pass() -> None:
     assert [(step.group, step.up, step.down) for step in BOTH][:2] == [(0, 40, 120), (1, 40, 120)]
     assert [(step.group, step.up, step.down) for step in BOTH][-2:] == [(1, 120, 40), (0, 120, 40)]
-    assert FORWARD[0].members == 0b11
+    assert FORWARD[0].member_bits == 0b11
 
 
 def test_one_tenant_waits_for_each_of_its_requests() -> None:

@@ -173,8 +173,8 @@ class RequestPolicy:
         elif at >= self._began + timeout:
             return GiveUp(error)
         self._refusals += 1
-        told = self._reminder.due(now)
-        return Retry(at, Note(logging.WARNING, f"{url} {reason}; waiting and going on") if told else None)
+        due = self._reminder.due(now)
+        return Retry(at, Note(logging.WARNING, f"{url} {reason}; waiting and going on") if due else None)
 
 
 class ReconnectPolicy:
