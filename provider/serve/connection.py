@@ -95,6 +95,7 @@ class Connection(ABC):
             self._ended = True
             self._release()
             self._on_end()
+            del self._on_end  # it keeps this connection, which would wait for the garbage collector
 
 
 class ConnectionLimits(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -57,6 +58,11 @@ class Service:
     # Parameters and files are read here, one after the other: the loop's thread waits for no disk. A row of
     # a quantised expert costs what the whole expert does: a tenant that asks for many waits for them alone.
     downloads: FairThreads = field(default_factory=partial(FairThreads, 1, "downloads"))
+
+    @functools.cached_property
+    def welcome(self) -> bytes:
+        """The manifest as it is sent; that of a large mixture takes milliseconds to encode."""
+        return encode(self.executor.manifest)
 
     @classmethod
     def of(cls, executor: BaseExecutor, transcript: TranscriptWriter | None = None) -> Service:
@@ -179,7 +185,7 @@ class TenantSession:
 
     def _welcome(self, header: Header, hello: Hello) -> None:
         log.info("tenant %s connected with %.40r", self._tenant, hello.client, extra=self._who)
-        welcome = encode(self._service.executor.manifest)
+        welcome = self._service.welcome
         answer = Header(Operation.WELCOME, request_id=header.request_id, rows=1, columns=len(welcome))
         self._send(answer, welcome, _nothing)
 
@@ -201,7 +207,8 @@ class TenantSession:
         self._answered += 1
         if service.transcript:
             service.transcript.answered(self._number, header.request_id, done.reply_seconds)
-        service.engine.defer(partial(service.metrics.answered, self._tenant, header, answer, done))
+        times = done._replace(blocks=[])  # the answer is sent, and counted against no quota any more
+        service.engine.defer(partial(service.metrics.answered, self._tenant, header, answer, times))
 
     def _fetch(self, header: Header, payload: torch.Tensor) -> None:
         service = self._service

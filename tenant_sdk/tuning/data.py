@@ -107,11 +107,20 @@ def _text_tokens(path: Path, text: str, tokenizer: Any) -> list[int]:
 
 def prompt_tokens(tokenizer: Any, prompt: str) -> list[int]:
     """Token ids of a text that something will follow: not its end, which some tokenizers add."""
-    ids = list(tokenizer(prompt, verbose=False)["input_ids"])
+    ids = list(tokenizer(begun_once(tokenizer, prompt), verbose=False)["input_ids"])
     end = getattr(tokenizer, "eos_token_id", None)
     if ids and ids[-1] == end and not prompt.endswith(tokenizer.eos_token):
         ids.pop()
     return ids
+
+
+def begun_once(tokenizer: Any, text: str) -> str:
+    """A text without the token that begins one, if it is written there and the tokenizer adds it as well."""
+    begin = getattr(tokenizer, "bos_token", None)
+    if not begin or not text.startswith(begin):
+        return text
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    return text.removeprefix(begin) if ids[:2] == [tokenizer.bos_token_id] * 2 else text
 
 
 def has_chat_template(tokenizer: Any) -> bool:
@@ -328,8 +337,9 @@ class Reader:
                 return [chats.whole_conversation(record.messages, tools, place)]
             return chats.examples(record.messages, tools, place)
         if record.text is not None:
-            return [fully_learned(self._ended(self.tokenizer(record.text, verbose=False)["input_ids"]))]
-        prompt, completion = record.prompt or "", record.completion or ""
+            text = begun_once(self.tokenizer, record.text)
+            return [fully_learned(self._ended(self.tokenizer(text, verbose=False)["input_ids"]))]
+        prompt, completion = begun_once(self.tokenizer, record.prompt or ""), record.completion or ""
         start = prompt_tokens(self.tokenizer, prompt)
         if not start:
             raise ConfigurationError(

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -353,19 +352,46 @@ def test_downloads_of_a_tenant_that_has_left_are_not_read(checkpoint: Callable[[
     service.close()
 
 
-def test_a_refused_request_leaves_nothing_for_the_garbage_collector() -> None:
+def test_an_answer_that_was_sent_is_not_kept(checkpoint: Callable[[str], Path]) -> None:
+    """What is counted of it later needs no more than its times: no quota knows of it any more."""
+    base = BaseExecutor(checkpoint("llama"), numerics="float32")
+    service = Service.of(base)
+    deferred: list[Callable[[], None]] = []
+    service.engine.defer = deferred.append  # type: ignore[method-assign]
+    sent: queue.Queue[list[weakref.ref[torch.Tensor]]] = queue.Queue()
+
+    def send(answer: Header, blocks: Any, taken: Callable[[], None]) -> None:
+        taken()
+        if answer.operation == Operation.REPLY:
+            sent.put([weakref.ref(each) for each in blocks])
+
+    session = TenantSession(service, "alice", send)
+    width = base.manifest.groups[0].inputs
+    head = Header(Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.float32], 0, 7, 3, width, 1)
+    session._protocol.greeted = True
+
+    def ask() -> None:
+        session.accept(head)
+        session.answer(Incoming(head, torch.ones(3, width)))
+
+    service.engine.loop.call_soon_threadsafe(ask)
+    blocks = sent.get(timeout=800)
+    assert blocks
+    eventually(lambda: any("answered" in repr(each) for each in deferred))
+    eventually(lambda: all(each() is None for each in blocks))
+    service.close()
+
+
+def test_a_refused_request_leaves_nothing_for_the_garbage_collector(
+    checkpoint: Callable[[str], Path],
+) -> None:
     """Who sends many of them would have it stop the executor's loop, again and again."""
 
     def refuse(header: Header) -> None:
         raise WireError("unknown_group", "there is no such group")
 
     reader = MessageReader(refuse, masked=False, max_message_bytes=1000)
-    service: Any = SimpleNamespace(
-        executor=SimpleNamespace(manifest=SimpleNamespace(groups=[], numerics="ring")),
-        transcript=None,
-        metrics=Metrics(),
-        quotas=Quotas(),
-    )
+    service = Service.of(BaseExecutor(checkpoint("llama"), numerics="float32"))
     answered: list[Header] = []
     session = TenantSession(service, "alice", lambda header, *_: answered.append(header))
     head = Header(Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.float32], 0, 7, 1, 4, 1)
@@ -389,6 +415,7 @@ def test_a_refused_request_leaves_nothing_for_the_garbage_collector() -> None:
     finally:
         gc.enable()
     assert [header.operation for header in answered] == [Operation.ERROR] * 2
+    service.close()
 
 
 def test_a_download_that_is_put_off_goes_on(

@@ -13,7 +13,14 @@ from transformers import AutoTokenizer
 
 from shared.errors import ConfigurationError
 from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example
-from tenant_sdk.tuning.data import Reader, chat_prompt, collate, collate_packed, trained_tokens
+from tenant_sdk.tuning.data import (
+    Reader,
+    chat_prompt,
+    collate,
+    collate_packed,
+    prompt_tokens,
+    trained_tokens,
+)
 from tenant_sdk.tuning.records import check_data
 
 BASE_MODEL = Path(__file__).parents[2] / "examples" / "base_model"
@@ -89,6 +96,21 @@ def test_completions_are_learned_and_end(tokenizer: Any, write: Write) -> None:
     assert learned(example, tokenizer) == " Ruth came.</s>"
     (example,) = Reader(tokenizer, 64, train_on_prompt=True).read([path])
     assert example["labels"] == example["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "<s>In the", "completion": " beginning</s>"},
+        {"text": "<s>In the beginning</s>"},
+        {"text": "In the beginning"},
+    ],
+)
+def test_the_token_that_begins_a_text_is_there_once(record: Any, tokenizer: Any, write: Write) -> None:
+    """Many data sets write it, and the tokenizer adds it."""
+    (example,) = Reader(tokenizer, 64).read([write(record)])
+    assert tokenizer.decode(example["input_ids"]) == "<s>In the beginning</s>"
+    assert prompt_tokens(tokenizer, "<s>In the") == prompt_tokens(tokenizer, "In the")
 
 
 def test_an_answer_follows_the_prompt_as_generate_has_it(tokenizer: Any, write: Write) -> None:

@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from fuzzing.oracle import ROOT, Finding, Target
+from provider.engine.engine import Completion
 from provider.engine.loop import READ
 from provider.serve.handshake import HANDSHAKE_ERRORS, Admitted, _upgrade
 from provider.serve.websocket_connection import WebsocketConnection
@@ -215,8 +216,7 @@ class _Engine:
     def submit(self, _: str, __: int, header: Header, ___: torch.Tensor, done: Callable[[Any], None]) -> None:
         answer = self.protocol.answer(header)
         block = torch.zeros(answer.payload_shape, dtype=answer.payload_dtype)
-        times = {"request_class": RequestClass.DECODE, "reply_seconds": 0.0}
-        self.loop.call_soon_threadsafe(lambda: done(SimpleNamespace(blocks=[block], **times)))
+        self.loop.call_soon_threadsafe(lambda: done(Completion([block], RequestClass.DECODE, 0.0, 0.0)))
 
     def session_ended(self, *_: Any) -> None:
         pass
