@@ -431,5 +431,5 @@ class MessageReader:
                 WireError("payload_length", "message shorter than its header says"),
                 None,
             )
-        self._payload, self._view = None, memoryview(b"")
+        self._payload, self._view, self._error = None, memoryview(b""), None
         events.append(Incoming(header, payload, error))
