@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -21,12 +22,15 @@ from provider.observe.transcript import TranscriptWriter
 from provider.session.quota import Quotas
 from shared.errors import SymbiosisError, WireError
 from shared.fair_threads import FairThreads
+from shared.log_rate_limit import LogRateLimiter
 from shared.wire.header import PRODUCTS, Header, Operation, RequestClass
 from shared.wire.messages import ErrorInfo, Fetch, Hello, Manifest, decode, encode
 from shared.wire.protocol import ExecutorProtocol
 from shared.wire.websocket import Incoming, new_payload, tensor_bytes
 
 log = logging.getLogger(__name__)
+
+LOG_SECONDS, LOGGED_SESSIONS = 60.0, 100
 
 Send = Callable[[Header, "list[torch.Tensor] | bytes", Callable[[], None]], None]
 """Writes an answer; calls back once it has been taken by the network, and need not be kept."""
@@ -58,6 +62,10 @@ class Service:
     # Parameters and files are read here, one after the other: the loop's thread waits for no disk. A row of
     # a quantised expert costs what the whole expert does: a tenant that asks for many waits for them alone.
     downloads: FairThreads = field(default_factory=partial(FairThreads, 1, "downloads"))
+    # By tenant: the log has two lines of so many sessions, not of those that a tenant opens beyond that.
+    log_limits: defaultdict[str, LogRateLimiter] = field(
+        default_factory=lambda: defaultdict(lambda: LogRateLimiter(LOG_SECONDS, LOGGED_SESSIONS))
+    )
 
     @functools.cached_property
     def welcome(self) -> bytes:
@@ -101,6 +109,7 @@ class TenantSession:
         self._admitted: dict[int, tuple[Header, Header, int]] = {}
         self._number = service.transcript.opened(tenant) if service.transcript else 0
         self._closed, self._began, self._answered = False, time.monotonic(), 0
+        self._logged = service.log_limits[tenant].due(self._began)
         self._under_way: set[int] = set()  # of those admitted, without an answer
         self._reads: set[Future[torch.Tensor]] = set()  # that wait for their turn, or are under way
 
@@ -168,9 +177,10 @@ class TenantSession:
         """The tenant left, or its transport broke, perhaps in the middle of a message."""
         lasted, count = round(time.monotonic() - self._began, 3), self._answered
         extra = self._who | {"seconds": lasted, "requests": count}
-        log.info(
-            "tenant %s left after %.0f s, %d products answered", self._tenant, lasted, count, extra=extra
-        )
+        if self._logged:
+            log.info(
+                "tenant %s left after %.0f s, %d products answered", self._tenant, lasted, count, extra=extra
+            )
         self._closed = True
         for number in self._admitted.keys() - self._under_way:
             self._release(number)  # the others hold memory until they are back
@@ -184,7 +194,8 @@ class TenantSession:
     # -- kinds of requests -----------------------------------------------------------------------
 
     def _welcome(self, header: Header, hello: Hello) -> None:
-        log.info("tenant %s connected with %.40r", self._tenant, hello.client, extra=self._who)
+        if self._logged:
+            log.info("tenant %s connected with %.40r", self._tenant, hello.client, extra=self._who)
         welcome = self._service.welcome
         answer = Header(Operation.WELCOME, request_id=header.request_id, rows=1, columns=len(welcome))
         self._send(answer, welcome, _nothing)

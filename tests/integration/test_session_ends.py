@@ -20,6 +20,7 @@ from provider.observe.metrics import Metrics
 from provider.serve.provider import Provider
 from provider.serve.tokens import TokenFile
 from shared.errors import AuthenticationError, ConnectError, WireError
+from shared.log_rate_limit import LogRateLimiter
 from shared.wire.header import Direction, Operation
 
 
@@ -152,6 +153,17 @@ def test_a_goodbye_is_no_broken_connection(serving: Served, transport: str) -> N
     peer = "127.0.0.1" if transport == "url" else "local"
     for entry in serving.entries(f"tenant {TENANT} "):  # that it came, and that it left
         assert (entry.tenant, entry.peer) == (TENANT, peer)
+
+
+def test_a_tenant_that_comes_and_goes_fills_no_log(serving: Served) -> None:
+    limits = serving.provider.server.service.log_limits
+    limits[TENANT] = LogRateLimiter(10 * SECONDS, 3)
+    token = serving.tokens.add(TENANT)
+    for _ in range(8):
+        serving.connect(serving.provider.url, token).close()
+    serving.connect(serving.provider.url, serving.tokens.add("other")).close()
+    eventually(lambda: len(serving.entries("tenant other left")) == 1)
+    assert [len(serving.entries(f"tenant {TENANT} {what}")) for what in ("connected", "left")] == [3, 3]
 
 
 def test_an_expired_token_is_told_from_an_unknown_one(serving: Served) -> None:
