@@ -22,7 +22,7 @@ def _parts(model: Any, guesses: int) -> tuple[DraftHead, Vocabulary, DraftLength
     torch.manual_seed(0)
     head = DraftHead(width, width)
     torch.nn.init.normal_(head.down.weight)
-    vocabulary = Vocabulary(model, torch.arange(model.get_output_embeddings().weight.shape[0]))
+    vocabulary = Vocabulary.of(model, torch.arange(model.get_output_embeddings().weight.shape[0]))
     return head, vocabulary, DraftLength((0.5,) * guesses, guesses, guesses)
 
 

@@ -24,7 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from shared.errors import ConfigurationError
-from tenant_sdk.drafts.head import DraftHead, Vocabulary
+from tenant_sdk.drafts.head import DraftHead, Vocabulary, guess
 from tenant_sdk.drafts.length import DraftLength
 from tenant_sdk.drafts.passes import Passes
 
@@ -186,13 +186,7 @@ class Draft:
         self._due += self._pace.seconds
 
     def _guess(self, state: Tensor, token: Tensor, size: int) -> Tensor:
-        """Int64 ``[B, size]``: tokens after ``token``, which followed the hidden state ``[B, width]``."""
-        state, guesses = state.float(), list[Tensor]()
-        for _ in range(size):
-            state = self._head(state, self._vocabulary.embed(token))
-            token = self._vocabulary.tokens[self._vocabulary.logits(self._head.read(state)).argmax(-1)]
-            guesses.append(token)
-        return torch.stack(guesses, 1) if guesses else token.new_empty(len(token), 0)
+        return guess(self._head, self._vocabulary, state, token, size)
 
 
 class _Text:

@@ -20,14 +20,16 @@ from torch import Tensor
 from shared.command_line import version
 from shared.encoded import UNREADABLE, read_within
 from shared.errors import ConfigurationError, Message, ModelMismatch
+from shared.wire.messages import Manifest
 from tenant_sdk.drafts.decoding import Draft, DraftPace
 from tenant_sdk.drafts.head import DraftHead, Vocabulary, head_of
 from tenant_sdk.drafts.length import DraftLength
+from tenant_sdk.drafts.options import CARD
 from tenant_sdk.model.naming import plain_name
 from tenant_sdk.session.session import Session
 from tenant_sdk.trust.attestation import base_model
 
-CARD, WEIGHTS = "draft.json", "draft.safetensors"
+WEIGHTS = "draft.safetensors"
 _CARD_BYTES = 64 << 10
 _HEADER_BYTES = 64 << 10
 _WIDEST = 8  # of the layer between, in widths of the model
@@ -152,31 +154,33 @@ def load_draft(
     """
     folder = Path(folder)
     card = read_card(folder)
-    _check_fits(card, folder, model, session)
+    check_fits(card, folder, session.manifest, adapter_digest(model))
     weight, _ = head_of(base_model(model))
-    head, tokens = _read_weights(folder / WEIGHTS, card, *weight.shape)
+    head, tokens = read_weights(folder, card, *weight.shape)
     most = len(card.acceptance)
     if guesses is not None and not 0 <= guesses <= most:
         raise ConfigurationError(f"guesses={guesses}: this draft makes from 0 to {most}")
     length = DraftLength(card.acceptance, most, guesses)
-    return Draft(head.to(weight.device), Vocabulary(base_model(model), tokens), length, pace=pace)
+    return Draft(head.to(weight.device), Vocabulary.of(base_model(model), tokens), length, pace=pace)
 
 
-def _check_fits(card: DraftCard, folder: Path, model: Any, session: Session) -> None:
+def check_fits(card: DraftCard, folder: Path, manifest: Manifest, digest: str) -> None:
     """Refuse a draft of another base or adapter.
+
+    Args:
+        digest: of the adapter that answers; empty: the base answers.
 
     Raises:
         ModelMismatch: it is one.
     """
-    if card.weights != session.manifest.weights:
+    if card.weights != manifest.weights:
         raise ModelMismatch(
             Message(
                 "the draft in {} was made for {} (weights {}), but this session's base is {} (weights {})",
                 *(str(folder), plain_name(card.model), plain_name(card.weights[:16])),
-                *(plain_name(session.manifest.model), session.manifest.weights[:16]),
+                *(plain_name(manifest.model), manifest.weights[:16]),
             )
         )
-    digest = adapter_digest(model)
     if card.adapter != digest:
         theirs, ours = ("an adapter" if each else "the base alone" for each in (card.adapter, digest))
         if card.adapter and digest:
@@ -187,12 +191,17 @@ def _check_fits(card: DraftCard, folder: Path, model: Any, session: Session) -> 
         )
 
 
-def _read_weights(file: Path, card: DraftCard, vocabulary: int, width: int) -> tuple[DraftHead, Tensor]:
+def read_weights(folder: Path, card: DraftCard, vocabulary: int, width: int) -> tuple[DraftHead, Tensor]:
     """The network and the ids that it guesses.
+
+    Args:
+        vocabulary: tokens of the model.
+        width: of its hidden states.
 
     Raises:
         ConfigurationError: they are not those that the card describes.
     """
+    file = folder / WEIGHTS
     if card.width != width or not 1 <= card.hidden <= _WIDEST * width:
         raise _damaged(file, f"the card says width {card.width} and {card.hidden}, and the model has {width}")
     with torch.device("meta"):

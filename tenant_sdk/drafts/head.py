@@ -8,6 +8,7 @@ token from the state. The network needs no keys and values, so a prompt costs it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,19 +56,28 @@ class Vocabulary:
     Frequent tokens alone are guessed (FR-Spec, Zhao et al. 2025): the head is most of a draft's work.
 
     Args:
-        model: whose embeddings and head are here.
+        embeddings: of ids.
+        weight: of the head, ``[vocabulary, width]``.
+        bias: ``[vocabulary]``, if any.
         tokens: int64 ``[S]``: ids that are guessed.
-
-    Raises:
-        ConfigurationError: the executor computes the head, or the model has none.
     """
 
-    def __init__(self, model: Any, tokens: Tensor) -> None:
-        weight, bias = head_of(model)
-        self._embeddings = model.get_input_embeddings()
+    def __init__(
+        self, embeddings: Callable[[Tensor], Tensor], weight: Tensor, bias: Tensor | None, tokens: Tensor
+    ) -> None:
+        self._embeddings = embeddings
         self.tokens = tokens.to(weight.device)
         self._weight = weight[self.tokens].float()
         self._bias = None if bias is None else bias[self.tokens].float()
+
+    @classmethod
+    def of(cls, model: Any, tokens: Tensor) -> Vocabulary:
+        """Of a transformers model.
+
+        Raises:
+            ConfigurationError: the executor computes the head, or the model has none.
+        """
+        return cls(model.get_input_embeddings(), *head_of(model), tokens)
 
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
@@ -78,6 +88,16 @@ class Vocabulary:
     def logits(self, hidden: Tensor) -> Tensor:
         """Of the tokens that are guessed: ``[..., S]`` float32, from ``[..., width]``."""
         return functional.linear(hidden, self._weight, self._bias)
+
+
+def guess(head: DraftHead, vocabulary: Vocabulary, state: Tensor, token: Tensor, size: int) -> Tensor:
+    """The likeliest tokens, int64 ``[B, size]``, after a hidden state ``[B, width]`` and its next token."""
+    state, guesses = state.float(), list[Tensor]()
+    for _ in range(size):
+        state = head(state, vocabulary.embed(token))
+        token = vocabulary.tokens[vocabulary.logits(head.read(state)).argmax(-1)]
+        guesses.append(token)
+    return torch.stack(guesses, 1) if guesses else token.new_empty(len(token), 0)
 
 
 def head_of(model: Any) -> tuple[Tensor, Tensor | None]:

@@ -117,7 +117,7 @@ def make_draft(
         )
     trained, held_out = _split(found, options.seed)
     base: Any = base_model(model)
-    vocabulary = Vocabulary(base, frequent_tokens(trained, base.get_input_embeddings().weight.shape[0]))
+    vocabulary = Vocabulary.of(base, frequent_tokens(trained, base.get_input_embeddings().weight.shape[0]))
     learned = sum(int(each.learned.sum()) for each in trained)
     callbacks.say(f"{learned:,} tokens to guess, of {len(vocabulary.tokens):,} different ones")
     places = Places(trained)

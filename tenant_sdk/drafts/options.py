@@ -13,6 +13,7 @@ from tenant_sdk.tuning.options import ReadingOptions
 
 _TEXT, _DRAFT = "Text", "Draft"
 ANSWER_TOKENS = 256
+CARD = "draft.json"  # in a draft's folder
 KEPT_FEATURES = "features-*"  # files that an interrupted training leaves
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 from shared.errors import Argument, ConfigurationError, Message
 from shared.options import Option, check_fields
 from shared.secrets import Secret, text_of
+from tenant_sdk.drafts.options import CARD
 from tenant_sdk.gateway.admission import LOOPBACK
 
 _SERVER, _MODEL = "Server", "Model and adapters"
@@ -147,9 +148,9 @@ class GatewayOptions:
         str,
         Option(
             _MODEL,
-            "Guess several tokens and check them in one step. FOLDER: a small model guesses. prompt-lookup: "
-            "guesses are taken from the text so far. The number of steps then tells the provider something "
-            "about the text (docs/how-to/gateway.md).",
+            "Guess several tokens and check them in one step. FOLDER: a draft (docs/how-to/distance.md) or a "
+            "small model guesses. prompt-lookup: guesses are taken from the text so far. The number of steps "
+            "then tells the provider something about the text (docs/how-to/gateway.md).",
             unit="prompt-lookup|FOLDER",
         ),
     ] = ""
@@ -186,10 +187,11 @@ class GatewayOptions:
             raise ConfigurationError(
                 "{chat_template}: there is no such file", chat_template=self.chat_template
             )
-        if self.speculate not in ("", LOOKUP) and not (Path(self.speculate) / "config.json").is_file():
+        small = (Path(self.speculate) / "config.json").is_file()
+        if self.speculate not in ("", LOOKUP) and not small and not self.drafts:
             raise ConfigurationError(
-                "{speculate}: give {}, or the folder of a small model with the same tokenizer, which "
-                "then runs here",
+                "{speculate}: give {}, or the folder of a draft, or of a small model with the same "
+                "tokenizer, which then runs here",
                 LOOKUP,
                 speculate=self.speculate,
             )
@@ -207,6 +209,11 @@ class GatewayOptions:
                     Argument(name, getattr(self, name)),
                     len(self.keys),
                 )
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a draft guesses tokens."""
+        return self.speculate not in ("", LOOKUP) and (Path(self.speculate) / CARD).is_file()
 
     @property
     def keys(self) -> Sequence[str]:

@@ -178,6 +178,10 @@ def _prepare(
                 "{context}: this model takes {} tokens at most", longest, context=options.context
             )
         manifest = session.manifest
+    if options.drafts:
+        from tenant_sdk.drafts.folder import check_fits, read_card
+
+        check_fits(read_card(Path(options.speculate)), Path(options.speculate), manifest, "")
     authenticator = Authenticator(options.keys)
     endpoints.serving = endpoints.Gateway(
         folder=folder,
@@ -227,10 +231,12 @@ def _tool_parser(options: GatewayOptions, tokenizer: Any, say: Callable[[str], N
 def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
     """vLLM's command line."""
     from tenant_sdk.gateway import endpoints
+    from tenant_sdk.gateway.draft_proposer import FOLDER
 
     assert endpoints.serving is not None  # noqa: S101 - by _prepare
     manifest, drafts = endpoints.serving.manifest, options.draft_tokens or DRAFT_TOKENS
     clients = endpoints.serving.authenticator.clients
+    additional: dict[str, Any] = {"clients": clients}
     arguments: dict[str, Any] = {
         "model": folder,
         "served-model-name": options.name or Path(manifest.model).name,
@@ -247,7 +253,6 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
         "max-num-seqs": options.max_sequences,
         # Long prompts are read in several steps: each sequence that is written waits for a whole step.
         "max-num-batched-tokens": max(STEP_ROWS, options.max_sequences * (1 + drafts)),
-        "additional-config": json.dumps({"clients": clients}),
         "renderer-num-workers": TOKENIZING_THREADS,
         "kv-cache-memory-bytes": int(options.kv_memory_gib * 2**30),
         "allowed-origins": "[]",  # no page of elsewhere may read what is answered here
@@ -272,9 +277,13 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
         drafted: dict[str, Any] = {"num_speculative_tokens": drafts}
         if options.speculate == LOOKUP:
             drafted |= {"method": "ngram", "prompt_lookup_max": LOOKUP_TOKENS, "prompt_lookup_min": 2}
+        elif options.drafts:
+            drafted |= {"method": "custom_class", "model": "tenant_sdk.gateway.draft_proposer.Proposer"}
+            additional[FOLDER] = options.speculate
         else:
             drafted |= {"method": "draft_model", "model": options.speculate}
         arguments["speculative-config"] = json.dumps(drafted)
+    arguments["additional-config"] = json.dumps(additional)
     flags = [
         "enforce-eager",
         "enable-auto-tool-choice",

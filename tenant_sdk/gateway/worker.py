@@ -25,6 +25,7 @@ from shared.options import flags_of
 from shared.wire.header import RequestClass
 from tenant_sdk.gateway.admission import Failure
 from tenant_sdk.gateway.connection import session_here
+from tenant_sdk.gateway.draft_proposer import Proposer
 from tenant_sdk.gateway.linear import RequestOptions, check_adaptable, non_finite_rows, probe, request_options
 from tenant_sdk.gateway.listeners import close_all_listeners
 from tenant_sdk.gateway.log_redaction import redact_library_logs, redacted
@@ -145,6 +146,9 @@ class Worker(Base):  # type: ignore[misc]
         non_finite_rows.rows, self._lost, self._in_step = None, {}, list(scheduled)
         status.steps += 1
         status.sequences += len(scheduled)
+        drafter = getattr(self.model_runner, "drafter", None)
+        if isinstance(drafter, Proposer):
+            drafter.begin(self.model_runner, scheduler_output.scheduled_spec_decode_tokens)
         try:
             with request_options(self._request_options(scheduler_output)):
                 output = super().execute_model(scheduler_output)

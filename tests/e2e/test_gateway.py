@@ -28,6 +28,8 @@ from gateways import RunningGateway, chat_model, gateway, needed, ran
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.launching import free_port
+from tenant_sdk.drafts.folder import save_draft
+from tenant_sdk.drafts.head import DraftHead
 
 pytestmark = needed
 
@@ -622,6 +624,45 @@ def test_the_provider_dies_and_comes_back(
 
     until(answered, "answers again for the tests to come")
     until(lambda: get(running, "/healthz") == {"status": "ok"}, "healthy for the tests to come")
+
+
+def save_untrained_draft(provider: Executor, folder: Path) -> Path:
+    """A draft that guesses the model's next token again and again."""
+    folder.mkdir()
+    with provider.connect() as session:
+        model: Any = session.load_model(progress=False)
+        head = DraftHead(model.config.hidden_size, 64)
+        tokens = torch.arange(model.config.vocab_size)
+        shares = {"acceptance": (0.5,) * 3, "learned_tokens": 1, "held_out_tokens": 1}
+        save_draft(folder, head, tokens, model, session, **shares)
+    return folder
+
+
+def test_a_draft_changes_no_text(start: Start, masks: Executor, model: Path, tmp_path: Path) -> None:
+    provider = start(model, "--numerics", NUMERICS)
+    draft = save_untrained_draft(provider, tmp_path / "draft")
+    words = AutoTokenizer.from_pretrained(model)
+    options = ("--speculate", draft, "--draft-tokens", 3)
+    with (
+        gateway(provider, masks, tmp_path / "drafting", *options, TMPDIR=str(tmp_path)) as it,
+        openai.OpenAI(base_url=f"{it.url}/v1", api_key="none", max_retries=0, timeout=800) as client,
+        ThreadPoolExecutor(4) as threads,
+    ):
+        whole = local(model)
+        prompts = [*PROMPTS, "one two three four one two three four one two"][:4]
+        complete(client, "base", prompts[0], 1)  # what checking needs
+        groups = 4 * whole.config.num_hidden_layers
+        before = counted(provider, groups)
+        first = complete(client, "base", prompts[0], 20)
+        rows, steps = (b - a for a, b in zip(before, counted(provider, groups), strict=True))
+        # One step read the prompt; each other had one row and three guesses.
+        assert 0 < rows - 4 * (steps - 1) <= len(words(prompts[0])["input_ids"])
+        answers = list(threads.map(lambda prompt: complete(client, "base", prompt, 20), prompts))
+        assert answers[0] == first
+        for prompt, answer in zip(prompts, answers, strict=True):
+            ids = words(prompt, return_tensors="pt")["input_ids"]
+            expected = whole.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
+            assert answer == words.decode(expected, skip_special_tokens=True)
 
 
 def test_guesses_change_neither_tokens_nor_rows(
