@@ -38,7 +38,7 @@ from shared.ring.rows import quantize_and_mask, unmask_and_dequantize, write_pro
 from shared.ring.upper_bits import subtract_upper_bits, take_upper_bits
 from shared.wire.header import EXACT, Direction
 from tenant_sdk.tuning.conversations import fully_learned
-from tenant_sdk.tuning.data import Blocks, Reader, collate_packed, pack, read_tokens
+from tenant_sdk.tuning.data import Blocks, Reader, collate_packed, pack, text_tokens
 from tenant_sdk.tuning.finetuning import perplexity
 
 logging.set_verbosity_error()
@@ -107,8 +107,11 @@ def language(numerics: str | None, tokenizer: Any) -> dict[str, Any]:
     """Perplexity, logits, text and losses of the bundled model."""
     folder = EXAMPLES / "base_model"
     blocks, held_out = (
-        pack(read_tokens(EXAMPLES / "data" / name, tokenizer), LENGTH, keep_tail=tail)
-        for name, tail in (("clinic_notes_train.txt", False), ("clinic_notes_heldout.txt", True))
+        pack(text_tokens(path, path.read_text(), tokenizer), LENGTH, keep_tail=tail)
+        for path, tail in (
+            (EXAMPLES / "data" / "clinic_notes_train.txt", False),
+            (EXAMPLES / "data" / "clinic_notes_heldout.txt", True),
+        )
     )
 
     def local() -> Any:

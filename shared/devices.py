@@ -61,7 +61,7 @@ class Pipeline:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._there, self._products, self._back = (torch.cuda.Stream(device) for _ in range(3))
+        self._upload, self._products, self._back = (torch.cuda.Stream(device) for _ in range(3))
 
     def begin(
         self,
@@ -79,9 +79,9 @@ class Pipeline:
         Returns:
             Waits until the answers are there.
         """
-        with torch.cuda.stream(self._there):
+        with torch.cuda.stream(self._upload):
             on_device = [block.to(self._device, non_blocking=True) for block in blocks]
-        self._products.wait_stream(self._there)
+        self._products.wait_stream(self._upload)
         with torch.cuda.stream(self._products):
             answers = product(on_device)
         self._back.wait_stream(self._products)

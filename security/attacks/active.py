@@ -36,7 +36,7 @@ class LyingProvider(Engine):
         super().__init__(*engine, **options)
         self.operation = Operation.PRODUCT
         self.lie: Callable[[Header, torch.Tensor], torch.Tensor | None] = lambda header, answer: None
-        self.told = 0
+        self.lies = 0
 
     def submit(
         self, tenant: str, session: Hashable, header: Header, payload: torch.Tensor, completed: OnCompletion
@@ -47,7 +47,7 @@ class LyingProvider(Engine):
             if header.operation == self.operation and isinstance(done, Completion):
                 lie = self.lie(header, torch.cat([block.view(-1) for block in done.blocks]))
                 if lie is not None:
-                    self.told += 1
+                    self.lies += 1
                     done = done._replace(blocks=[lie])
             completed(done)
 
@@ -117,7 +117,7 @@ class Poison:
 
         self.provider.lie = keep
         ask()
-        sent = self.provider.told
+        sent = self.provider.lies
         self.provider.lie = lambda header, answer: (
             _altered(kind, bit, answer, old[-1], rng) if meant(header) else None
         )
@@ -128,8 +128,8 @@ class Poison:
             noticed = True
         finally:
             self.provider.lie = lambda header, answer: None
-        if self.provider.told != sent + 1:
-            raise AuditError(f"a lie ({kind}) was to be told once, not {self.provider.told - sent} times")
+        if self.provider.lies != sent + 1:
+            raise AuditError(f"a lie ({kind}) was to be told once, not {self.provider.lies - sent} times")
         return noticed
 
 

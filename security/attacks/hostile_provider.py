@@ -74,17 +74,17 @@ class AbortOracle:
         """
         block = self.rows[secret].expand(ORACLE_ROWS, -1).contiguous()
         member_bits = (1 << len(session.manifest.groups[self.group].members)) - 1
-        lies = self.provider.told
+        lies = self.provider.lies
         after = 0
 
         def answer(header: Header, honest: torch.Tensor) -> torch.Tensor | None:
             nonlocal after
             fingerprint = kind == self.LIES[2]
-            after += self.provider.told > lies and header.rows == ORACLE_ROWS
+            after += self.provider.lies > lies and header.rows == ORACLE_ROWS
             rows = FINGERPRINT_ROWS[0] if fingerprint else ORACLE_ROWS
             direction = Direction.BACKWARD if fingerprint else Direction.FORWARD
             wanted = (self.group, direction, rows)
-            if self.provider.told > lies or (header.group, header.direction, header.rows) != wanted:
+            if self.provider.lies > lies or (header.group, header.direction, header.rows) != wanted:
                 return None
             lie = honest.clone()
             cut = 16 if lie.dtype == torch.int16 else 0  # bits of each number that are not there
@@ -100,8 +100,8 @@ class AbortOracle:
             pass  # which the provider knows from what does not follow
         finally:
             self.provider.lie = lambda header, answer: None
-        if self.provider.told != lies + 1:
-            raise AuditError(f"a lie ({kind}) was to be told once, not {self.provider.told - lies} times")
+        if self.provider.lies != lies + 1:
+            raise AuditError(f"a lie ({kind}) was to be told once, not {self.provider.lies - lies} times")
         return after
 
     def attack(self, view: tuple[list[tuple[str, int]], list[int]], rng: np.random.Generator) -> torch.Tensor:

@@ -32,7 +32,7 @@ class ConstraintChecker(HelperProcess):
         """Why a constraint is refused, or an empty text. A client that leaves has this cancelled."""
         passed = self._passed.setdefault(client, {})
         if constraint not in passed:
-            async with self._turns.taken(client):
+            async with self._turns.turn(client):
                 reason = await self.ask(msgspec.json.encode(constraint))
         else:
             reason = b""

@@ -250,7 +250,7 @@ class Endpoints:
             SymbiosisError: see ``tenant_sdk.gateway.adapters.take``.
         """
         gateway = self._gateway
-        async with self._changing.taken(current_client.get()):
+        async with self._changing.turn(current_client.get()):
             adapter = await asyncio.to_thread(
                 take,
                 folder,
@@ -294,7 +294,7 @@ class Endpoints:
 
     async def remove(self, name: str) -> bool:
         """Serve it no more; sequences that use it go on. Whether it was served."""
-        async with self._changing.taken(current_client.get()):
+        async with self._changing.turn(current_client.get()):
             return await self._forget(name)
 
     async def _forget(self, name: str) -> bool:
@@ -328,7 +328,7 @@ class Endpoints:
 
     async def _tidy(self) -> None:
         """Remove copies of what was served before; nobody has been using any for a while."""
-        async with self._changing.taken(current_client.get()):
+        async with self._changing.turn(current_client.get()):
             # While the lock was waited for, a request may have come for an adapter that was deleted then.
             if self._gateway.queue.under_way:
                 return

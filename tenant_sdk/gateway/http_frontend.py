@@ -106,7 +106,7 @@ class HttpFrontend:
         self._folder, self._retry_after, self._clock = folder, retry_after, clock
         self._served = served
         self._arriving = Reservations(BODIES_BYTES, authenticator.clients)
-        self._own: dict[str, asyncio.Lock] = {}
+        self._client_locks: dict[str, asyncio.Lock] = {}
         self._parsing_turns = FairLock()
         self._unqueued = Reservations.one_each(MAX_UNQUEUED, authenticator.clients)
 
@@ -221,7 +221,7 @@ class HttpFrontend:
             answer.append(message)
 
         # Not a turn among all: its text waits for one in vLLM's threads, behind the client's own.
-        async with self._own.setdefault(client, asyncio.Lock()):
+        async with self._client_locks.setdefault(client, asyncio.Lock()):
             await self._application(scope, receive, keep)
         for message in answer:
             await send(message)
@@ -239,7 +239,7 @@ class HttpFrontend:
         """What a request is for; what takes time for a large one is done elsewhere, one at a time."""
         if len(body) <= SMALL_BODY_BYTES:
             return parse_request(path, body, self._served.context())
-        async with self._parsing_turns.taken(client):
+        async with self._parsing_turns.turn(client):
             return await self._served.parser(path, body, self._served.context())
 
     @asynccontextmanager

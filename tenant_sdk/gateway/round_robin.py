@@ -23,13 +23,13 @@ class FairLock:
     """One at a time; of each client one waits here, so that the others come in between."""
 
     def __init__(self) -> None:
-        self._own: dict[str, asyncio.Lock] = {}
+        self._client_locks: dict[str, asyncio.Lock] = {}
         self._all = asyncio.Lock()
 
     @asynccontextmanager
-    async def taken(self, client: str) -> AsyncIterator[None]:
+    async def turn(self, client: str) -> AsyncIterator[None]:
         """Wait for the client's turn, and hold it in this block."""
-        async with self._own.setdefault(client, asyncio.Lock()), self._all:
+        async with self._client_locks.setdefault(client, asyncio.Lock()), self._all:
             yield
 
 

@@ -74,14 +74,14 @@ class EncryptedFile:
         self._numbers = itertools.count()
         self._lock = threading.RLock()  # finalizers give places up, at any moment
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # places by their size
-        self._there = self._end = self._most = 0
+        self._count = self._end = self._peak = 0
         self._threads = ThreadPoolExecutor(THREADS, "symbiosis-spill")
         register_for_fork(self)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the disk that are taken: as much as was needed at any one time."""
-        return self._most
+        return self._peak
 
     def forked(self) -> None:
         """In a child: neither the key nor the file stays there."""
@@ -110,12 +110,12 @@ class EncryptedFile:
         count = -(-len(plain) // PIECE)
         size = len(plain) + count * _TAG
         with self._lock:
-            self._there += 1  # first: a finalizer may come at any line
+            self._count += 1  # first: a finalizer may come at any line
             if self._free[size]:
                 at = self._free[size].pop()
             else:
                 at, self._end = self._end, self._end + size
-                self._most = max(self._most, self._end)
+                self._peak = max(self._peak, self._end)
             number = next(self._numbers)
             self._numbers = itertools.count(number + max(1, count))
 
@@ -181,8 +181,8 @@ class EncryptedFile:
             return
         count = -(-spilled.nbytes // PIECE)
         with self._lock:
-            self._there -= 1
-            if self._there:
+            self._count -= 1
+            if self._count:
                 self._free[spilled.nbytes + count * _TAG].append(spilled.at)
             else:  # the next may have other sizes
                 self._free.clear()

@@ -77,18 +77,18 @@ class Stack:
         self.layers = list(lists[0])
         self._lengths: dict[int, int | None] = {}  # of the tuples that layers give; None: a tensor
         self.forward = model.forward
-        self._own = [(layer, vars(layer).get("forward")) for layer in self.layers]
+        self._forwards = [(layer, vars(layer).get("forward")) for layer in self.layers]
         self._inner = [layer.forward for layer in self.layers]
         for index, layer in enumerate(self.layers):
             layer.forward = instead(layer.forward, _dispatched(index, passed_by))
 
     def close(self) -> None:
         """Give the layers their own forward back."""
-        for layer, forward in self._own:
+        for layer, forward in self._forwards:
             del layer.forward
             if forward is not None:
                 layer.forward = forward
-        self._own.clear()
+        self._forwards.clear()
 
     def outer(self) -> list[nn.Parameter]:
         """What is trained and in no layer, now: adapters come and go."""

@@ -88,16 +88,12 @@ def collate_packed(examples: Sequence[Example]) -> dict[str, Tensor]:
     }
 
 
-def read_tokens(path: Path, tokenizer: Any) -> list[int]:
-    """Token ids of a whole UTF-8 text file.
+def text_tokens(path: Path, text: str, tokenizer: Any) -> list[int]:
+    """Token ids of a whole text.
 
     Raises:
-        ConfigurationError: it cannot be read or holds next to nothing.
+        ConfigurationError: it holds next to nothing.
     """
-    return _text_tokens(path, read_text(path), tokenizer)
-
-
-def _text_tokens(path: Path, text: str, tokenizer: Any) -> list[int]:
     # verbose=False: a text longer than the model's context is no mistake here.
     tokens: list[int] = tokenizer(text, verbose=False)["input_ids"]
     if len(tokens) < 2:
@@ -292,7 +288,7 @@ class Reader:
         entries: list[Entry] = []
         first: dict[str, int] = {}
         if not holds_records(path, text):
-            tokens = _text_tokens(path, text, self.tokenizer)
+            tokens = text_tokens(path, text, self.tokenizer)
             check_embedded(self.tokenizer, tokens, self.embeddings, str(path))
             blocks = pack(tokens, self.length, keep_tail=self.keep_tail)
             for line, words in enumerate(text.split("\n"), 1):

@@ -124,7 +124,6 @@ class TrainingReport:
     steps: int
     seconds: float
     resumed_at: int
-    trained_parameters: int
     first_loss: float
     last_loss: float
     perplexity_before: float | None
@@ -256,7 +255,7 @@ def finetune(
         ended = train(training, run, model, examples, progress)
         seconds = time.perf_counter() - started
         losses, after = (ended.first_loss, ended.last_loss), held.perplexity_after(ended)
-        report = TrainingReport(ended.step, seconds, done, trained, *losses, before, after, ended.best)
+        report = TrainingReport(ended.step, seconds, done, *losses, before, after, ended.best)
         tokens = sum(len(example["input_ids"]) for example in examples)
         figures = _figures(training, settings, tokens, report)
         _save(output, model, session, figures, tokenizer if keep_tokenizer else None)

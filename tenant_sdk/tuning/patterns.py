@@ -62,7 +62,7 @@ def without_patterns(
             fields[field] = {
                 name: names_of_field[name]
                 for name in names_of_field
-                if name.rpartition(".")[0] in names.there
+                if name.rpartition(".")[0] in names.known_names
             }
         elif names_of_field:
             fields[field] = names.table(field, names_of_field)
@@ -88,7 +88,7 @@ class _Names:
 
     def __init__(self, names: list[str], where: str, clock: Callable[[], float]) -> None:
         self.all, self.where, self._clock, self._end = names, where, clock, clock() + SECONDS
-        self.there = frozenset(names)
+        self.known_names = frozenset(names)
         self._ends = {end for name in names for end in _ends(name)}
         self._parts = {part for name in names for part in name.split(".")}
 

@@ -89,17 +89,17 @@ class Segments:
             return
         of_rows = adapters[adapted]
         counts = of_rows.bincount(minlength=count)
-        ends, self._most = counts.cumsum(0), int(counts.max())
-        self._only = int(of_rows[0]) if self._most == len(adapted) else None
-        self._padded = count * self._most <= PADDING * len(adapted)
+        ends, self._largest = counts.cumsum(0), int(counts.max())
+        self._only = int(of_rows[0]) if self._largest == len(adapted) else None
+        self._padded = count * self._largest <= PADDING * len(adapted)
         self.rows: Tensor | None = None if len(adapted) == len(adapters) else adapted
         order = of_rows.argsort(stable=True)
         if self._padded:
             # Where each row is if all adapters have as many, and which row is where; any, where none is.
             sorted_places = torch.arange(len(adapted)) - (ends - counts)[of_rows[order]]
             self._places = torch.empty_like(adapted)
-            self._places[order] = sorted_places + of_rows[order] * self._most
-            self._sources = torch.zeros(count * self._most, dtype=torch.int64)
+            self._places[order] = sorted_places + of_rows[order] * self._largest
+            self._sources = torch.zeros(count * self._largest, dtype=torch.int64)
             self._sources[self._places] = adapted
         elif self._only is None:
             self.rows, self._ends = adapted[order], ends.to(torch.int32)
@@ -110,7 +110,7 @@ class Segments:
         if self._only is not None:
             return [rows @ a[self._only, 0].T @ b[self._only, 0].T for a, b in pairs]
         if self._padded:
-            rows = x[self._sources].view(-1, self._most, x.shape[-1])
+            rows = x[self._sources].view(-1, self._largest, x.shape[-1])
             return [
                 torch.bmm(torch.bmm(rows, _turned(a)), _turned(b)).flatten(0, 1)[self._places]
                 for a, b in pairs

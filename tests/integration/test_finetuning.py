@@ -27,9 +27,10 @@ from tenant_sdk.sequences.planning import MemoryPlan
 from tenant_sdk.tuning import trainer
 from tenant_sdk.tuning.adapters import METHODS, default_rate
 from tenant_sdk.tuning.conversations import fully_learned
-from tenant_sdk.tuning.data import Reader, pack, read_tokens
+from tenant_sdk.tuning.data import Reader, pack, text_tokens
 from tenant_sdk.tuning.finetuning import TrainingCallbacks, check_reports, finetune, perplexity
 from tenant_sdk.tuning.progress import TrainingStep
+from tenant_sdk.tuning.records import read_text
 from tenant_sdk.tuning.samples import Sample, generate_answers, sample_prompts
 
 
@@ -44,9 +45,9 @@ def test_reading(tmp_path: Path) -> None:
     for content, message in ((b"\xff\xfe", "not plain text in UTF-8"), (b"", "no text to learn from")):
         (tmp_path / "file").write_bytes(content)
         with pytest.raises(ConfigurationError, match=message):
-            read_tokens(tmp_path / "file", Letters())
+            text_tokens(tmp_path, read_text(tmp_path / "file"), Letters())
     with pytest.raises(ConfigurationError, match="No such file"):
-        read_tokens(tmp_path / "missing", Letters())
+        read_text(tmp_path / "missing")
 
 
 def test_perplexity_weighs_every_predicted_token_the_same(session: tenant_sdk.Session) -> None:
@@ -350,7 +351,7 @@ def test_long_examples_fit_into_memory(
 
     monkeypatch.setattr("tenant_sdk.tuning.long_sequences.plan_step", plan)
     got, said = train(session, dataclasses.replace(usual, output=tmp_path / "fit", held_out=(data,)))
-    assert asked == [{"window": None, "packed": packing, "given": 1000}]
+    assert asked == [{"window": None, "packed": packing, "budget": 1000}]
     assert any(("made again" if packing else "windows of 8 tokens") in each for each in said)
     assert got.first_loss == pytest.approx(expected.first_loss, rel=1e-4)
     assert got.last_loss == pytest.approx(expected.last_loss, rel=1e-3)

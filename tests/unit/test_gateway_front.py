@@ -336,7 +336,7 @@ async def test_large_bodies_are_read_in_turns(tmp_path: Path) -> None:
     application = Working()
     application.go.set()
     there = front(application, tmp_path)
-    async with there._parsing_turns.taken("0"):
+    async with there._parsing_turns.turn("0"):
         large = await Client(there).says(BODY + b" " * in_front.SMALL_BODY_BYTES)
         assert large.sent == []
         assert (await Client(there, key=1).says(BODY)).status == 200
@@ -391,7 +391,7 @@ async def test_turns_alternate() -> None:
     turns, order, held = FairLock(), list[str](), asyncio.Event()
 
     async def wait(client: str) -> None:
-        async with turns.taken(client):
+        async with turns.turn(client):
             order.append(client)
             await held.wait()
 
