@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tenant_sdk.session.session import Session
+
+log = logging.getLogger(__name__)
 
 # What templates write where a tool is called, and how vLLM names that; the first that fits counts.
 _CALLS = (
@@ -74,11 +77,34 @@ def write_folder(session: Session, options: Mapping[str, Any], mark: str, folder
     config = {name: value for name, value in model.config.to_dict().items() if name in known}
     config["quantization_config"] = {"quant_method": METHOD, "mark": mark, "session": dict(options)}
     config["architectures"] = [type(model).__name__]
+    tokenizer = without_end(session.load_tokenizer())
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    _drop_unknown_ends(config, model.generation_config, tokenizer, vocabulary)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     model.generation_config.save_pretrained(folder)
-    tokenizer = without_end(session.load_tokenizer())
     tokenizer.save_pretrained(folder)
     return tokenizer
+
+
+def _drop_unknown_ends(config: dict[str, Any], generation: Any, tokenizer: Any, vocabulary: int) -> None:
+    """Leave out tokens that end a text and that the model does not have.
+
+    vLLM takes them for columns of the logits, and all sequences of a step would fail.
+    """
+
+    def known(ids: Any) -> Any:
+        if isinstance(ids, list):
+            return [each for each in ids if 0 <= each < vocabulary] or None
+        return ids if ids is None or 0 <= ids < vocabulary else None
+
+    before = [config.get("eos_token_id"), generation.eos_token_id, getattr(tokenizer, "eos_token_id", None)]
+    config["eos_token_id"], generation.eos_token_id, end = map(known, before)
+    if end != before[2]:
+        tokenizer.eos_token = None
+    if [config["eos_token_id"], generation.eos_token_id, end] != before:
+        log.warning(
+            "the model names tokens that end a text, and has none of %d or above: left out", vocabulary
+        )
 
 
 def without_end(tokenizer: Any) -> Any:

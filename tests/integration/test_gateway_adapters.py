@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -22,7 +23,7 @@ import tenant_sdk
 from shared.errors import ConfigurationError, ModelMismatch
 from shared.wire.messages import Manifest
 from tenant_sdk.gateway.adapters import CONFIG, WEIGHTS, folders_in, largest_rank, take
-from tenant_sdk.gateway.folder import METHOD, write_folder
+from tenant_sdk.gateway.folder import METHOD, _drop_unknown_ends, write_folder
 from tenant_sdk.tuning.provenance import RECORD
 
 
@@ -285,6 +286,21 @@ def test_the_folder_of_the_model(llama: Executor, tmp_path: Path) -> None:
         "session": {"token_env": "TOKEN"},
     }
     assert "auto_map" not in config
+
+
+def test_ends_that_the_model_does_not_have_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """In vLLM, one request with `min_tokens` would end the sequences of all clients."""
+    config, generation = {"eos_token_id": 2050}, SimpleNamespace(eos_token_id=[1, 2050])
+    tokenizer = SimpleNamespace(eos_token_id=2049, eos_token="</s>")
+    _drop_unknown_ends(config, generation, tokenizer, 2048)
+    assert (config, generation.eos_token_id, tokenizer.eos_token) == ({"eos_token_id": None}, [1], None)
+    assert "left out" in caplog.text
+    config, generation = {"eos_token_id": [2, 3]}, SimpleNamespace(eos_token_id=2)
+    tokenizer = SimpleNamespace(eos_token_id=2, eos_token="</s>")
+    caplog.clear()
+    _drop_unknown_ends(config, generation, tokenizer, 2048)
+    assert (config, generation.eos_token_id, tokenizer.eos_token) == ({"eos_token_id": [2, 3]}, 2, "</s>")
+    assert not caplog.text
 
 
 class _NoTokenizer:
