@@ -331,7 +331,7 @@ def counted(executor: Executor, name: str, **labels: str) -> Iterator[None]:
     assert metric(executor, name, **labels) == before + 1
 
 
-SYN_SENT = 2  # the first byte of TCP_INFO
+ESTABLISHED, SYN_SENT = 1, 2  # the first byte of TCP_INFO
 
 
 def connecting(address: tuple[str, int]) -> int:

@@ -25,6 +25,7 @@ from provider.executor.loading import LoadedGroup
 from provider.executor.stripes import Gathering, OutputStripe
 from provider.executor.weights import FloatWeight
 from shared.checkpoint import Checkpoint
+from shared.listeners import groups_without_listeners
 from shared.memory import FreedMemory
 from shared.wire.header import DTYPE_NAMES
 from shared.wire.messages import GroupInfo
@@ -99,14 +100,16 @@ class Shards:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._meet("started", START_SECONDS)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=self._store,
-            rank=gathering.index,
-            world_size=gathering.count,
-            timeout=timedelta(seconds=GATHER_SECONDS),
-        )
-        self._mesh = init_device_mesh(device.type, (gathering.count,))
+        with groups_without_listeners():
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=self._store,
+                rank=gathering.index,
+                world_size=gathering.count,
+                timeout=timedelta(seconds=GATHER_SECONDS),
+            )
+            self._mesh = init_device_mesh(device.type, (gathering.count,))
+            self._meet("connected", START_SECONDS)
 
     def all_loaded(self) -> None:
         """Wait until all have their shards: from then on they must gather together.

@@ -113,7 +113,7 @@ class Sampling(Struct, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | UnsetType | None = UNSET
     top_k: Annotated[int, Meta(ge=-1, le=INT32)] | UnsetType | None = UNSET
     min_p: Annotated[float, Meta(ge=0, le=1)] | UnsetType | None = UNSET
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | UnsetType | None = UNSET
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | UnsetType | None = UNSET
     stop_token_ids: Tokens | UnsetType | None = UNSET
     include_stop_str_in_output: bool | UnsetType = UNSET
     ignore_eos: bool | UnsetType = UNSET

@@ -21,13 +21,13 @@ from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from shared.errors import SymbiosisError
+from shared.listeners import groups_without_listeners
 from shared.options import flags_of
 from shared.wire.header import RequestClass
 from tenant_sdk.gateway.admission import Failure
 from tenant_sdk.gateway.connection import session_here
 from tenant_sdk.gateway.draft_proposer import Proposer
 from tenant_sdk.gateway.linear import RequestOptions, check_adaptable, non_finite_rows, probe, request_options
-from tenant_sdk.gateway.listeners import close_all_listeners
 from tenant_sdk.gateway.log_redaction import redact_library_logs, redacted
 from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.gateway.status import Status
@@ -73,8 +73,8 @@ class Worker(Base):  # type: ignore[misc]
 
     def init_device(self) -> None:
         """See vLLM; what then listens in this process is for members of a group that has no others."""
-        super().init_device()
-        close_all_listeners()
+        with groups_without_listeners():
+            super().init_device()
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
         """See vLLM.

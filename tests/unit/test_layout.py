@@ -31,6 +31,7 @@ SUBPACKAGES = {
         "fair_threads",
         "kept_groups",
         "latency",
+        "listeners",
         "log_rate_limit",
         "memory",
         "devices",

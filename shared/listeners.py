@@ -6,6 +6,8 @@ import ctypes
 import os
 import socket
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _ATTACH_FILTER = 26  # SO_ATTACH_FILTER of Linux
 _RETURN_NOTHING = struct.pack("HBBI", 0x06, 0, 0, 0)  # a filter's one instruction: keep 0 bytes of a packet
@@ -21,24 +23,33 @@ def close_to_everybody(listener: socket.socket) -> None:
     listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
 
 
-def close_all_listeners() -> int:
-    """Close all listening TCP sockets of this process to everybody; returns how many there are.
+@contextmanager
+def groups_without_listeners() -> Iterator[None]:
+    """Around the making of process groups: close their listening sockets, once all members are connected.
 
-    vLLM makes a process group of one process. Its library (gloo) listens on two ports for other members, has
-    no key, keeps the descriptor of every connection, and ends the process when it has no more.
+    gloo listens on a port for each group, has no key, keeps the descriptor of every connection, and ends the
+    process when it has no more.
     """
-    found = 0
+    before = {each.getsockname() for each in _listening()}
+    yield
+    for each in _listening():
+        if each.getsockname() not in before:
+            close_to_everybody(each)
+
+
+def _listening() -> Iterator[socket.socket]:
+    """TCP sockets of this process that listen; each is the caller's until it asks for the next one."""
     for name in os.listdir("/proc/self/fd"):
         try:
             descriptor = os.dup(int(name))
         except OSError:  # that of the folder itself
             continue
         try:
-            with socket.socket(fileno=descriptor) as each:
-                internet = each.family in (socket.AF_INET, socket.AF_INET6)
-                if internet and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    close_to_everybody(each)
-                    found += 1
+            each = socket.socket(fileno=descriptor)
         except OSError:  # no socket
             os.close(descriptor)
-    return found
+            continue
+        with each:
+            internet = each.family in (socket.AF_INET, socket.AF_INET6)
+            if internet and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                yield each

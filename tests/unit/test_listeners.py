@@ -7,19 +7,21 @@ import subprocess
 import sys
 
 from commands import ENVIRONMENT, ROOT, SECONDS
-from raw_peers import SYN_SENT, connecting
+from raw_peers import ESTABLISHED, SYN_SENT, connecting
 
-from tenant_sdk.gateway.listeners import close_to_everybody
+from shared.listeners import close_to_everybody
 
 GROUP = """
 import os, socket, sys, tempfile
 import torch.distributed as distributed
-from tenant_sdk.gateway.listeners import close_all_listeners
+from shared.listeners import groups_without_listeners
 
 with tempfile.TemporaryDirectory() as folder:
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
-    distributed.new_group([0], backend="gloo")
-    assert close_all_listeners() >= 1
+    mine = socket.create_server(("127.0.0.1", 0))
+    with groups_without_listeners():
+        distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
+        distributed.new_group([0], backend="gloo")
+    print("{}:{}".format(*mine.getsockname()), flush=True)
     ports = []
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -28,6 +30,7 @@ with tempfile.TemporaryDirectory() as folder:
             continue
         if each.family == socket.AF_INET and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             ports.append(each.getsockname()[:2])
+    ports.remove(mine.getsockname())
     print(*(f"{host}:{port}" for host, port in ports), flush=True)
     sys.stdin.read()
     distributed.barrier()
@@ -37,7 +40,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 def test_nobody_can_connect() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert connecting(listener.getsockname()) == 1  # established
+        assert connecting(listener.getsockname()) == ESTABLISHED
         close_to_everybody(listener)
         assert connecting(listener.getsockname()) == SYN_SENT
 
@@ -54,6 +57,8 @@ def test_the_sockets_of_a_process_group() -> None:
     )
     try:
         assert process.stdout is not None
+        host, _, port = process.stdout.readline().strip().rpartition(":")
+        assert connecting((host, int(port))) == ESTABLISHED  # one that was there before
         found = process.stdout.readline().split()
         assert found
         for each in found:
