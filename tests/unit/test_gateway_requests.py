@@ -76,6 +76,7 @@ def ask(path: str, body: Any) -> ParsedRequest | Refusal:
         ("top_p", 0),
         ("presence_penalty", 2.5),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-300),
         ("logit_bias", {"1": 101}),
         ("logit_bias", [1]),
         ("stop", [""]),
