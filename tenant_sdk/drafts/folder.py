@@ -103,7 +103,7 @@ def save_draft(
         learned_tokens=learned_tokens,
         held_out_tokens=held_out_tokens,
     )
-    tensors = {name: each.contiguous() for name, each in head.state_dict().items()}
+    tensors = {name: each.cpu().contiguous() for name, each in head.state_dict().items()}
     save_file({**tensors, _TOKENS: tokens.cpu().contiguous()}, folder / WEIGHTS)
     (folder / CARD).write_bytes(msgspec.json.format(msgspec.json.encode(card), indent=2) + b"\n")
 

@@ -79,15 +79,24 @@ class Vocabulary:
         """
         return cls(model.get_input_embeddings(), *head_of(model), tokens)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the embeddings and the head are."""
+        return self.tokens.device
+
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings of any tokens, float32."""
-        embedded: Tensor = self._embeddings(ids).float()
+        embedded: Tensor = self._embeddings(ids.to(self.device)).float()
         return embedded
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of the tokens that are guessed: ``[..., S]`` float32, from ``[..., width]``."""
         return functional.linear(hidden, self._weight, self._bias)
+
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """Int64 ``[...]``: the likeliest token of those that are guessed."""
+        return self.tokens[self.logits(hidden).argmax(-1)]
 
 
 def guess(head: DraftHead, vocabulary: Vocabulary, state: Tensor, token: Tensor, size: int) -> Tensor:
@@ -95,7 +104,7 @@ def guess(head: DraftHead, vocabulary: Vocabulary, state: Tensor, token: Tensor,
     state, guesses = state.float(), list[Tensor]()
     for _ in range(size):
         state = head(state, vocabulary.embed(token))
-        token = vocabulary.tokens[vocabulary.logits(head.read(state)).argmax(-1)]
+        token = vocabulary.likeliest(head.read(state))
         guesses.append(token)
     return torch.stack(guesses, 1) if guesses else token.new_empty(len(token), 0)
 

@@ -140,6 +140,10 @@ class Places:
         """Int64 ``[P]``: places from which one token at least can be guessed."""
         return (self.reach > 0).nonzero().squeeze(1)
 
+    def states(self, at: Tensor, vocabulary: Vocabulary) -> Tensor:
+        """Hidden states of some places, float32, where the vocabulary is."""
+        return self.hidden[at].to(vocabulary.device).float()
+
 
 def _reach(learned: Tensor) -> Tensor:
     """See ``Places``: tokens t + 2, t + 3, ... as long as they are learned."""
@@ -191,6 +195,7 @@ class Trainer:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self._head = DraftHead(width, WIDENING * width)
+        self._head.to(vocabulary.device)
 
     def train(self, held_out: Places) -> TrainingResult:
         """All passes over the places; then the shares of right guesses in held-out text."""
@@ -225,7 +230,7 @@ class Trainer:
         All guesses train the same network, so each is learned at a part of the places of the one before.
         """
         places, vocabulary, losses = self._places, self._vocabulary, list[Tensor]()
-        state = places.hidden[at].float()
+        state = places.states(at, vocabulary)
         for guess in range(GUESSES):
             kept = places.reach[at] > guess
             if guess:
@@ -235,7 +240,7 @@ class Trainer:
                 break
             state = self._head(state, vocabulary.embed(places.ids[at + 1 + guess]))
             with torch.no_grad():
-                wanted = vocabulary.logits(places.hidden[at + 1 + guess].float()).softmax(-1)
+                wanted = vocabulary.logits(places.states(at + 1 + guess, vocabulary)).softmax(-1)
             logits = vocabulary.logits(self._head.read(state))
             losses.append(-(wanted * logits.log_softmax(-1)).sum(-1).mean())
         return losses
@@ -251,13 +256,14 @@ def acceptance(head: DraftHead, vocabulary: Vocabulary, places: Places) -> tuple
     Raises:
         ConfigurationError: there is no place that counts.
     """
-    tokens = vocabulary.tokens.cpu()
-    parts = places.hidden.split(BATCH)
-    chosen = torch.cat([tokens[vocabulary.logits(part.float()).argmax(-1)] for part in parts])
+    everywhere = torch.arange(len(places.ids))
+    chosen = torch.cat(
+        [vocabulary.likeliest(places.states(at, vocabulary)).cpu() for at in everywhere.split(BATCH)]
+    )
     agrees = functional.pad(places.ids[1:] == chosen[:-1], (1, 0))  # the token is the model's choice
     right, counted = torch.zeros(GUESSES), torch.zeros(GUESSES)
     for at in places.starts.split(BATCH):
-        state = places.hidden[at].float()
+        state = places.states(at, vocabulary)
         for guess in range(GUESSES):
             # Behind another token than the model's choice stands another text than the model's.
             kept = (places.reach[at] > guess) & agrees[at + 1 + guess]
@@ -265,7 +271,7 @@ def acceptance(head: DraftHead, vocabulary: Vocabulary, places: Places) -> tuple
             if not len(at):
                 break
             state = head(state, vocabulary.embed(places.ids[at + 1 + guess]))
-            found = tokens[vocabulary.logits(head.read(state)).argmax(-1)] == chosen[at + 1 + guess]
+            found = vocabulary.likeliest(head.read(state)).cpu() == chosen[at + 1 + guess]
             counted[guess] += len(at)
             right[guess] += found.sum()
             at, state = at[found], state[found]
