@@ -20,6 +20,7 @@ from shared.errors import Message, SymbiosisError
 from tenant_sdk.command_line import options
 from tenant_sdk.command_line.context_options import AnswerOptions, ContextOptions, PromptOptions
 from tenant_sdk.command_line.output import STATUS, loading, print_stats, say_connecting, say_kept, shown
+from tenant_sdk.drafts.card import check_adapter, read_card
 from tenant_sdk.session.options import SessionConfig
 from tenant_sdk.tuning.options import ModelOptions
 from tenant_sdk.tuning.sampling import Sampling
@@ -59,16 +60,16 @@ def _ready(
 
     if answer.adapter is not None:
         check_adapter_folder(answer.adapter)
+    if answer.draft is not None:
+        check_adapter(read_card(answer.draft), answer.draft, adapted=answer.adapter is not None)
     with loading():
         from tenant_sdk.drafts.decoding import DraftPace
-        from tenant_sdk.drafts.folder import load_draft, read_card
+        from tenant_sdk.drafts.folder import load_draft
         from tenant_sdk.sequences.contexts import LongContext, default_place
         from tenant_sdk.session.opening import open_session
         from tenant_sdk.tuning.folders import load_adapter
         from tenant_sdk.tuning.own import load, not_used, tokenizer_in
 
-    if answer.draft is not None:
-        read_card(answer.draft)  # before anybody is asked
     place = LongContext(context.kv or "host", context.kv_memory_gib, context.kv_folder, context.memory_gib)
     say_connecting(config)
     if local.tokenizer is None and answer.adapter is not None and tokenizer_in(answer.adapter):
@@ -161,7 +162,11 @@ def chat(
                 if _leaves(line, conversation):
                     break
             elif line.strip():
+                if line.startswith("/"):
+                    STATUS.print(f"{escape(line)} is sent as a message: commands are read on a terminal")
                 _ask(line, conversation)
+        if ready.draft is not None:
+            STATUS.print(str(ready.draft))
         print_stats(ready.session, config, STATUS)
 
 

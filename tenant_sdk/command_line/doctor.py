@@ -535,7 +535,7 @@ def _speed(remote: RemoteExecutor) -> Iterator[CheckResult]:
 
 def _speeds(traffic: TokenBytes) -> str:
     """The most tokens a second of links of some speeds."""
-    rates = [f"{speed} Gbit/s {traffic.tokens_per_second(speed):,.3g}" for speed in SPEEDS]
+    rates = [f"{speed} Gbit/s {_three_digits(traffic.tokens_per_second(speed))}" for speed in SPEEDS]
     return f"{', '.join(rates[:-1])} and {rates[-1]}"
 
 
@@ -547,3 +547,8 @@ def _seconds(action: Callable[[], object], repeats: int) -> float:
         action()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[2:])
+
+
+def _three_digits(value: float) -> str:
+    """With three digits that count, and never with an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from tenant_sdk.drafts.making import DraftCallbacks, DraftReport
 
 
+_UNITS = {"writing answers": "prompts", "reading texts": "texts", "training": "steps"}
+
+
 @options.command_line.takes
 def draft(making: DraftOptions, own: ModelOptions, connection: options.SessionOptions) -> None:
     """Train a draft, which guesses tokens so that a pass of the model writes several; text stays here."""
@@ -58,20 +61,21 @@ def draft(making: DraftOptions, own: ModelOptions, connection: options.SessionOp
         RESULTS.print(line)
     print_stats(session, config, RESULTS)
     RESULTS.print(f"draft: {escape(str(making.output))}")
-    words = ["chat", "--draft", str(making.output)]
-    RESULTS.print(f"next: {escape(connection.command(words, making.adapter))}")
+    if report.pays_from < math.inf:
+        words = ["chat", "--draft", str(making.output)]
+        RESULTS.print(f"next: {escape(connection.command(words, making.adapter))}")
 
 
 def _lines(report: DraftReport) -> Iterator[str]:
     """What the draft promises."""
     shares = ", ".join(f"{share:.0%}" for share in report.acceptance)
     yield f"held-out text: {report.tokens_a_pass:.2f} tokens a pass; right guesses: {shares}"
-    yield f"a pass takes {report.alone * 1e3:.0f} ms here, and {report.whole * 1e3:.0f} ms with all guesses"
+    alone, whole = (f"{seconds * 1e3:.0f} ms" for seconds in (report.alone, report.whole))
+    yield f"a pass takes {alone} here, and {whole} with {len(report.acceptance)} guesses"
     if report.pays_from == math.inf:
-        yield "the guesses are too seldom right to pay at any distance: more text helps, or an adapter's own"
+        yield "the guesses are too seldom right to pay at any distance: train the draft on more text"
     elif report.pays_from == 0:
-        faster = report.tokens_a_pass * report.alone / report.whole
-        yield f"the draft pays at this distance already: {faster:.2f} times the tokens a second"
+        yield f"the draft pays at this distance already: {report.faster:.2f} times the tokens a second"
     else:
         yield (
             f"the draft pays from {report.pays_from * 1e3:.1f} ms of round trip more than here; nearer, it "
@@ -87,14 +91,11 @@ def _shown() -> Iterator[DraftCallbacks]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     told = set[str]()
     with Progress(*columns, console=STATUS, disable=not STATUS.is_terminal) as bar:
-        stages = {
-            name: bar.add_task(name, total=None, visible=False)
-            for name in ("writing answers", "reading texts", "training")
-        }
+        stages = {name: bar.add_task(name, total=None, visible=False) for name in _UNITS}
 
         def show(name: str, done: int, total: int) -> None:
             if name not in told and not STATUS.is_terminal:
-                STATUS.print(f"{name}: {total}")
+                STATUS.print(f"{name}: {total} {_UNITS[name]}")
             told.add(name)
             bar.update(stages[name], completed=done, total=total, visible=True)
 

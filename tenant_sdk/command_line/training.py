@@ -31,7 +31,7 @@ class ShownTraining:
             MofNCompleteColumn(),
             TextColumn("{task.fields[told]}"),
         )
-        self._bar = Progress(*columns, console=STATUS)
+        self._bar = Progress(*columns, console=STATUS, disable=not STATUS.is_terminal)
         self._steps = self._bar.add_task("training", total=None, told="", visible=False)
         self._checks = self._bar.add_task("held-out loss", total=None, told="", visible=False)
         self._loss, self._checked = "", False

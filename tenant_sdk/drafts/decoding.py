@@ -91,7 +91,8 @@ class Draft:
             return "draft: no pass of the model yet"
         each = self.tokens / self.passes
         late = f"; {self.late} of them began later than the pace wants" if self.late else ""
-        return f"draft: {each:.2f} tokens a pass, in {self.passes} passes of the model after prompts{late}"
+        passes = f"{self.passes} pass{'es'[: 2 * (self.passes != 1)]}"
+        return f"draft: {each:.2f} tokens a pass, in {passes} of the model after prompts{late}"
 
     def streaming(self, streamer: BaseStreamer) -> Callable[..., Any]:
         """The same for ``generate`` with a streamer, which gets each token as soon as it is certain.

@@ -18,9 +18,10 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from shared.command_line import version
-from shared.encoded import UNREADABLE, read_within
+from shared.encoded import read_within
 from shared.errors import ConfigurationError, Message, ModelMismatch
 from shared.wire.messages import Manifest
+from tenant_sdk.drafts.card import DraftCard, check_adapter, read_card
 from tenant_sdk.drafts.decoding import Draft, DraftPace
 from tenant_sdk.drafts.head import DraftHead, Vocabulary, head_of
 from tenant_sdk.drafts.length import DraftLength
@@ -30,30 +31,9 @@ from tenant_sdk.session.session import Session
 from tenant_sdk.trust.attestation import base_model
 
 WEIGHTS = "draft.safetensors"
-_CARD_BYTES = 64 << 10
 _HEADER_BYTES = 64 << 10
 _WIDEST = 8  # of the layer between, in widths of the model
-_MOST_GUESSES = 16
 _TOKENS = "tokens"  # the tensor of ids, beside those of the network
-
-
-class DraftCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``draft.json``.
-
-    ``weights`` is the manifest's digest of the base's linear layers, and ``adapter`` that of the adapter's
-    parameters (``adapter_digest``), or empty. ``acceptance``: of the first, second, ... guess: the share of
-    places in held-out text where this guess and all before it were right.
-    """
-
-    symbiosis: str  # version of this SDK
-    model: str
-    weights: str
-    adapter: str
-    width: int
-    hidden: int
-    acceptance: tuple[float, ...]
-    learned_tokens: int
-    held_out_tokens: int
 
 
 def adapter_digest(model: Any) -> str:
@@ -108,29 +88,6 @@ def save_draft(
     (folder / CARD).write_bytes(msgspec.json.format(msgspec.json.encode(card), indent=2) + b"\n")
 
 
-def read_card(folder: Path) -> DraftCard:
-    """The card of a folder.
-
-    Raises:
-        ConfigurationError: there is none, it is damaged, or it says what cannot be.
-    """
-    if not folder.is_dir():
-        raise ConfigurationError(f"there is no such folder: {folder}; give the one that `draft` wrote")
-    try:
-        card = msgspec.json.decode(read_within(folder / CARD, _CARD_BYTES), type=DraftCard)
-    except FileNotFoundError as error:
-        raise ConfigurationError(f"{folder} holds no draft: there is no {CARD} in it") from error
-    except (OSError, *UNREADABLE) as error:
-        raise ConfigurationError(f"{folder / CARD} is damaged: {error}. Train the draft again") from error
-    shares = card.acceptance
-    if len(shares) > _MOST_GUESSES or not all(0 <= share <= 1 for share in shares):
-        raise ConfigurationError(
-            f"{folder / CARD} is damaged: `acceptance` has {_MOST_GUESSES} shares at most, each from 0 to 1. "
-            "Train the draft again"
-        )
-    return card
-
-
 def load_draft(
     folder: str | Path,
     model: Any,
@@ -181,13 +138,14 @@ def check_fits(card: DraftCard, folder: Path, manifest: Manifest, digest: str) -
                 *(plain_name(manifest.model), manifest.weights[:16]),
             )
         )
+    check_adapter(card, folder, adapted=bool(digest))
     if card.adapter != digest:
-        theirs, ours = ("an adapter" if each else "the base alone" for each in (card.adapter, digest))
-        if card.adapter and digest:
-            theirs = "another adapter"
         raise ModelMismatch(
-            f"the draft in {folder} was made for {theirs}, and here answers {ours}: train a draft with the "
-            "adapter that answers, or without one"
+            Message(
+                "the draft in {} is for another adapter: train one with `draft --adapter`, or leave out "
+                "{draft}",
+                str(folder),
+            )
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, Message
 from tenant_sdk.drafts.decoding import Draft
 from tenant_sdk.drafts.folder import adapter_digest, save_draft
 from tenant_sdk.drafts.head import Vocabulary
@@ -36,12 +36,14 @@ from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example
 from tenant_sdk.tuning.data import Reader, Say, chat_prompt, has_chat_template, prompt_tokens
 from tenant_sdk.tuning.finetuning import digest_of
 from tenant_sdk.tuning.generation import context_of
-from tenant_sdk.tuning.records import read_text
+from tenant_sdk.tuning.records import holds_records, read_text
 from tenant_sdk.tuning.samples import answer_ids
 from tenant_sdk.tuning.sampling import ends_of
 
 _HELD_OUT = 10  # one text of so many
-_STEPS, _MOST_EPOCHS = 1500, 12
+_STEPS, _LEAST_STEPS, _MOST_EPOCHS = 1500, 200, 40
+_LEAST_GAIN = 1.05  # tokens a pass, below which a draft is of no use
+_FEW = 500  # held-out tokens, of which a share says little
 _TIMED_PASSES, _TIMED_PROMPT = 6, 16
 
 
@@ -84,12 +86,28 @@ class DraftReport:
         return tokens_a_pass(self.acceptance)
 
     @property
+    def faster(self) -> float:
+        """Tokens a second with all guesses, in those without, here and now."""
+        # A pass with more rows takes no less; what was measured may differ by chance.
+        return self.tokens_a_pass * self.alone / max(self.whole, self.alone)
+
+    @property
     def pays_from(self) -> float:
         """Seconds that a round trip must take longer than here for all guesses to pay; 0: they do here."""
         gain = self.tokens_a_pass
-        if gain <= 1 or not self.requests:
-            return math.inf if self.whole >= self.alone * gain else 0.0
+        if gain < _LEAST_GAIN:
+            return math.inf
+        if self.faster >= 1:
+            return 0.0
+        if not self.requests:
+            return math.inf
         return max(0.0, (self.whole / gain - self.alone) / (self.requests * (1 - 1 / gain)))
+
+
+def default_epochs(places: int) -> int:
+    """Passes over so many places: many over few of them, as far as there is something to learn."""
+    epochs = min(_MOST_EPOCHS, max(1, round(_STEPS * BATCH / places)))
+    return max(epochs, math.ceil(_LEAST_STEPS / math.ceil(places / BATCH)))
 
 
 def make_draft(
@@ -119,9 +137,11 @@ def make_draft(
     base: Any = base_model(model)
     vocabulary = Vocabulary.of(base, frequent_tokens(trained, base.get_input_embeddings().weight.shape[0]))
     learned = sum(int(each.learned.sum()) for each in trained)
-    callbacks.say(f"{learned:,} tokens to guess, of {len(vocabulary.tokens):,} different ones")
+    callbacks.say(f"{learned:,} tokens to learn, {len(vocabulary.tokens):,} of them different")
+    if (count := sum(int(each.learned.sum()) for each in held_out)) < _FEW:
+        callbacks.say(f"only {count} tokens are held out, so the shares of right guesses are uncertain")
     places = Places(trained)
-    epochs = options.epochs or min(_MOST_EPOCHS, max(1, round(_STEPS * BATCH / len(places.starts))))
+    epochs = options.epochs or default_epochs(len(places.starts))
     trainer = Trainer(vocabulary, places, epochs=epochs, seed=options.seed, progress=callbacks.training)
     result = trainer.train(Places(held_out))
     report = _measured(model, result, vocabulary, examples[0], session)
@@ -153,8 +173,22 @@ def _read(options: DraftOptions, model: Any, tokenizer: Any, say: Say) -> list[E
 
 
 def _prompts(files: Sequence[Path], tokenizer: Any) -> list[list[int]]:
-    """Ids of the prompts of files, one a line; as a user's messages if there is a chat template."""
-    lines = [line.strip() for file in files for line in read_text(file).splitlines() if line.strip()]
+    """Ids of the prompts of files, one a line; as a user's messages if there is a chat template.
+
+    Raises:
+        ConfigurationError: a file holds records, or no prompt.
+    """
+    lines: list[str] = []
+    for file in files:
+        text = read_text(file)
+        if holds_records(file, text):
+            raise ConfigurationError(
+                Message("{} holds records, and not one prompt a line: give it with {data}", str(file))
+            )
+        found = [line.strip() for line in text.splitlines() if line.strip()]
+        if not found:
+            raise ConfigurationError(f"{file} holds no prompt")
+        lines += found
     if has_chat_template(tokenizer):
         return [chat_prompt(tokenizer, [{"role": "user", "content": line}]) for line in lines]
     return [prompt_tokens(tokenizer, line) for line in lines]

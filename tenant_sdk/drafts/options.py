@@ -62,8 +62,8 @@ class DraftOptions(ReadingOptions):
         int | None,
         Option(
             _DRAFT,
-            "Passes of the draft's training over the text. The executor is not asked again. Default: from 1 "
-            "for long texts to 12 for short ones.",
+            "Passes of the draft's training over the text, all on this machine. Default: from 1 for long "
+            "texts to 40, and 200 for a few lines.",
             least=1,
             unit="COUNT",
         ),

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from shared.errors import ConfigurationError
-from tenant_sdk.drafts.folder import check_fits, read_card, read_weights
+from tenant_sdk.drafts.card import read_card
+from tenant_sdk.drafts.folder import check_fits, read_weights
 from tenant_sdk.drafts.head import Vocabulary, guess
 from tenant_sdk.gateway.connection import session_here
 

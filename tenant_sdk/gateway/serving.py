@@ -179,7 +179,8 @@ def _prepare(
             )
         manifest = session.manifest
     if options.drafts:
-        from tenant_sdk.drafts.folder import check_fits, read_card
+        from tenant_sdk.drafts.card import read_card
+        from tenant_sdk.drafts.folder import check_fits
 
         check_fits(read_card(Path(options.speculate)), Path(options.speculate), manifest, "")
     authenticator = Authenticator(options.keys)

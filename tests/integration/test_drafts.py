@@ -28,7 +28,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import tenant_sdk
 from provider import serve_in_process
-from shared.errors import ConfigurationError, ModelMismatch
+from shared.errors import ConfigurationError, ModelMismatch, SymbiosisError
+from tenant_sdk.command_line.output import NAMES
 from tenant_sdk.drafts import decoding
 from tenant_sdk.drafts.decoding import Draft, DraftPace
 from tenant_sdk.drafts.folder import WEIGHTS, load_draft
@@ -366,7 +367,7 @@ def test_damaged_drafts_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [(other_base, "session's base is"), (other_adapter, "the base alone")]
+    ("change", "said"), [(other_base, "session's base is"), (other_adapter, "is for an adapter, and none")]
 )
 def test_foreign_drafts_are_refused(
     change: Callable[[Path], None],
@@ -387,7 +388,7 @@ def test_a_draft_belongs_to_its_adapter(
 ) -> None:
     """Of another adapter, or of the base, it is refused; of the same one from a folder it is not."""
     adapted = add_lora(session.load_model(progress=False))
-    with pytest.raises(ModelMismatch, match="here answers an adapter"):
+    with pytest.raises(ModelMismatch, match="is for the base model, and an adapter is used"):
         load_draft(made[0], adapted, session)
     options = replace(made[1], output=tmp_path / "draft", epochs=1)
     make_draft(options, adapted, tokenizer, session, DraftCallbacks())
@@ -433,12 +434,39 @@ def test_the_commands(served: Executor, tmp_path: Path) -> None:
     plainly, shape = ("--privacy", "plain"), ("--sequence-length", 64, "--epochs", 2)
     out, _ = ok_here("draft", served, "--data", text_file(tmp_path, 60), "--output", folder, *plainly, *shape)
     assert "tokens a pass" in out
-    assert f"--draft {folder}" in out.replace("\n", "")
+    assert f"draft: {folder}" in out.replace("\n", "")
     prompt = ("--prompt", "In the beginning", "--max-new-tokens", 12, *plainly)
     plain, _ = ok_here("generate", served, *prompt)
     drafted, told = ok_here("generate", served, *prompt, "--draft", folder)
     assert drafted == plain
     assert "tokens a pass" in told
-    refused = here("generate", served, *prompt, "--draft", tmp_path)
-    assert refused.exit_code == 1
-    assert "holds no draft" in str(refused.exception)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    for options, said in (
+        (("--draft", tmp_path), "holds no draft"),
+        (("--draft", tmp_path / "adapter"), "holds an adapter and no draft: give it with --adapter"),
+        (("--adapter", folder), "holds a draft and no adapter: give it with --draft"),
+    ):
+        refused = here("generate", served, *prompt, *options)
+        assert refused.exit_code == 1
+        error = refused.exception
+        assert isinstance(error, SymbiosisError)
+        error.show_options(NAMES)
+        assert said in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("prompts.txt", '{"messages": []}\n', "give it with data"),
+        ("prompts.jsonl", "Who?\n", "give it with data"),
+        ("prompts.txt", "\n \n", "holds no prompt"),
+    ],
+)
+def test_files_without_prompts_are_refused(
+    name: str, text: str, said: str, tmp_path: Path, session: Session, model: Any, tokenizer: Any
+) -> None:
+    (tmp_path / name).write_text(text)
+    options = DraftOptions(tmp_path / "draft", prompts=[tmp_path / name])
+    with pytest.raises(ConfigurationError, match=said):
+        make_draft(options, model, tokenizer, session, DraftCallbacks())

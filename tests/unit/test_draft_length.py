@@ -7,7 +7,7 @@ import math
 import pytest
 
 from tenant_sdk.drafts.length import DraftLength, best_length, tokens_a_pass
-from tenant_sdk.drafts.making import DraftReport
+from tenant_sdk.drafts.making import DraftReport, default_epochs
 
 SHARES = (0.6, 0.4, 0.2, 0.1)
 
@@ -79,6 +79,20 @@ def test_the_distance_from_which_it_pays() -> None:
     assert report.tokens_a_pass / whole == pytest.approx(1 / alone)
 
 
-@pytest.mark.parametrize(("shares", "whole", "distance"), [(SHARES, 0.2, 0.0), ((0.0, 0.0), 0.2, math.inf)])
+@pytest.mark.parametrize(
+    ("shares", "whole", "distance"),
+    [
+        (SHARES, 0.2, 0.0),
+        ((0.0, 0.0), 0.2, math.inf),
+        ((0.0, 0.0), 0.05, math.inf),  # by chance, the passes without guesses took longer
+    ],
+)
 def test_a_draft_that_pays_here_or_nowhere(shares: tuple[float, ...], whole: float, distance: float) -> None:
-    assert DraftReport(shares, 0.1, whole, 100).pays_from == distance
+    report = DraftReport(shares, 0.1, whole, 100)
+    assert report.pays_from == distance
+    assert report.faster <= report.tokens_a_pass
+
+
+@pytest.mark.parametrize(("places", "epochs"), [(152, 200), (1000, 50), (5000, 40), (45_000, 9), (10**7, 1)])
+def test_a_few_lines_are_learned_in_many_passes(places: int, epochs: int) -> None:
+    assert default_epochs(places) == epochs

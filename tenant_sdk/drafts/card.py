@@ -1,0 +1,85 @@
+"""The card in a draft's folder, which is read before anything large is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from shared.encoded import UNREADABLE, read_within
+from shared.errors import ConfigurationError, Message, ModelMismatch
+from tenant_sdk.drafts.options import CARD
+from tenant_sdk.storage import ADAPTER_CONFIG
+
+_CARD_BYTES = 64 << 10
+_MOST_GUESSES = 16
+
+
+class DraftCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``draft.json``.
+
+    ``weights`` is the manifest's digest of the base's linear layers, and ``adapter`` that of the adapter's
+    parameters (``adapter_digest``), or empty. ``acceptance``: of the first, second, ... guess: the share of
+    places in held-out text where this guess and all before it were right.
+    """
+
+    symbiosis: str  # version of this SDK
+    model: str
+    weights: str
+    adapter: str
+    width: int
+    hidden: int
+    acceptance: tuple[float, ...]
+    learned_tokens: int
+    held_out_tokens: int
+
+
+def read_card(folder: Path) -> DraftCard:
+    """The card of a folder.
+
+    Raises:
+        ConfigurationError: there is none, it is damaged, or it says what cannot be.
+    """
+    if not folder.is_dir():
+        raise ConfigurationError(f"there is no such folder: {folder}; give the one that `draft` wrote")
+    if (folder / ADAPTER_CONFIG).exists() and not (folder / CARD).exists():
+        raise ConfigurationError(
+            Message("{} holds an adapter and no draft: give it with {adapter}", str(folder))
+        )
+    try:
+        card = msgspec.json.decode(read_within(folder / CARD, _CARD_BYTES), type=DraftCard)
+    except FileNotFoundError as error:
+        raise ConfigurationError(f"{folder} holds no draft: there is no {CARD} in it") from error
+    except (OSError, *UNREADABLE) as error:
+        raise ConfigurationError(f"{folder / CARD} is damaged: {error}. Train the draft again") from error
+    shares = card.acceptance
+    if len(shares) > _MOST_GUESSES or not all(0 <= share <= 1 for share in shares):
+        raise ConfigurationError(
+            f"{folder / CARD} is damaged: `acceptance` has {_MOST_GUESSES} shares at most, each from 0 to 1. "
+            "Train the draft again"
+        )
+    return card
+
+
+def check_adapter(card: DraftCard, folder: Path, *, adapted: bool) -> None:
+    """Refuse a draft of the base alone for an adapter, and the reverse.
+
+    Raises:
+        ModelMismatch: it is one.
+    """
+    if card.adapter and not adapted:
+        raise ModelMismatch(
+            Message(
+                "the draft in {} is for an adapter, and none is used: give that with {adapter}, or leave out "
+                "{draft}",
+                str(folder),
+            )
+        )
+    if adapted and not card.adapter:
+        raise ModelMismatch(
+            Message(
+                "the draft in {} is for the base model, and an adapter is used: train one with `draft "
+                "--adapter`, or leave out {draft}",
+                str(folder),
+            )
+        )
