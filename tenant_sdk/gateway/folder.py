@@ -29,6 +29,9 @@ _CALLS = (
 QUICK = frozenset({"hermes"})
 WORD = "zinc"  # in no template
 METHOD = "symbiosis"  # of ``quantization_config``
+# Set by `symbiosis-tenant serve` to a random value, which stands in the folder that it writes too. Options
+# of a session say what programs are run and where secrets are, so no model's file may bring its own.
+MARK = "SYMBIOSIS_GATEWAY"
 
 
 def write_folder(session: Session, options: Mapping[str, Any], mark: str, folder: Path, dtype: str) -> Any:
@@ -37,7 +40,7 @@ def write_folder(session: Session, options: Mapping[str, Any], mark: str, folder
     Args:
         session: with the executor.
         options: with which the worker opens its own, see ``tenant_sdk.gateway.connection.written``.
-        mark: see ``tenant_sdk.gateway.plugin``.
+        mark: that of ``MARK``.
         folder: to write to; it exists.
         dtype: of the parameters and activations, such as ``float32``.
 

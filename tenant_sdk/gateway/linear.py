@@ -32,8 +32,7 @@ from shared.errors import ConfigurationError, Message, ModelMismatch, SymbiosisE
 from shared.ring.rows import all_finite_below
 from shared.wire.header import Direction, RequestClass
 from tenant_sdk.gateway.connection import open_here, session_here
-from tenant_sdk.gateway.folder import METHOD
-from tenant_sdk.gateway.plugin import MARK
+from tenant_sdk.gateway.folder import MARK, METHOD
 from tenant_sdk.model.virtual import Group
 
 if TYPE_CHECKING:

@@ -2,9 +2,7 @@
 
 import os
 
-# Set by `symbiosis-tenant serve` to a random value, which stands in the folder that it writes too. Options
-# of a session say what programs are run and where secrets are, so no model's file may bring its own.
-MARK = "SYMBIOSIS_GATEWAY"
+from tenant_sdk.gateway.folder import MARK
 
 
 def register() -> None:

@@ -20,9 +20,16 @@ from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.adapters import largest_rank
 from tenant_sdk.gateway.admission import MAX_ADAPTERS, Authenticator, Queue
 from tenant_sdk.gateway.connection import read, written
-from tenant_sdk.gateway.folder import METHOD, QUICK, content_format, shows_tools, tool_parser, write_folder
+from tenant_sdk.gateway.folder import (
+    MARK,
+    METHOD,
+    QUICK,
+    content_format,
+    shows_tools,
+    tool_parser,
+    write_folder,
+)
 from tenant_sdk.gateway.options import DRAFT_TOKENS, LOOKUP, RANKS, GatewayOptions
-from tenant_sdk.gateway.plugin import MARK
 from tenant_sdk.gateway.round_robin import TOKENIZING_THREADS
 from tenant_sdk.gateway.status import Status
 from tenant_sdk.gateway.tool_calls import JSON_CALLS

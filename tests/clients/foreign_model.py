@@ -10,8 +10,8 @@ from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 from vllm.plugins import load_general_plugins
 
 from shared.errors import ConfigurationError
-from tenant_sdk.gateway.folder import METHOD
-from tenant_sdk.gateway.plugin import MARK, register
+from tenant_sdk.gateway.folder import MARK, METHOD
+from tenant_sdk.gateway.plugin import register
 
 os.environ.pop(MARK, None)
 load_general_plugins()
