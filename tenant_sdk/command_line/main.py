@@ -169,9 +169,9 @@ def doctor(
             RESULTS.print(f"[bold]{escape(title)}[/]")
         for result in results:
             mark = {True: "[green]✓[/]", False: "[bold red]✗[/]", None: "[yellow]![/]"}[result.ok]
-            RESULTS.print(f"{mark} {result.step:<22} {escape(result.detail.shown(executors.names))}")
+            RESULTS.print(f"{mark} {result.step + ' ':<13}{escape(result.detail.shown(executors.names))}")
             if result.remedy:
-                RESULTS.print(f"  {'':<22} → {escape(result.remedy.shown(executors.names))}")
+                RESULTS.print(f"  {'':<13}→ {escape(result.remedy.shown(executors.names))}")
             failed |= result.ok is False
     if failed:
         raise typer.Exit(1)
