@@ -62,7 +62,6 @@ class Draft:
         passes: of the model after prompts, so far.
         tokens: that these passes wrote, in each sequence.
         late: passes that began later than the pace wants, since the one before took longer.
-        seconds_a_pass: of the newest passes, with the time to guess; their median.
     """
 
     def __init__(
@@ -82,7 +81,8 @@ class Draft:
         self._seconds = deque[float](maxlen=_NEWEST)
 
     @property
-    def seconds_a_pass(self) -> float:  # noqa: D102 - see the class
+    def seconds_a_pass(self) -> float:
+        """Of the newest passes, with the time to guess; their median."""
         return median(self._seconds)
 
     def __str__(self) -> str:

@@ -51,7 +51,8 @@ class Passes:
             ConfigurationError: the model keeps no keys and values.
         """
         self._outputs = self._steps.prompt(self._model, ids, config, self._arguments)
-        self._extend(self._arguments, 0)
+        if (made := getattr(self._outputs, cache_name(), None)) is not None:  # the model may have made it
+            self._arguments[cache_name()] = made
         cache = self.cache
         if cache is None or not hasattr(cache, "crop"):
             raise ConfigurationError(
@@ -75,12 +76,10 @@ class Passes:
     def keep(self, rows: int) -> None:
         """Keep the first of the rows of the last check; the others are forgotten."""
         self.cache.crop(rows - self._rows)
-        self._extend(self._arguments, rows)
+        if rows:
+            self._extend(self._arguments, rows)
         self._length += rows
 
     def _extend(self, arguments: dict[str, Any], tokens: int) -> dict[str, Any]:
         """The same arguments, for so many more tokens."""
-        if tokens == 0:  # the cache alone, which the model may have made
-            found = getattr(self._outputs, cache_name(), None)
-            return arguments if found is None else arguments.update({cache_name(): found}) or arguments
         return self._steps.extend(self._model, self._outputs, arguments, False, num_new_tokens=tokens)
