@@ -43,7 +43,7 @@ from provider.workers.rank import supervise
 from provider.workers.world import World
 from shared import imports
 from shared.command_line import CommandLine, escape_output, prints_version
-from shared.errors import ConfigurationError, Message, SymbiosisError
+from shared.errors import ConfigurationError, Message, SymbiosisError, counted
 from shared.memory import FreedMemory, keep_freed_memory
 from shared.options import flags_of
 
@@ -126,7 +126,7 @@ def _tenant(name: str) -> str:
 def _print_token(token: str, days: int | None) -> None:
     valid = "for ever; --days N makes one that expires"
     if days is not None:
-        valid = f"for {days} day{'s'[: days != 1]}"
+        valid = f"for {counted(days, 'day')}"
     _errors.print(f"valid {valid}; it is shown only now", highlight=False)
     print(token)
 
@@ -145,7 +145,7 @@ def token_add(
     token = tokens.add(tenant, days)
     if older:
         _errors.print(
-            f"this ended {older} older token{'s'[: older != 1]} of {tenant}; `token rotate` keeps the newest "
+            f"this ended {counted(older, 'older token')} of {tenant}; `token rotate` keeps the newest "
             "for a while",
             highlight=False,
         )
@@ -387,16 +387,15 @@ def _introduce(provider: Provider) -> None:
         first, stop = manifest.part
         groups = f"part {config.part}: groups {first} to {stop - 1} of {len(manifest.groups)}"
     if count := len(provider.workers()):
-        groups += f", {count} worker{'s'[: count != 1]}"
+        groups += f", {counted(count, 'worker')}"
     log.info(
-        "serving %s (%s, %s, %s, digest %s) to %d tenant%s at %s; status at %s/",
+        "serving %s (%s, %s, %s, digest %s) to %s at %s; status at %s/",
         manifest.model,
         manifest.architecture,
         config.numerics,
         groups,
         manifest.digest[:16],
-        provider.tenants,
-        "s"[: provider.tenants != 1],
+        counted(provider.tenants, "tenant"),
         " and ".join(filter(None, (provider.url, provider.local_url))),
         provider.admin_url,
     )

@@ -203,6 +203,11 @@ def peer_text(text: str, limit: int = 500) -> str:
     return "".join(c if c.isprintable() else "?" for c in text[:limit])
 
 
+def counted(count: int, noun: str) -> str:
+    """Such as ``1 step`` and ``1,200 steps``."""
+    return f"{count:,} {noun}{'s'[: count != 1]}"
+
+
 def peer_seconds(seconds: float | None) -> float | None:
     """How long a peer asks to wait, an hour at most; None if it does not say, or says what no time can be."""
     return min(seconds, 3600.0) if seconds is not None and 0 <= seconds < math.inf else None

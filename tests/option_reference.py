@@ -13,7 +13,7 @@ from tenant_sdk.command_line.context_options import AnswerOptions, ContextOption
 from tenant_sdk.drafts.options import DraftOptions
 from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.session.profiles import FIELDS, SOURCE_NAMES
-from tenant_sdk.tuning.options import ModelOptions, TrainingOptions
+from tenant_sdk.tuning.options import EvaluationOptions, ModelOptions, TrainingOptions
 from tenant_sdk.tuning.sampling import Sampling
 
 _INTRODUCTION = """# Options
@@ -36,6 +36,7 @@ _OTHERS = {
     "Of `symbiosis-tenant finetune`": (TrainingOptions, ModelOptions),
     "Of `symbiosis-tenant generate`": (PromptOptions, Sampling, ContextOptions, ModelOptions),
     "Of `symbiosis-tenant chat`": (AnswerOptions, Sampling, ContextOptions, ModelOptions),
+    "Of `symbiosis-tenant evaluate`": (EvaluationOptions, ModelOptions),
     "Of `symbiosis-tenant draft`": (DraftOptions, ModelOptions),
     "Of `symbiosis-tenant serve`": (GatewayOptions,),
     "Of `symbiosis-provider serve`": (ServeConfig,),

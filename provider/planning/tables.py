@@ -16,6 +16,7 @@ from provider.planning.kept import ROUND_TRIPS, TENANT_BYTES_PER_SECOND, KeptFor
 from provider.planning.layout import WorkerLayout
 from provider.planning.simulation import CapacityForecast
 from provider.workers.planner import Device
+from shared.errors import counted
 from shared.wire.traffic import SPEEDS
 
 MEASURED = "from products measured here"
@@ -81,14 +82,14 @@ def reasons(layout: WorkerLayout) -> list[str]:
         counts[key] = counts.get(key, 0) + 1
     where = "worker {} has" if placement.stripes == 1 else "the stripes of lane {} have"
     return [
-        f"{where.format(lane)} {count} group{'s'[: count != 1]} of {shape}: {reason}"
+        f"{where.format(lane)} {counted(count, 'group')} of {shape}: {reason}"
         for (lane, shape, reason), count in sorted(counts.items())
     ]
 
 
 def plan_table(plan: CapacityPlan, tenants: int, rows: int, kind: str) -> Table:
     """What tenants would get; ``kind`` of figures, see ``source``."""
-    table = Table(title=f"{tenants} tenant{'s'[: tenants != 1]}, {kind}")
+    table = Table(title=f"{counted(tenants, 'tenant')}, {kind}")
     for title in ("", "decoding, a row each", f"tuning, {rows} rows a step"):
         table.add_column(title)
     both = (plan.decode, plan.tune)

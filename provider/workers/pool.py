@@ -32,7 +32,7 @@ from provider.workers.state import WorkerState
 from provider.workers.survey import DeviceSurvey, devices_of, survey_in_subprocess
 from provider.workers.world import World, processors_each
 from shared.checkpoint import Checkpoint
-from shared.errors import ConfigurationError, Placeholder
+from shared.errors import ConfigurationError, Placeholder, counted
 from shared.wire.header import RINGS
 from shared.wire.messages import GroupInfo, Limits, Manifest
 
@@ -63,9 +63,9 @@ def check_lanes(groups: Sequence[GroupInfo], workers: int, together: int) -> Non
     if workers // together > count:
         each = "each worker has" if together == 1 else f"each {together} of them, which share layers, have"
         raise ConfigurationError(
-            "{} workers are too many for {} group{} of layers, of which {} at least one: start at most "
+            "{} workers are too many for {} of layers, of which {} at least one: start at most "
             "{}, or have more of them share each layer's outputs ({stripes})",
-            *(workers, count, "s"[: count != 1], each, count * together),
+            *(workers, counted(count, "group"), each, count * together),
             stripes=Placeholder("N"),
         )
 

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,13 +17,23 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from shared.errors import Message, SymbiosisError
+from shared.errors import Message, SymbiosisError, counted
 from tenant_sdk.command_line import options
 from tenant_sdk.command_line.context_options import AnswerOptions, ContextOptions, PromptOptions
-from tenant_sdk.command_line.output import STATUS, loading, print_stats, say_connecting, say_kept, shown
+from tenant_sdk.command_line.output import (
+    RESULTS,
+    STATUS,
+    bars,
+    loading,
+    print_stats,
+    say_connecting,
+    say_kept,
+    shown,
+)
 from tenant_sdk.drafts.card import check_adapter, read_card
 from tenant_sdk.session.options import SessionConfig
 from tenant_sdk.tuning.options import ModelOptions
+from tenant_sdk.tuning.records import prompts_of
 from tenant_sdk.tuning.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -96,32 +107,64 @@ def generate(
     local: ModelOptions,
     connection: options.SessionOptions,
 ) -> None:
-    """Answer a prompt, or continue it, with or without an adapter; both stay on this machine."""
-    text, config = prompting.text(), connection.session()
+    """Answer prompts, or continue them, with or without an adapter; all of it stays on this machine."""
+    file, config = prompting.prompts, connection.session()
+    texts = [prompting.text()] if file is None else prompts_of(file)
     with _ready(prompting, context, local, config) as ready:
         from tenant_sdk.tuning.data import chat_prompt, has_chat_template, prompt_tokens
-        from tenant_sdk.tuning.generation import stream
 
         chats = not prompting.raw and (has_chat_template(ready.tokenizer) or prompting.system is not None)
         if chats:
-            tokens = chat_prompt(ready.tokenizer, [*prompting.opening, {"role": "user", "content": text}])
+            asked = ([*prompting.opening, {"role": "user", "content": text}] for text in texts)
+            tokens = [chat_prompt(ready.tokenizer, messages) for messages in asked]
         else:
-            tokens = prompt_tokens(ready.tokenizer, text)
-        groups, length = ready.session.manifest.groups, len(tokens) + sampling.most_tokens
-        more = ready.place.fitting(ready.model, groups, length)
-        written = stream(ready.model, ready.tokenizer, tokens, sampling, options=more, draft=ready.draft)
-        stats = partial(print_stats, ready.session, config, STATUS)
-    if not written.text.strip():
-        STATUS.print(escape(shown(_empty(chats, has_chat_template(ready.tokenizer)))))
+            tokens = [prompt_tokens(ready.tokenizer, text) for text in texts]
+        if file is None:
+            said = _answer_one(ready, tokens[0], sampling, chats=chats)
+        else:
+            said = _answer_all(ready, texts, tokens, sampling)
     if prompting.quiet:
         return
-    STATUS.print(
-        f"{written.tokens} tokens in {written.seconds:.1f} s, {written.tokens / written.seconds:.1f} "
-        f"tokens/s; ended by: {shown(written.end)}"
-    )
+    STATUS.print(said)
     if ready.draft is not None:
         STATUS.print(str(ready.draft))
-    stats()
+    print_stats(ready.session, config, STATUS)
+
+
+def _answer_one(ready: _Ready, tokens: list[int], sampling: Sampling, *, chats: bool) -> str:
+    """Write the answer, word by word; returns a line of statistics."""
+    from tenant_sdk.tuning.data import has_chat_template
+    from tenant_sdk.tuning.generation import stream
+
+    groups, length = ready.session.manifest.groups, len(tokens) + sampling.most_tokens
+    more = ready.place.fitting(ready.model, groups, length)
+    written = stream(ready.model, ready.tokenizer, tokens, sampling, options=more, draft=ready.draft)
+    if not written.text.strip():
+        STATUS.print(escape(shown(_empty(chats, has_chat_template(ready.tokenizer)))))
+    return (
+        f"{counted(written.tokens, 'token')} in {written.seconds:.1f} s, "
+        f"{written.tokens / written.seconds:.1f} tokens/s; ended by: {shown(written.end)}"
+    )
+
+
+def _answer_all(ready: _Ready, texts: list[str], tokens: list[list[int]], sampling: Sampling) -> str:
+    """Write a line of JSON for each prompt, several at once; returns a line of statistics."""
+    from tenant_sdk.tuning.generation import answer_prompts
+
+    groups, started = ready.session.manifest.groups, time.perf_counter()
+
+    def more(prompts: int, length: int) -> dict[str, Any]:
+        place = replace(ready.place, batch_size=prompts)
+        drafting = {} if ready.draft is None else {"custom_generate": ready.draft}
+        return place.fitting(ready.model, groups, length) | drafting
+
+    answers = answer_prompts(ready.model, ready.tokenizer, tokens, sampling, more)
+    with bars({"answering": "prompt"}) as show:
+        for done, (text, answer) in enumerate(zip(texts, answers, strict=True), 1):
+            line = json.dumps({"prompt": text, "answer": answer}, ensure_ascii=False)
+            RESULTS.print(line, markup=False)
+            show("answering", done, len(texts))
+    return f"{counted(len(texts), 'prompt')} in {time.perf_counter() - started:.1f} s"
 
 
 def _empty(chats: bool, could_chat: bool) -> Message:

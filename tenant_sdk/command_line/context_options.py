@@ -9,20 +9,15 @@ from typing import Annotated
 
 from shared.errors import ConfigurationError, Message
 from shared.options import Option, check_fields, check_text
+from tenant_sdk.tuning.options import AdapterChoice
 
 _PROMPT, _CONTEXT = "Prompt", "Context"
 
 
 @dataclass(frozen=True)
-class AnswerOptions:
+class AnswerOptions(AdapterChoice):
     """What answers, and what it is told before anything else."""
 
-    adapter: Annotated[
-        Path | None, Option(_PROMPT, "Folder of an adapter, such as finetune writes.", unit="FOLDER")
-    ] = None
-    allow_other_base: Annotated[
-        bool, Option(_PROMPT, "Do not refuse an adapter that was made for another model.")
-    ] = False
     draft: Annotated[
         Path | None,
         Option(
@@ -76,6 +71,15 @@ class PromptOptions(AnswerOptions):
             unit="FILE",
         ),
     ] = None
+    prompts: Annotated[
+        Path | None,
+        Option(
+            _PROMPT,
+            "File with many prompts: one a line, or JSON objects that have `prompt`. Each answer is printed "
+            "as a JSON object with `prompt` and `answer`.",
+            unit="FILE",
+        ),
+    ] = None
     raw: Annotated[
         bool,
         Option(
@@ -89,6 +93,8 @@ class PromptOptions(AnswerOptions):
     def __post_init__(self) -> None:
         """Refuse options that exclude each other."""
         super().__post_init__()
+        if [self.prompt, self.prompt_file, self.prompts].count(None) != 2:
+            raise ConfigurationError(Message("give one of {prompt}, {prompt_file} and {prompts}"))
         if self.raw and self.system is not None:
             raise ConfigurationError(Message("{system} needs the chat template: leave out {raw}", raw=True))
 
@@ -96,11 +102,9 @@ class PromptOptions(AnswerOptions):
         """The prompt that was given, one way or the other.
 
         Raises:
-            ConfigurationError: both ways, or neither; or the file cannot be read, or it is no UTF-8.
+            ConfigurationError: the file cannot be read, or it is not UTF-8.
         """
         file = self.prompt_file
-        if (self.prompt is None) == (file is None):
-            raise ConfigurationError(Message("give the prompt either with {prompt} or with {prompt_file}"))
         if file is None:
             check_text("prompt", self.prompt or "")
             return self.prompt or ""

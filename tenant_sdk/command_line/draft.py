@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tenant_sdk.command_line import options
 from tenant_sdk.command_line.output import (
     RESULTS,
     STATUS,
+    bars,
     loading,
     print_stats,
     report_interruption,
@@ -25,10 +24,10 @@ from tenant_sdk.drafts.options import KEPT_FEATURES, DraftOptions
 from tenant_sdk.tuning.options import ModelOptions
 
 if TYPE_CHECKING:
-    from tenant_sdk.drafts.making import DraftCallbacks, DraftReport
+    from tenant_sdk.drafts.making import DraftReport
 
 
-_UNITS = {"writing answers": "prompts", "reading texts": "texts", "training": "steps"}
+_UNITS = {"writing answers": "prompt", "reading texts": "text", "training": "step"}
 
 
 @options.command_line.takes
@@ -45,17 +44,23 @@ def draft(making: DraftOptions, own: ModelOptions, connection: options.SessionOp
     config = connection.session()
     check_data([*making.data, *making.prompts])
     with loading():
-        from tenant_sdk.drafts.making import make_draft
+        from tenant_sdk.drafts.making import DraftCallbacks, make_draft
         from tenant_sdk.session.opening import open_session
         from tenant_sdk.tuning.folders import load_adapter
         from tenant_sdk.tuning.own import load
 
     say_connecting(config)
-    with report_interruption(), open_session(config) as session, _shown() as callbacks:
+    with report_interruption(), open_session(config) as session, bars(_UNITS) as show:
         say_kept(session)
         model, tokenizer = load(session, own.tokenizer, own.model, bars=STATUS.is_terminal)
         if making.adapter is not None:
             model = load_adapter(model, making.adapter, session, allow_other_base=making.allow_other_base)
+        callbacks = DraftCallbacks(
+            lambda line: STATUS.print(escape(shown(line))),
+            lambda done, total: show("writing answers", done, total),
+            lambda done, total: show("reading texts", done, total),
+            lambda done, total, _loss: show("training", done, total),
+        )
         report = make_draft(making, model, tokenizer, session, callbacks)
     for line in _lines(report):
         RESULTS.print(line)
@@ -80,28 +85,4 @@ def _lines(report: DraftReport) -> Iterator[str]:
         yield (
             f"the draft pays from {report.pays_from * 1e3:.1f} ms of round trip more than here; nearer, it "
             "guesses fewer tokens or none"
-        )
-
-
-@contextmanager
-def _shown() -> Iterator[DraftCallbacks]:
-    """Bars of progress; without a terminal, one line for each stage."""
-    from tenant_sdk.drafts.making import DraftCallbacks
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    told = set[str]()
-    with Progress(*columns, console=STATUS, disable=not STATUS.is_terminal) as bar:
-        stages = {name: bar.add_task(name, total=None, visible=False) for name in _UNITS}
-
-        def show(name: str, done: int, total: int) -> None:
-            if name not in told and not STATUS.is_terminal:
-                STATUS.print(f"{name}: {total} {_UNITS[name]}")
-            told.add(name)
-            bar.update(stages[name], completed=done, total=total, visible=True)
-
-        yield DraftCallbacks(
-            lambda line: STATUS.print(escape(shown(line))),
-            lambda done, total: show("writing answers", done, total),
-            lambda done, total: show("reading texts", done, total),
-            lambda done, total, _loss: show("training", done, total),
         )

@@ -23,6 +23,7 @@ from tenant_sdk.command_line import options
 from tenant_sdk.command_line.answers import chat, generate
 from tenant_sdk.command_line.data import data
 from tenant_sdk.command_line.draft import draft
+from tenant_sdk.command_line.evaluation import evaluate
 from tenant_sdk.command_line.gateway import serve
 from tenant_sdk.command_line.output import (
     NAMES,
@@ -174,7 +175,9 @@ def doctor(
                 RESULTS.print(f"  {'':<13}→ {escape(result.remedy.shown(executors.names))}")
             failed |= result.ok is False
     if failed:
+        RESULTS.print("[bold red]faults were found[/]: repair the first step with ✗, then try again")
         raise typer.Exit(1)
+    RESULTS.print("[green]no fault was found[/]")
 
 
 app.command()(generate)
@@ -182,6 +185,7 @@ app.command()(chat)
 app.command()(draft)
 app.command()(serve)
 app.command()(data)
+app.command()(evaluate)
 
 
 @app.command()

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shared import imports
-from shared.errors import Message, Names
+from shared.errors import Message, Names, counted
 from shared.options import flags_of
 from tenant_sdk.command_line.context_options import AnswerOptions, ContextOptions, PromptOptions
 from tenant_sdk.connection.urls import party_name
 from tenant_sdk.drafts.options import DraftOptions
 from tenant_sdk.session.options import SessionConfig
 from tenant_sdk.terminal import Terminal
-from tenant_sdk.tuning.options import ModelOptions, TrainingOptions
+from tenant_sdk.tuning.options import EvaluationOptions, ModelOptions, TrainingOptions
 from tenant_sdk.tuning.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 _CONFIGURATIONS = (
     *(SessionConfig, TrainingOptions, ModelOptions, AnswerOptions, PromptOptions, ContextOptions, Sampling),
-    DraftOptions,
+    *(DraftOptions, EvaluationOptions),
 )
 # How messages name the options of all commands.
 NAMES: Names = {name: flag for each in _CONFIGURATIONS for name, flag in flags_of(each).items()}
@@ -63,6 +64,30 @@ def say_kept(session: Session) -> None:
     """Say which layers the session keeps here, if it has a budget for them."""
     if session.kept is not None:
         STATUS.print(escape(str(session.kept)))
+
+
+@contextmanager
+def bars(units: Mapping[str, str]) -> Iterator[Callable[[str, int, int], None]]:
+    """Bars of progress; without a terminal, one line for each stage.
+
+    Args:
+        units: of stages by their names.
+
+    Yields:
+        A function that gets the name of a stage, the number of units that are done, and of all.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    told = set[str]()
+    with Progress(*columns, console=STATUS, disable=not STATUS.is_terminal) as progress:
+        stages = {name: progress.add_task(name, total=None, visible=False) for name in units}
+
+        def show(name: str, done: int, total: int) -> None:
+            if name not in told and not STATUS.is_terminal:
+                STATUS.print(f"{name}: {counted(total, units[name])}")
+            told.add(name)
+            progress.update(stages[name], completed=done, total=total, visible=True)
+
+        yield show
 
 
 @contextmanager
@@ -109,8 +134,8 @@ def print_stats(session: Session, config: SessionConfig, to: Console) -> None:
     waiting = stats.seconds_waiting + stats.seconds_waiting_for_effects
     sources = len(config.mask_sources)
     masked = {
-        "one-time": f"every row, each under a mask of its own ({sources} mask source{'s'[: sources != 1]}; "
-        f"{stats.effect_rows:,} rows multiplied there)",
+        "one-time": f"every row, each under a mask of its own ({counted(sources, 'mask source')}; "
+        f"{counted(stats.effect_rows, 'row')} multiplied there)",
         "noise-bank": "with banks of masks that serve many rows each",
         "plain": "nothing; the executor saw every activation",
     }[config.privacy]
@@ -118,12 +143,12 @@ def print_stats(session: Session, config: SessionConfig, to: Console) -> None:
     if 0 < stats.verified_rows < stats.rows and config.when_verified == "always":
         checked += "; the others were used to make the fingerprints for these checks"
     to.print(
-        f"session: {stats.requests:,} requests, {stats.rows:,} rows, {stats.bytes_sent / 1e6:.1f} MB sent, "
-        f"{stats.bytes_received / 1e6:.1f} MB received, {waiting:.1f} s waiting, "
-        f"{stats.seconds_masking:.1f} s masking and checking"
+        f"session: {counted(stats.requests, 'request')}, {counted(stats.rows, 'row')}, "
+        f"{stats.bytes_sent / 1e6:.1f} MB sent, {stats.bytes_received / 1e6:.1f} MB received, "
+        f"{waiting:.1f} s waiting, {stats.seconds_masking:.1f} s masking and checking"
     )
     to.print(f"masked: {masked}")
     to.print(f"checked: {checked}")
     if stats.moves:
-        now, often = escape(", ".join(stats.replicas.values())), "s"[: stats.moves != 1]
-        to.print(f"replicas: moved {stats.moves} time{often}, at the end with {now}")
+        now = escape(", ".join(stats.replicas.values()))
+        to.print(f"replicas: moved {counted(stats.moves, 'time')}, at the end with {now}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from shared.errors import counted
 from tenant_sdk.command_line.output import RESULTS, STATUS
 
 if TYPE_CHECKING:
@@ -68,22 +69,16 @@ class ShownTraining:
         """The held-out loss is measured."""
         self._bar.update(self._checks, completed=done, total=total, visible=True)
         if not self._checked and not STATUS.is_terminal:
-            STATUS.print(f"measuring the held-out loss on {total} examples")
+            STATUS.print(f"measuring the held-out loss on {counted(total, 'example')}")
         self._checked = True
 
     def samples(self, samples: Sequence[Sample]) -> None:
         """Keep held-out prompts and their answers, until nothing is drawn any more."""
-        self._samples = samples[:_SHOWN_SAMPLES]
+        self._samples = samples
 
     def outcome(self) -> None:
         """Print held-out answers, and how losses went."""
-        for sample in self._samples:
-            RESULTS.print(f"[bold]held-out[/]  {escape(_end(sample.prompt))}")
-            RESULTS.print(f"  expected  {escape(sample.expected)}")
-            if sample.base is not None:
-                RESULTS.print(f"  base      {escape(_end(sample.base))}")
-            RESULTS.print(f"  adapter   {escape(_end(sample.adapted))}")
-
+        print_samples(self._samples)
         for name, values in (("loss", self._losses), ("held-out", self._held_out)):
             if len(values) > 1:
                 RESULTS.print(f"{name:<9} {plotted(values)}  {values[0]:.4f} → {values[-1]:.4f}")
@@ -108,8 +103,8 @@ def print_report(report: TrainingReport) -> None:
     """Print losses, perplexities and right answers."""
     since = f" since step {report.resumed_at}" if report.resumed_at else ""
     RESULTS.print(
-        f"loss: {report.first_loss:.4f} at the start, {report.last_loss:.4f} at the end of {report.steps} "
-        f"steps ({report.seconds:.1f} s{since})"
+        f"loss: {report.first_loss:.4f} at the start, {report.last_loss:.4f} at the end of "
+        f"{counted(report.steps, 'step')} ({report.seconds:.1f} s{since})"
     )
     if report.best_step is not None:
         RESULTS.print(f"best: the adapter is that of step {report.best_step}")
@@ -117,9 +112,24 @@ def print_report(report: TrainingReport) -> None:
         RESULTS.print(
             f"held-out perplexity: {report.perplexity_before:.2f} before, {report.perplexity_after:.2f} after"
         )
-    if report.answered:
-        base = f"{report.right_base} of {report.answered} by the base, "
-        RESULTS.print(
-            f"held-out answers right to the letter: {base if report.right_base is not None else ''}"
-            f"{report.right_adapter} of {report.answered} by the adapter"
-        )
+    print_right(report.answered, report.right_base, report.right_adapter)
+
+
+def print_samples(samples: Sequence[Sample]) -> None:
+    """Print some held-out prompts and their answers."""
+    if len(samples) > _SHOWN_SAMPLES:
+        RESULTS.print(f"{len(samples)} held-out prompts were answered; the first {_SHOWN_SAMPLES}:")
+    for sample in samples[:_SHOWN_SAMPLES]:
+        RESULTS.print(f"[bold]held-out[/]  {escape(_end(sample.prompt))}")
+        answers = (("expected", sample.expected), ("base", sample.base), ("adapter", sample.adapted))
+        for name, answer in answers:
+            if answer is not None:
+                RESULTS.print(f"  {name:<8}  {escape(_end(answer))}")
+
+
+def print_right(answered: int, base: int | None, adapter: int | None) -> None:
+    """Print how many held-out answers are right; None: not known."""
+    right = ((base, "base"), (adapter, "adapter"))
+    said = [f"{count} of {answered} by the {name}" for count, name in right if count is not None]
+    if answered:
+        RESULTS.print(f"held-out answers right to the letter: {', '.join(said)}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shared.errors import ConfigurationError, Message
+from shared.errors import ConfigurationError
 from tenant_sdk.drafts.decoding import Draft
 from tenant_sdk.drafts.folder import adapter_digest, save_draft
 from tenant_sdk.drafts.head import Vocabulary
@@ -35,10 +35,9 @@ from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
 from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example
 from tenant_sdk.tuning.data import Reader, Say, chat_prompt, has_chat_template, prompt_tokens
 from tenant_sdk.tuning.finetuning import digest_of
-from tenant_sdk.tuning.generation import context_of
-from tenant_sdk.tuning.records import holds_records, read_text
-from tenant_sdk.tuning.samples import answer_ids
-from tenant_sdk.tuning.sampling import ends_of
+from tenant_sdk.tuning.generation import answer_ids, context_of
+from tenant_sdk.tuning.records import prompts_of
+from tenant_sdk.tuning.sampling import Sampling, ends_of
 
 _HELD_OUT = 10  # one text of so many
 _STEPS, _LEAST_STEPS, _MOST_EPOCHS = 1500, 200, 40
@@ -173,22 +172,12 @@ def _read(options: DraftOptions, model: Any, tokenizer: Any, say: Say) -> list[E
 
 
 def _prompts(files: Sequence[Path], tokenizer: Any) -> list[list[int]]:
-    """Ids of the prompts of files, one a line; as a user's messages if there is a chat template.
+    """Ids of the prompts of files; as a user's messages if there is a chat template.
 
     Raises:
-        ConfigurationError: a file holds records, or no prompt.
+        ConfigurationError: see ``prompts_of``.
     """
-    lines: list[str] = []
-    for file in files:
-        text = read_text(file)
-        if holds_records(file, text):
-            raise ConfigurationError(
-                Message("{} holds records, and not one prompt a line: give it with {data}", str(file))
-            )
-        found = [line.strip() for line in text.splitlines() if line.strip()]
-        if not found:
-            raise ConfigurationError(f"{file} holds no prompt")
-        lines += found
+    lines = [line for file in files for line in prompts_of(file)]
     if has_chat_template(tokenizer):
         return [chat_prompt(tokenizer, [{"role": "user", "content": line}]) for line in lines]
     return [prompt_tokens(tokenizer, line) for line in lines]
@@ -232,7 +221,7 @@ def _answers(
         if file.exists():
             answers: list[list[int]] = json.loads(file.read_text())
         else:
-            answers = answer_ids(model, tokenizer, part, options.answer_tokens)
+            answers = answer_ids(model, tokenizer, part, Sampling(max_new_tokens=options.answer_tokens))
             partial = kept / "partial"
             partial.write_text(json.dumps(answers))
             partial.replace(file)

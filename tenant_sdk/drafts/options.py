@@ -9,7 +9,7 @@ from typing import Annotated
 
 from shared.errors import ConfigurationError, Message
 from shared.options import Option
-from tenant_sdk.tuning.options import ReadingOptions
+from tenant_sdk.tuning.options import AdapterChoice, ReadingOptions
 
 _TEXT, _DRAFT = "Text", "Draft"
 ANSWER_TOKENS = 256
@@ -18,7 +18,7 @@ KEPT_FEATURES = "features-*"  # files that an interrupted training leaves
 
 
 @dataclass(frozen=True)
-class DraftOptions(ReadingOptions):
+class DraftOptions(AdapterChoice, ReadingOptions):
     """Options of `symbiosis-tenant draft`.
 
     Raises:
@@ -41,7 +41,8 @@ class DraftOptions(ReadingOptions):
         Sequence[Path],
         Option(
             _TEXT,
-            "Text files with one prompt a line. The model answers them, and the draft learns these answers.",
+            "Files with one prompt a line, or with JSON objects that have `prompt`. The model answers the "
+            "prompts, and the draft learns these answers.",
             unit="FILE",
             single="prompts",
         ),
@@ -49,15 +50,6 @@ class DraftOptions(ReadingOptions):
     answer_tokens: Annotated[
         int, Option(_TEXT, "Tokens of an answer to one of {prompts} at most.", least=8, unit="TOKENS")
     ] = ANSWER_TOKENS
-    adapter: Annotated[
-        Path | None,
-        Option(
-            _DRAFT, "Folder of the adapter for which the draft is. Default: the base model.", unit="FOLDER"
-        ),
-    ] = None
-    allow_other_base: Annotated[
-        bool, Option(_DRAFT, "Do not refuse an adapter that was made for another model.")
-    ] = False
     epochs: Annotated[
         int | None,
         Option(

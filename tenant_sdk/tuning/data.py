@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from shared.errors import ConfigurationError, Message, peer_text
+from shared.errors import ConfigurationError, Message, counted, peer_text
 from tenant_sdk.tuning.characters import not_kept, note
 from tenant_sdk.tuning.conversations import (
     IGNORE_INDEX,
@@ -201,12 +201,16 @@ class ReadFile:
         lost = [f"{self.path}: {self.lost}"] if self.lost else []
         if self.entries[0].line is None:
             return [
-                f"{self.path}: read as plain text, {self.tokens} tokens in {len(sizes)} blocks of {sizes[0]}",
+                f"{self.path}: read as plain text, {counted(self.tokens, 'token')} in "
+                f"{counted(len(sizes), 'block')} of {sizes[0]}",
                 *lost,
             ]
         records = len({entry.line for entry in self.entries})
         trained = sum(map(trained_tokens, examples))
-        lines = [f"{self.path}: {records} records, {sum(sizes)} tokens, {trained} of them to learn"]
+        lines = [
+            f"{self.path}: {counted(records, 'record')}, {counted(sum(sizes), 'token')}, {trained:,} "
+            "of them to learn"
+        ]
         longer = f"of {records} records are longer than {length} tokens"
         if split := {entry.line for entry in self.entries if entry.pieces > 1}:
             lines.append(f"{self.path}: {len(split)} {longer} and were split: all of them is learned")

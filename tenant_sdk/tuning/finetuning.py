@@ -26,9 +26,9 @@ from shared.errors import (
     Message,
     Placeholder,
     StorageError,
+    counted,
     peer_text,
 )
-from shared.wire.traffic import TokenBytes
 from tenant_sdk.model.naming import base_of
 from tenant_sdk.sequences.stack import CannotSplit
 from tenant_sdk.session.session import Session
@@ -50,13 +50,14 @@ from tenant_sdk.tuning.adapters import (
 )
 from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
 from tenant_sdk.tuning.conversations import Example, TemplateDate
-from tenant_sdk.tuning.data import Reader, Say, collate, collate_packed, trained_tokens
+from tenant_sdk.tuning.data import Reader, Say, collate, collate_packed
+from tenant_sdk.tuning.evaluation import perplexity
 from tenant_sdk.tuning.folders import load_adapter, save_adapter
 from tenant_sdk.tuning.long_sequences import long_tuning
 from tenant_sdk.tuning.options import TrainingOptions
 from tenant_sdk.tuning.progress import Progress, TrainingStep
 from tenant_sdk.tuning.resuming import state_bytes
-from tenant_sdk.tuning.samples import Sample, compare
+from tenant_sdk.tuning.samples import Sample, compare, right
 from tenant_sdk.tuning.sampling import ends_of
 from tenant_sdk.tuning.trackers import check_trackers, keep_from_git, where_reports_go
 from tenant_sdk.tuning.trainer import Run, Trained, shown_losses, train
@@ -131,35 +132,7 @@ class TrainingReport:
     best_step: int | None = None
     answered: int = 0
     right_base: int | None = 0
-    right_adapter: int = 0
-
-
-@torch.no_grad()
-def perplexity(
-    model: Any,
-    examples: Sequence[Example],
-    batch_size: int,
-    progress: Callable[[int, int], None] = lambda *_: None,
-) -> float:
-    """``exp`` of the mean negative log-likelihood per learned token of held-out examples.
-
-    Args:
-        progress: called with the number of examples that are done, and of all.
-    """
-    was_training = model.training
-    model.eval()
-    nats, predicted = 0.0, 0
-    # Neighbours in length: less padding.
-    ordered = sorted(examples, key=lambda example: len(example["input_ids"]))
-    for at in range(0, len(ordered), batch_size):
-        progress(at, len(ordered))
-        batch = ordered[at : at + batch_size]
-        count = sum(map(trained_tokens, batch))
-        inputs = {name: tensor.to(model.device) for name, tensor in collate(batch).items()}
-        nats += float(model(**inputs).loss) * count
-        predicted += count
-    model.train(was_training)
-    return math.exp(nats / predicted)
+    right_adapter: int | None = 0
 
 
 @torch.no_grad()
@@ -226,8 +199,14 @@ def finetune(
     size = min(training.batch_size, len(examples)) * training.gradient_accumulation
     steps = training.steps or max(1, math.ceil(training.epochs * math.ceil(len(examples) / size)))
     learning_rate = training.learning_rate or default_rate(method, model)
-    say(f"{steps} steps of {size} out of {len(examples)} examples, learning rate {learning_rate:g}")
-    say(_traffic(session.token_bytes(training=True), steps * size, examples))
+    say(
+        f"{counted(steps, 'step')} of {size} out of {counted(len(examples), 'example')}, learning rate "
+        f"{learning_rate:g}"
+    )
+    check_steps = (training.eval_steps or math.ceil(steps / _CHECKS)) if held_out else 0
+    measurements = 1 + math.ceil(steps / check_steps) if held_out else 0
+    learned, measured = steps * size * _tokens(examples) / len(examples), measurements * _tokens(held_out)
+    say(_traffic(session, learned, measured))
     for line in where_reports_go(training.report_to):
         say(line)
 
@@ -244,7 +223,6 @@ def finetune(
     resume_from, done = _begin(checkpoints, steps, training.resume, say)
 
     with checkpoints.resumable():
-        check_steps = (training.eval_steps or math.ceil(steps / _CHECKS)) if held_out else 0
         progress = Progress(callbacks.show, say, shown_losses(steps), check_steps, lambda: session.stats)
         held = _HeldOut(training, model, held_out, progress, callbacks, session)
         before = _perplexity_before(held, checkpoints, of_base=adapter_folder is None)
@@ -256,8 +234,7 @@ def finetune(
         seconds = time.perf_counter() - started
         losses, after = (ended.first_loss, ended.last_loss), held.perplexity_after(ended)
         report = TrainingReport(ended.step, seconds, done, *losses, before, after, ended.best)
-        tokens = sum(len(example["input_ids"]) for example in examples)
-        figures = _figures(training, settings, tokens, report)
+        figures = _figures(training, settings, _tokens(examples), report)
         _save(output, model, session, figures, tokenizer if keep_tokenizer else None)
     checkpoints.remove()
     if held_out and training.samples:  # when nothing can be lost any more
@@ -380,14 +357,8 @@ def _answered(
         raise
     if samples:
         callbacks.samples(samples)
-    return replace(
-        report,
-        answered=len(samples),
-        right_base=None
-        if any(each.base is None for each in samples)
-        else sum(each.base == each.expected for each in samples),
-        right_adapter=sum(each.adapted == each.expected for each in samples),
-    )
+    base, adapter = right(samples, lambda each: each.base), right(samples, lambda each: each.adapted)
+    return replace(report, answered=len(samples), right_base=base, right_adapter=adapter)
 
 
 def digest_of(content: bytes) -> str:
@@ -517,15 +488,25 @@ def _figures(
     return {name: value for name, value in figures.items() if value is not None}
 
 
-def _traffic(of_token: TokenBytes, records: int, examples: list[Example]) -> str:
-    """What a training will take on the network, before it begins."""
-    if not any(of_token):
+def _tokens(examples: Sequence[Example]) -> int:
+    return sum(len(example["input_ids"]) for example in examples)
+
+
+def _traffic(session: Session, learned: float, measured: int) -> str:
+    """What a training will take on the network, before it begins.
+
+    Args:
+        learned: tokens of all steps.
+        measured: tokens of all measurements of the held-out loss.
+    """
+    step, check = session.token_bytes(training=True), session.token_bytes(training=False)
+    if not any(step):
         return "all frozen layers are kept here: a token takes nothing of the network"
-    tokens = records * sum(len(example["input_ids"]) for example in examples) / len(examples)
+    held_out = f" and {measured:,} of held-out data, forward alone," if measured else ""
+    up, down = (learned * step[at] + measured * check[at] for at in range(2))
     return (
-        f"a token takes {of_token.said()}, {tokens:,.0f} tokens about {of_token.up * tokens / 1e9:,.3g} GB "
-        f"up and {of_token.down * tokens / 1e9:,.3g} GB down; at most {of_token.tokens_per_second(1):,.3g} "
-        "tokens/s at 1 Gbit/s"
+        f"a token takes {step.said()}, at most {step.tokens_per_second(1):,.3g} tokens/s at 1 Gbit/s; "
+        f"{learned:,.0f} tokens{held_out} take about {up / 1e9:,.3g} GB up and {down / 1e9:,.3g} GB down"
     )
 
 

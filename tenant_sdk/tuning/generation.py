@@ -1,10 +1,10 @@
-"""Text from a prompt, token by token: the work of `symbiosis-tenant generate` and `chat`."""
+"""Text from prompts: the work of `symbiosis-tenant generate` and `chat`."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -14,13 +14,14 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer, set_seed
 from transformers.generation.streamers import BaseStreamer
 
-from shared.errors import ConfigurationError, Message
+from shared.errors import ConfigurationError, Message, counted
 from tenant_sdk.terminal import visible
 from tenant_sdk.tuning.data import check_embedded
 from tenant_sdk.tuning.sampling import Sampling
 
 # A stretch that is there at least so often, and fills at least so many tokens, is a loop.
 _TIMES, _LOOP_TOKENS = 3, 32
+_AT_ONCE = 4  # prompts of many that are answered together
 
 
 class _Terminal(TextStreamer):
@@ -38,9 +39,10 @@ class _Loop(StoppingCriteria):
         self._prompt, self.found = prompt, False
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """See StoppingCriteria; ``[B]``, of which there is one here."""
-        self.found = in_a_loop(input_ids[0, self._prompt :].tolist())
-        return torch.full((input_ids.shape[0],), self.found, device=input_ids.device)
+        """See StoppingCriteria; ``[B]``."""
+        found = [in_a_loop(row) for row in input_ids[:, self._prompt :].tolist()]
+        self.found = any(found)
+        return torch.tensor(found, device=input_ids.device)
 
 
 class _Interrupted(StoppingCriteria):
@@ -93,6 +95,34 @@ def context_of(model: Any) -> int:
     return getattr(model.config, "max_position_embeddings", None) or sys.maxsize
 
 
+def check_prompt(
+    model: Any, tokenizer: Any, tokens: Sequence[int], sampling: Sampling, name: str = "the prompt"
+) -> None:
+    """Refuse a prompt that the model cannot answer.
+
+    Args:
+        tokens: its ids.
+        name: of the prompt, in errors.
+
+    Raises:
+        ConfigurationError: it is empty, has unknown tokens, or leaves no room in the context for an answer.
+    """
+    check_embedded(tokenizer, tokens, model.get_input_embeddings().weight.shape[0], name)
+    limit = context_of(model)
+    if not tokens:
+        raise ConfigurationError(f"{name} is empty")
+    if len(tokens) + sampling.most_tokens > limit:
+        remaining = limit - len(tokens)
+        if remaining > 0:
+            todo = Message("ask for at most {} with {max_new_tokens}", remaining)
+        else:
+            fewer = counted(1 - remaining, "token")
+            todo = Message("shorten the prompt by at least {}, or more for a longer answer", fewer)
+        raise ConfigurationError(
+            "{} has {} tokens and the model's context {}: {}", name, len(tokens), limit, todo
+        )
+
+
 def stream(
     model: Any,
     tokenizer: Any,
@@ -114,22 +144,9 @@ def stream(
     Raises:
         ConfigurationError: the prompt is empty or, with what shall follow, longer than the model's context.
     """
-    check_embedded(tokenizer, tokens, model.get_input_embeddings().weight.shape[0], "the prompt")
+    check_prompt(model, tokenizer, tokens, sampling)
     ids = torch.tensor([tokens], device=model.device)
     config = sampling.config(model, tokenizer)
-    limit = context_of(model)
-    if ids.shape[1] == 0:
-        raise ConfigurationError("the prompt is empty")
-    if ids.shape[1] + sampling.most_tokens > limit:
-        remaining = limit - ids.shape[1]
-        if remaining > 0:
-            todo = Message("ask for at most {} with {max_new_tokens}", remaining)
-        else:
-            fewer = f"{1 - remaining} token{'s'[: remaining != 0]}"
-            todo = Message("shorten the prompt by at least {}, or more for a longer answer", fewer)
-        raise ConfigurationError(
-            "the prompt has {} tokens and the model's context {}: {}", ids.shape[1], limit, todo
-        )
     loop, enough = _Loop(ids.shape[1]), _Interrupted(interrupted)
     set_seed(sampling.seed)
     model.eval()
@@ -159,3 +176,88 @@ def stream(
         end = Message("{stop}")
     text, raw = (tokenizer.decode(new, skip_special_tokens=skip) for skip in (True, False))
     return GenerationOutput(text, raw, len(new), seconds, end, ended)
+
+
+def answer_prompts(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    options: Callable[[int, int], Mapping[str, Any]],
+) -> Iterator[str]:
+    """Answers to many prompts, some of them together, as ``stream`` would write each.
+
+    Args:
+        options: gets the number of prompts of a batch, and of tokens of the longest with its answer; returns
+            more arguments of ``model.generate``.
+
+    Raises:
+        ConfigurationError: see ``check_prompt``.
+    """
+    for number, tokens in enumerate(prompts, 1):
+        check_prompt(model, tokenizer, tokens, sampling, f"prompt {number}")
+    set_seed(sampling.seed)
+
+    def more(count: int, length: int) -> Mapping[str, Any]:
+        loop = StoppingCriteriaList([] if sampling.allow_loops else [_Loop(length - sampling.most_tokens)])
+        return {**options(count, length), "stopping_criteria": loop}
+
+    return generate_answers(model, tokenizer, prompts, sampling, more)
+
+
+def generate_answers(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    options: Callable[[int, int], Mapping[str, Any]] = lambda *_: {},
+) -> Iterator[str]:
+    """Continuations of prompts, without special tokens; some prompts are answered together.
+
+    Args:
+        options: see ``answer_prompts``.
+    """
+    for at in range(0, len(prompts), _AT_ONCE):
+        part = prompts[at : at + _AT_ONCE]
+        more = options(len(part), max(map(len, part)) + sampling.most_tokens)
+        ids = answer_ids(model, tokenizer, part, sampling, more)
+        yield from (text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True))
+
+
+@torch.no_grad()
+def answer_ids(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> list[list[int]]:
+    """Continuations of prompts, which are written at once: ids, up to the one that ends a text.
+
+    Args:
+        options: more arguments of ``model.generate``.
+    """
+    config = sampling.config(model, tokenizer)
+    longest, padding = max(map(len, prompts)), config.pad_token_id or 0
+    ids = torch.tensor([[padding] * (longest - len(each)) + [*each] for each in prompts], device=model.device)
+    attended = torch.tensor(
+        [[0] * (longest - len(each)) + [1] * len(each) for each in prompts], device=model.device
+    )
+    was_training = model.training
+    model.eval()
+    config.use_cache = True  # which packing switches off
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=attended,
+        generation_config=config,
+        tokenizer=tokenizer if sampling.stop else None,
+        **options,
+    )
+    model.train(was_training)
+    ends = set(config.eos_token_id or ())
+    return [_up_to(row, ends) for row in out[:, longest:].tolist()]
+
+
+def _up_to(ids: list[int], ends: set[int]) -> list[int]:
+    """Ids up to the first end, which stays."""
+    return ids[: next((at + 1 for at, each in enumerate(ids) if each in ends), len(ids))]

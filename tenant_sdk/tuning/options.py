@@ -13,6 +13,7 @@ from tenant_sdk.tuning.adapters import find_method
 
 _DATA, _ADAPTER, _TRAINING, _MODEL = "Data", "Adapter", "Training", "Model"
 LENGTH = 256  # tokens of an example, unless another number is given
+MAX_ANSWER_TOKENS = 64  # tokens of an answer that is compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +249,51 @@ class TrainingOptions(ReadingOptions):
     def targets(self) -> tuple[str, ...]:
         """The names of ``target_modules``."""
         return tuple(name.strip() for name in self.target_modules.split(","))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterChoice:
+    """The adapter that a command uses."""
+
+    adapter: Annotated[
+        Path | None,
+        Option(
+            _ADAPTER,
+            "Folder of an adapter, such as finetune writes. Default: the base model alone.",
+            unit="FOLDER",
+        ),
+    ] = None
+    allow_other_base: Annotated[
+        bool, Option(_ADAPTER, "Do not refuse an adapter that was made for another model.")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions(AdapterChoice, ReadingOptions):
+    """Options of `symbiosis-tenant evaluate`.
+
+    Raises:
+        ConfigurationError: a value is out of bounds.
+    """
+
+    answer_tokens: Annotated[
+        int,
+        Option(
+            _DATA,
+            "The model answers the prompts whose answers in the data have at most this many tokens.",
+            least=0,
+            unit="TOKENS",
+        ),
+    ] = MAX_ANSWER_TOKENS
+    batch_size: Annotated[int, Option(_DATA, "Records that are computed at once.", least=1)] = 8
+    output: Annotated[
+        Path | None,
+        Option(
+            _DATA,
+            "New file for all answers. Each line is a JSON object: prompt, expected, base, adapter.",
+            unit="FILE.jsonl",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)

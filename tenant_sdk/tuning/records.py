@@ -14,6 +14,7 @@ keys are the columns (``tenant_sdk.tuning.tables``).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -159,7 +160,16 @@ def read_text(path: Path) -> str:
     if path.suffix.lower() == ".parquet":
         return parquet_records(path, _KEYS, _USED)
     text = _plain_text(path)
-    return csv_records(path, text, _KEYS) if is_table(path) else text
+    if is_table(path):
+        return csv_records(path, text, _KEYS)
+    columns = {cell.strip(' "').lower() for cell in re.split("[,;\t]", text.partition("\n")[0])}
+    if any(form <= columns <= _USED for form in _FORMS if len(columns) > 1):
+        raise ConfigurationError(
+            f"{path}: the first line names the columns of a table ({', '.join(sorted(columns))}). Name the "
+            "file .csv, or .tsv if tabs separate the columns. If it is text to learn, add an empty line "
+            "before it"
+        )
+    return text
 
 
 def _plain_text(path: Path) -> str:
@@ -188,6 +198,35 @@ def holds_records(path: Path, text: str) -> bool:
         return isinstance(msgspec.json.decode(first), dict)
     except (msgspec.DecodeError, RecursionError):
         return False
+
+
+class _Prompt(msgspec.Struct, frozen=True):
+    """A line of a JSONL file of prompts."""
+
+    prompt: str
+
+
+def prompts_of(path: Path) -> list[str]:
+    """The prompts of a file: one a line, or `prompt` of each record.
+
+    Raises:
+        ConfigurationError: it cannot be read, or holds no prompt; the message names file and line.
+    """
+    text = read_text(path)
+    records, found = holds_records(path, text), list[str]()
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            found.append(msgspec.json.decode(line, type=_Prompt).prompt if records else line.strip())
+        except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as error:  # which quote no value
+            raise ConfigurationError(
+                f"{where(path, number)}: {error}; a file of prompts has one a line, or JSON objects that "
+                "have `prompt`"
+            ) from None
+    if not found:
+        raise ConfigurationError(f"{path} holds no prompt")
+    return found
 
 
 def where(path: Path, line: int) -> str:

@@ -1,101 +1,112 @@
-"""Answers to held-out prompts, by the base and by the adapter, for people to compare after a training."""
+"""Answers to held-out prompts, by the base and by the adapter, for people to compare."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from tenant_sdk.terminal import visible
 from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example
-from tenant_sdk.tuning.generation import context_of
+from tenant_sdk.tuning.generation import context_of, generate_answers
+from tenant_sdk.tuning.options import MAX_ANSWER_TOKENS
 from tenant_sdk.tuning.sampling import Sampling
 
-MAX_ANSWER_TOKENS = 64  # tokens of an answer that is compared
-_LONGEST, _AT_ONCE = 1024, 4  # tokens of a prompt, and prompts in memory
+_LONGEST = 1024  # tokens of a prompt
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A held-out prompt, the answer in the data, and those of the base (None: not known) and the adapter."""
+    """A held-out prompt, the answer in the data, and those of base and adapter (None: not known)."""
 
     prompt: str
     expected: str
     base: str | None
-    adapted: str
+    adapted: str | None
+
+
+def right(samples: Sequence[Sample], answer: Callable[[Sample], str | None]) -> int | None:
+    """How many answers are those of the data; None: an answer is not known."""
+    answers = [answer(each) for each in samples]
+    if None in answers:
+        return None
+    return sum(said == each.expected for said, each in zip(answers, samples, strict=True))
 
 
 def sample_prompts(
-    examples: Sequence[Example], max_prompts: int, context: int = _LONGEST
+    examples: Sequence[Example],
+    max_prompts: int | None,
+    context: int = _LONGEST,
+    max_tokens: int = MAX_ANSWER_TOKENS,
 ) -> list[tuple[list[int], list[int]]]:
-    """Ids of prompts and of their answers, of the first examples that have a short one and fit a context."""
-    pairs = []
+    """Ids of prompts and of their answers, of the first examples that have a short one and fit a context.
+
+    Args:
+        max_prompts: None: all.
+        max_tokens: of an answer.
+    """
+    pairs: list[tuple[list[int], list[int]]] = []
     for example in examples:
+        if len(pairs) == max_prompts:
+            break
         labels = example["labels"]
         begin = next((at for at, label in enumerate(labels) if label != IGNORE_INDEX), 0)
         end = next((at for at in range(begin, len(labels)) if labels[at] == IGNORE_INDEX), len(labels))
-        if 0 < begin <= min(_LONGEST, context - MAX_ANSWER_TOKENS - 1) and end - begin <= MAX_ANSWER_TOKENS:
+        if 0 < begin <= min(_LONGEST, context - max_tokens - 1) and end - begin <= max_tokens:
             pairs.append((example["input_ids"][:begin], example["input_ids"][begin:end]))
-        if len(pairs) == max_prompts:
-            break
     return pairs
 
 
-def generate_answers(
-    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], max_tokens: int
-) -> list[str]:
-    """Greedy continuations of prompts, of at most so many tokens, without special tokens."""
-    parts = [prompts[at : at + _AT_ONCE] for at in range(0, len(prompts), _AT_ONCE)]
-    answers = [ids for part in parts for ids in answer_ids(model, tokenizer, part, max_tokens)]
-    return [text.strip() for text in tokenizer.batch_decode(answers, skip_special_tokens=True)]
+@contextmanager
+def base_alone(model: Any) -> Iterator[bool]:
+    """Around work of the base model alone. False: an adapter's biases stay when it is switched off."""
+    if not hasattr(model, "peft_config"):
+        yield True
+    elif getattr(model.active_peft_config, "bias", "none") != "none":
+        yield False
+    else:
+        with model.disable_adapter():
+            yield True
 
 
-@torch.no_grad()
-def answer_ids(
-    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], max_tokens: int
-) -> list[list[int]]:
-    """Greedy continuations of prompts, which are written at once: ids, up to the one that ends a text."""
-    config = Sampling(max_new_tokens=max_tokens).config(model, tokenizer)
-    longest, padding = max(map(len, prompts)), config.pad_token_id or 0
-    ids = torch.tensor([[padding] * (longest - len(each)) + [*each] for each in prompts], device=model.device)
-    attended = torch.tensor(
-        [[0] * (longest - len(each)) + [1] * len(each) for each in prompts], device=model.device
-    )
-    was_training = model.training
-    model.eval()
-    config.use_cache = True  # which packing switches off
-    out = model.generate(input_ids=ids, attention_mask=attended, generation_config=config)
-    model.train(was_training)
-    ends = set(config.eos_token_id or ())
-    return [_up_to(row, ends) for row in out[:, longest:].tolist()]
+def compare(
+    model: Any,
+    tokenizer: Any,
+    examples: Sequence[Example],
+    max_prompts: int | None,
+    max_tokens: int = MAX_ANSWER_TOKENS,
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> list[Sample]:
+    """Have the base and the adapter of a model answer the first held-out prompts with short answers.
 
-
-def _up_to(ids: list[int], ends: set[int]) -> list[int]:
-    """Ids up to the first end, which stays."""
-    return ids[: next((at + 1 for at, each in enumerate(ids) if each in ends), len(ids))]
-
-
-def compare(model: Any, tokenizer: Any, examples: Sequence[Example], max_prompts: int) -> list[Sample]:
-    """Have the base and the adapter of a PEFT model answer the first held-out prompts with short answers."""
-    virtual = getattr(model.active_peft_config, "num_virtual_tokens", None) or 0
-    pairs = sample_prompts(examples, max_prompts, context_of(model) - virtual)
+    Args:
+        model: a PEFT model, or a base model without adapter.
+        max_prompts: None: all.
+        max_tokens: of a short answer.
+        progress: called with the number of answers that are written, and of all.
+    """
+    adapted = hasattr(model, "peft_config")
+    virtual = (getattr(model.active_peft_config, "num_virtual_tokens", None) or 0) if adapted else 0
+    pairs = sample_prompts(examples, max_prompts, context_of(model) - virtual, max_tokens)
     if not pairs:
         return []
     prompts, expected = zip(*pairs, strict=True)
-    length = max(map(len, expected)) + 1
-    adapted = generate_answers(model, tokenizer, prompts, length)
-    base: list[str] | list[None] = [None] * len(prompts)
-    # An adapter that is disabled leaves its biases in place.
-    if getattr(model.active_peft_config, "bias", "none") == "none":
-        with model.disable_adapter():
-            base = [visible(text) for text in generate_answers(model, tokenizer, prompts, length)]
+    sampling = Sampling(max_new_tokens=max(map(len, expected)) + 1)
+    unknown: list[str | None] = [None] * len(prompts)
+
+    def answers(before: int) -> list[str | None]:
+        found: list[str | None] = []
+        for text in generate_answers(model, tokenizer, prompts, sampling):
+            found.append(visible(text))
+            progress(before + len(found), len(prompts) * (1 + adapted))
+        return found
+
+    its = answers(0) if adapted else unknown
+    with base_alone(model) as alone:
+        base = answers(len(prompts) * adapted) if alone else unknown
     texts = (
-        [text.strip() for text in tokenizer.batch_decode([*ids], skip_special_tokens=True)]
+        [visible(text.strip()) for text in tokenizer.batch_decode([*ids], skip_special_tokens=True)]
         for ids in (prompts, expected)
     )
-    rows = zip(*texts, adapted, base, strict=True)
-    return [
-        Sample(visible(prompt), visible(answer), its, visible(said)) for prompt, answer, said, its in rows
-    ]
+    return [Sample(*row) for row in zip(*texts, base, its, strict=True)]

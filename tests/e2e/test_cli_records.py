@@ -44,6 +44,17 @@ def test_records_are_learned(tmp_path: Path, serve: Callable[..., Executor]) -> 
         assert re.search(shown, out), shown
     before, after = map(float, re.search(r"perplexity: ([\d.]+) before, ([\d.]+) after", out).groups())  # type: ignore[union-attr]
     assert after < before / 5
+    answers = tmp_path / "answers.jsonl"
+    measure = ("evaluate", executor, few, *plain, "--sequence-length", 96, "--adapter", adapter)
+    measured, _ = ok_here(*measure, "--output", answers)
+    assert f"perplexity: {before:.2f} of the base, {after:.2f} of the adapter" in measured
+    right = re.search(r"held-out answers right to the letter: .*", out)
+    assert right is not None
+    assert right[0] in measured
+    assert len(answers.read_text().splitlines()) == 4
+    assert json.loads(answers.read_text().splitlines()[0]).keys() == {"prompt", "expected", "base", "adapter"}
+    assert answers.stat().st_mode & 0o777 == 0o600
+    assert f"--output {answers} exists already" in str(here(*measure, "--output", answers).exception)
     note = json.loads(few.read_text().splitlines()[0])["prompt"]
     write = ("generate", executor, *plain, "--adapter", adapter, "--prompt", note, "--max-new-tokens", 20)
     out, err = ok_here(*write, "--stop", ":")

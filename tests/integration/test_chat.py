@@ -169,6 +169,28 @@ def test_generate_answers_messages_if_there_is_a_template(served: Executor, talk
     assert out("--system", "Brief.", "--prompt", "Whence?") == with_system
 
 
+def test_many_prompts_are_answered_as_each_alone(served: Executor, talkative: Path, tmp_path: Path) -> None:
+    given = ("--tokenizer", talkative, "--privacy", "plain", "--max-new-tokens", 6, "--system", "Brief.")
+    prompts = ["Whence?", "Who is he, and whose is the horse?", "No", "A fourth", "And a fifth"]
+    lines, objects = tmp_path / "lines.txt", tmp_path / "objects.jsonl"
+    lines.write_text("\n\n".join(prompts) + "\n")
+    objects.write_text("\n".join(json.dumps({"prompt": prompt, "id": 1}) for prompt in prompts))
+    said = [
+        ok_here("generate", served, *given, "--quiet", "--prompt", each)[0].rstrip("\n") for each in prompts
+    ]
+    for file in (lines, objects):
+        out, err = ok_here("generate", served, *given, "--prompts", file)
+        found = [json.loads(line) for line in out.splitlines()]
+        assert [each["prompt"] for each in found] == prompts
+        assert [each["answer"] for each in found] == [each.strip() for each in said]
+        assert "answering: 5 prompts" in err
+        assert re.search(r"5 prompts in [\d.]+ s", err)
+    refused = here("generate", served, *given, "--prompts", lines, "--prompt", "Whence?")
+    assert "give one of --prompt, --prompt-file and --prompts" in str(refused.exception)
+    refused = here("generate", served, *given, "--prompts", lines, "--max-new-tokens", 100_000)
+    assert "prompt 1 has " in str(refused.exception)
+
+
 def test_system_messages_need_a_template(served: Executor) -> None:
     given = ("--privacy", "plain", "--system", "Brief.", "--prompt", "Whence?")
     refused = here("generate", served, *given)

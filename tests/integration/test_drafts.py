@@ -458,8 +458,8 @@ def test_the_commands(served: Executor, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("prompts.txt", '{"messages": []}\n', "give it with data"),
-        ("prompts.jsonl", "Who?\n", "give it with data"),
+        ("prompts.txt", '{"messages": []}\n', "line 1: .*a file of prompts has one a line"),
+        ("prompts.jsonl", "Who?\n", "line 1: .*a file of prompts has one a line"),
         ("prompts.txt", "\n \n", "holds no prompt"),
     ],
 )

@@ -28,10 +28,14 @@ from tenant_sdk.tuning import trainer
 from tenant_sdk.tuning.adapters import METHODS, default_rate
 from tenant_sdk.tuning.conversations import fully_learned
 from tenant_sdk.tuning.data import Reader, pack, text_tokens
-from tenant_sdk.tuning.finetuning import TrainingCallbacks, check_reports, finetune, perplexity
+from tenant_sdk.tuning.evaluation import EvaluationCallbacks, evaluate, perplexity
+from tenant_sdk.tuning.finetuning import TrainingCallbacks, check_reports, finetune
+from tenant_sdk.tuning.generation import generate_answers
+from tenant_sdk.tuning.options import EvaluationOptions
 from tenant_sdk.tuning.progress import TrainingStep
 from tenant_sdk.tuning.records import read_text
-from tenant_sdk.tuning.samples import Sample, generate_answers, sample_prompts
+from tenant_sdk.tuning.samples import Sample, sample_prompts
+from tenant_sdk.tuning.sampling import Sampling
 
 
 def test_packing() -> None:
@@ -202,7 +206,34 @@ def test_held_out_prompts_are_answered(session: tenant_sdk.Session, text: Path) 
     model = session.load_model(progress=False)
     loaded = tenant_sdk.load_adapter(model, training.output, session)
     ids = Letters()("Rex, terrier")["input_ids"]
-    assert generate_answers(loaded, Letters(), [ids, ids[1:]], 5)[0] == "d"
+    assert next(generate_answers(loaded, Letters(), [ids, ids[1:]], Sampling(max_new_tokens=5))) == "d"
+
+
+def test_an_evaluation_measures_what_a_training_does(session: tenant_sdk.Session, text: Path) -> None:
+    path, other = learned_record(text.parent), records(text.parent, 6)
+    training = options(
+        path, "adapter", held_out=(other,), learning_rate=0.02, steps=8, samples=6, rank=8, **LONGER
+    )
+    report, _ = train(session, training)
+    loaded = tenant_sdk.load_adapter(session.load_model(progress=False), training.output, session)
+    told: list[tuple[str, int, int]] = []
+    callbacks = EvaluationCallbacks(
+        reading=lambda *done: told.append(("reading", *done)),
+        answering=lambda *done: told.append(("answering", *done)),
+    )
+    asked = EvaluationOptions(sequence_length=32)
+    found = evaluate(asked, [other], loaded, Letters(), callbacks)
+    # Other batches are other sums of floats.
+    assert found.base == pytest.approx(report.perplexity_before, rel=1e-5)
+    assert found.adapter == pytest.approx(report.perplexity_after, rel=1e-5)
+    assert len(found.samples) == 6
+    assert sum(each.adapted == each.expected for each in found.samples) == report.right_adapter
+    assert told[-1] == ("answering", 12, 12)
+    alone = evaluate(asked, [other], session.load_model(progress=False), Letters(), EvaluationCallbacks())
+    assert (alone.base, alone.adapter) == (found.base, None)
+    assert [each.base for each in alone.samples] == [each.base for each in found.samples]
+    short = EvaluationOptions(sequence_length=32, answer_tokens=2)
+    assert evaluate(short, [other], loaded, Letters(), EvaluationCallbacks()).samples == []
 
 
 def test_texts_have_no_prompts_to_answer(session: tenant_sdk.Session, text: Path) -> None:

@@ -89,3 +89,17 @@ def test_whether_and_how_records_speak(tmp_path: Path) -> None:
     assert spoken_to([chats, others]) == (True, "")
     assert spoken_to([others, plain]) == (True, "")
     assert spoken_to([plain]) == (False, "")
+
+
+def test_a_table_by_another_name_is_not_learned_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    for header in ("prompt,completion", '"instruction";"input";"output"', "Text\tlabel"):
+        path.write_text(f"{header}\nsecret,row\n")
+        with pytest.raises(
+            ConfigurationError, match=r"names the columns of a table .*Name the file \.csv"
+        ) as no:
+            check_data([path])
+        assert "secret" not in str(no.value)
+    for text in ("text\nand more", "Output, as it was.\nprompt,completion", "\nprompt,completion\n"):
+        path.write_text(text)
+        assert read_text(path) == text

@@ -1,0 +1,100 @@
+"""``symbiosis-tenant evaluate``: losses and answers on data that was not learned."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from shared.errors import ConfigurationError, Message, StorageError
+from tenant_sdk.command_line import options
+from tenant_sdk.command_line.output import (
+    RESULTS,
+    STATUS,
+    bars,
+    loading,
+    print_stats,
+    report_interruption,
+    say_connecting,
+    say_kept,
+    shown,
+)
+from tenant_sdk.command_line.training import print_right, print_samples
+from tenant_sdk.tuning.options import EvaluationOptions, ModelOptions
+from tenant_sdk.tuning.records import check_data
+
+if TYPE_CHECKING:
+    from tenant_sdk.tuning.samples import Sample
+
+_UNITS = {"measuring the loss": "record", "writing answers": "answer"}
+
+
+@options.command_line.takes
+def evaluate(
+    files: Annotated[list[Path], typer.Argument(help="Files of data, as for finetune --held-out.")],
+    evaluation: EvaluationOptions,
+    local: ModelOptions,
+    connection: options.SessionOptions,
+) -> None:
+    """Measure base and adapter on data that was not learned: loss, and answers right to the letter."""
+    from tenant_sdk.storage import check_adapter_folder
+
+    if evaluation.adapter is not None:
+        check_adapter_folder(evaluation.adapter)
+    if evaluation.output is not None and evaluation.output.exists():
+        raise ConfigurationError(
+            Message("{output} exists already: name a new file", output=evaluation.output)
+        )
+    config = connection.session()
+    check_data(files)
+    with loading():
+        from tenant_sdk.session.opening import open_session
+        from tenant_sdk.tuning import evaluation as evaluating
+        from tenant_sdk.tuning.folders import load_adapter
+        from tenant_sdk.tuning.own import load
+        from tenant_sdk.tuning.samples import right
+
+    say_connecting(config)
+    with report_interruption(), open_session(config) as session, bars(_UNITS) as show:
+        say_kept(session)
+        model, tokenizer = load(session, local.tokenizer, local.model, bars=STATUS.is_terminal)
+        if evaluation.adapter is not None:
+            model = load_adapter(
+                model, evaluation.adapter, session, allow_other_base=evaluation.allow_other_base
+            )
+        callbacks = evaluating.EvaluationCallbacks(
+            lambda line: STATUS.print(escape(shown(line))),
+            lambda done, total: show("measuring the loss", done, total),
+            lambda done, total: show("writing answers", done, total),
+        )
+        report = evaluating.evaluate(evaluation, files, model, tokenizer, callbacks)
+    if evaluation.output is not None:
+        _write(evaluation.output, report.samples)
+    print_samples(report.samples)
+    measured = ((report.base, "base"), (report.adapter, "adapter"))
+    said = [f"{figure:.2f} of the {name}" for figure, name in measured if figure is not None]
+    RESULTS.print(f"perplexity: {', '.join(said)}")
+    by_base = right(report.samples, lambda each: each.base)
+    by_adapter = right(report.samples, lambda each: each.adapted)
+    print_right(len(report.samples), by_base, by_adapter)
+    print_stats(session, config, RESULTS)
+    if evaluation.output is not None:
+        RESULTS.print(f"answers: {escape(str(evaluation.output))}")
+
+
+def _write(file: Path, samples: Sequence[Sample]) -> None:
+    """A line for each answered prompt, for its user's eyes alone."""
+    lines = [
+        {"prompt": each.prompt, "expected": each.expected, "base": each.base, "adapter": each.adapted}
+        for each in samples
+    ]
+    try:
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
+            out.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    except OSError as error:
+        raise StorageError(f"{file} cannot be written: {error.strerror}") from error

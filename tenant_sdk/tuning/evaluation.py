@@ -1,0 +1,110 @@
+"""Losses and answers on data that a model has not learned: the work of `symbiosis-tenant evaluate`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tenant_sdk.tuning.conversations import Example
+from tenant_sdk.tuning.data import Reader, Say, collate, trained_tokens
+from tenant_sdk.tuning.generation import context_of
+from tenant_sdk.tuning.options import EvaluationOptions
+from tenant_sdk.tuning.samples import Sample, base_alone, compare
+from tenant_sdk.tuning.sampling import ends_of
+
+
+@dataclass(frozen=True)
+class EvaluationCallbacks:
+    """How an evaluation tells its user of itself.
+
+    Args:
+        say: called with a line about a file.
+        reading: called while the loss is measured, with the number of records that are done, and of all.
+        answering: the same for prompts that are answered.
+    """
+
+    say: Say = lambda _: None
+    reading: Callable[[int, int], None] = lambda *_: None
+    answering: Callable[[int, int], None] = lambda *_: None
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """Perplexities by learned token, and answers.
+
+    Attributes:
+        base: perplexity of the base model. None: the adapter has biases, which stay when it is switched off.
+        adapter: None: there is no adapter.
+        samples: of the prompts with short answers.
+    """
+
+    base: float | None
+    adapter: float | None
+    samples: Sequence[Sample]
+
+
+def evaluate(
+    options: EvaluationOptions,
+    files: Sequence[Path],
+    model: Any,
+    tokenizer: Any,
+    callbacks: EvaluationCallbacks,
+) -> EvaluationReport:
+    """Measure a model, with and without its adapter, on records of files.
+
+    Args:
+        model: a causal language model, or a PEFT model with one adapter.
+
+    Raises:
+        ConfigurationError: a file or a record is wrong; the message names file and line.
+    """
+    reader = Reader(
+        tokenizer,
+        min(options.sequence_length, context_of(model)),
+        options.train_on_prompt,
+        keep_tail=True,
+        ends=ends_of(model.generation_config, tokenizer),
+        embeddings=model.get_input_embeddings().weight.shape[0],
+        say=callbacks.say,
+    )
+    examples, size = reader.read(files), options.batch_size
+    adapter = perplexity(model, examples, size, callbacks.reading) if hasattr(model, "peft_config") else None
+    base = None
+    with base_alone(model) as alone:
+        if alone:
+            base = perplexity(model, examples, size, callbacks.reading)
+    samples = compare(model, tokenizer, examples, None, options.answer_tokens, callbacks.answering)
+    return EvaluationReport(base, adapter, samples)
+
+
+@torch.no_grad()
+def perplexity(
+    model: Any,
+    examples: Sequence[Example],
+    batch_size: int,
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> float:
+    """``exp`` of the mean negative log-likelihood per learned token of held-out examples.
+
+    Args:
+        progress: called with the number of examples that are done, and of all.
+    """
+    was_training = model.training
+    model.eval()
+    nats, predicted = 0.0, 0
+    # Neighbours in length: less padding.
+    ordered = sorted(examples, key=lambda example: len(example["input_ids"]))
+    for at in range(0, len(ordered), batch_size):
+        progress(at, len(ordered))
+        batch = ordered[at : at + batch_size]
+        count = sum(map(trained_tokens, batch))
+        inputs = {name: tensor.to(model.device) for name, tensor in collate(batch).items()}
+        nats += float(model(**inputs).loss) * count
+        predicted += count
+    model.train(was_training)
+    return math.exp(nats / predicted)
