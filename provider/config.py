@@ -63,7 +63,7 @@ class ServeConfig:
     serve_head: Annotated[
         bool, Option(_SERVED, "Also serve the output head. Default: tenants compute it.", negative=True)
     ] = False
-    device: Annotated[str, Option(_SERVED, "Where products run: cpu, cuda, cuda:1, ...")] = "cpu"
+    device: Annotated[str, Option(_SERVED, "Device of products: cpu, cuda, cuda:1, ...")] = "cpu"
     threads: Annotated[
         int,
         Option(
@@ -130,8 +130,8 @@ class ServeConfig:
         bool,
         Option(
             _SERVED,
-            "Print the layers that each worker would have, and the reasons, and exit. This loads no weights "
-            "and opens no port.",
+            "Print the planned layers of each worker, with reasons, and exit. This loads no weights and "
+            "opens no port.",
         ),
     ] = False
     json: Annotated[bool, Option(_SERVED, "Print the output of {plan} as JSON, for programs.")] = False
@@ -204,9 +204,9 @@ class ServeConfig:
         float,
         Option(
             _LIMITS,
-            "Maximum age of a session, varied by up to 10 %. The executor ends an older session as soon as "
-            "none of its requests is under way. The tenant's SDK connects again, perhaps to another "
-            "replica. 0: no maximum.",
+            "Maximum age of a session, varied by up to 10 %. When a session reaches it, the "
+            "executor answers the requests that have arrived, reads no others, and ends the session. The "
+            "tenant's SDK connects again, perhaps to another replica. 0: no maximum.",
             least=0,
         ),
     ] = 0.0

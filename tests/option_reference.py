@@ -18,7 +18,7 @@ from tenant_sdk.tuning.sampling import Sampling
 
 _INTRODUCTION = """# Options
 
-`python tests/option_reference.py` writes this page from the fields of the options.
+`python tests/option_reference.py` prints this page from the fields of the options.
 
 ## Of a session
 

@@ -76,8 +76,8 @@ class PlanOptions:
         int,
         Option(
             _GROUP,
-            "Mask sources, with ring numerics. The bytes of a token include their effects. The simulated "
-            "network, the provider's, carries none.",
+            "Mask sources, with ring numerics. The bytes of a token include their effects. The "
+            "simulation has only the provider's network, which carries no effects.",
             least=0,
             unit="COUNT",
         ),

@@ -22,8 +22,9 @@ class AnswerOptions(AdapterChoice):
         Path | None,
         Option(
             _PROMPT,
-            "Folder of a draft, such as `symbiosis-tenant draft` writes: a pass of the model then checks "
-            "several guessed tokens. The number of passes tells the provider something about the text.",
+            "Folder of a draft, for example the output of `symbiosis-tenant draft`. A pass of the model then "
+            "checks several guessed tokens. The number of passes tells the provider something about the "
+            "text.",
             unit="FOLDER",
         ),
     ] = None
@@ -31,8 +32,8 @@ class AnswerOptions(AdapterChoice):
         float | None,
         Option(
             _PROMPT,
-            "With {draft}: seconds between two passes. Passes then have a constant rate, and an answer has a "
-            "multiple of 32 of them, so their number says little about the text.",
+            "With {draft}: seconds between two passes. Passes then have a constant rate, and the number of "
+            "passes of an answer is a multiple of 32, so it says little about the text.",
             least=0,
             above=True,
             unit="SECONDS",
@@ -126,7 +127,7 @@ class ContextOptions:
         str | None,
         Option(
             _CONTEXT,
-            "Where keys and values are kept. host: in this machine's memory. disk: in an encrypted file, "
+            "Place of keys and values. host: in this machine's memory. disk: in an encrypted file, "
             "which the system deletes at the end; keys and values then need not fit into memory. device: in "
             "transformers' own cache, with the model. Default: host, or device if the model is on an "
             "accelerator.",

@@ -31,8 +31,8 @@ class DraftOptions(AdapterChoice, ReadingOptions):
         Sequence[Path],
         Option(
             _TEXT,
-            "Text that the draft learns to guess, in the forms of `finetune --data`. Best are answers such "
-            "as the model itself writes.",
+            "Text that the draft learns to guess, in the forms of `finetune --data`. Answers "
+            "that the model wrote itself are best.",
             unit="FILE",
             single="data",
         ),
@@ -48,14 +48,15 @@ class DraftOptions(AdapterChoice, ReadingOptions):
         ),
     ] = ()
     answer_tokens: Annotated[
-        int, Option(_TEXT, "Tokens of an answer to one of {prompts} at most.", least=8, unit="TOKENS")
+        int,
+        Option(_TEXT, "Maximum number of tokens in an answer to one of {prompts}.", least=8, unit="TOKENS"),
     ] = ANSWER_TOKENS
     epochs: Annotated[
         int | None,
         Option(
             _DRAFT,
-            "Passes of the draft's training over the text, all on this machine. Default: from 1 for long "
-            "texts to 40, and 200 for a few lines.",
+            "Passes of the draft's training over the text, all on this machine. Default: 1 for long "
+            "texts, up to 40 for short ones, and 200 for a few lines.",
             least=1,
             unit="COUNT",
         ),
@@ -66,7 +67,7 @@ class DraftOptions(AdapterChoice, ReadingOptions):
         bool,
         Option(
             _DRAFT,
-            "Continue after an interruption. What the model has computed of the text is not computed again.",
+            "Continue after an interruption. The model does not compute a part of the text twice.",
         ),
     ] = False
 

@@ -140,8 +140,8 @@ class GatewayOptions:
         bool,
         Option(
             _MODEL,
-            "Keep keys and values of prompts, and use them for prompts that begin in the same way. Known "
-            "beginnings then show: to the provider by fewer rows, to other clients by a shorter wait.",
+            "Keep keys and values of prompts, and use them for prompts that begin in the same way. The "
+            "provider can then recognise a known beginning by fewer rows, and other clients by a shorter wait.",
         ),
     ] = False
     speculate: Annotated[

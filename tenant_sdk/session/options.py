@@ -196,7 +196,7 @@ class SessionConfig:
             MASKS,
             "After half a second without a request, fetch effects until they take {mask_budget_mib}, so "
             "that later requests need not wait for them. Default: fetch effects only for the next requests. "
-            "While decoding, fetch as many rows as were used so far, but 4 to 64.",
+            "While decoding, fetch as many rows as were used so far, at least 4 and at most 64.",
         ),
     ] = False
     pad_rows: Annotated[
@@ -309,7 +309,8 @@ class SessionConfig:
         float,
         Option(
             CONNECTION,
-            "Seconds without progress after which a connection attempt or a request fails.",
+            "Seconds without progress after which a connection attempt fails, or a request is sent again "
+            "({patience}); with {patience} 0, the request fails.",
             least=0,
             above=True,
             unit="SECONDS",
@@ -331,9 +332,9 @@ class SessionConfig:
         float,
         Option(
             KEPT,
-            "GiB of memory for weights of frozen layers that this machine computes itself. When the session "
-            "opens, it measures requests and its own products, chooses the layers that save most time or "
-            "bytes, and downloads their weights through the executor. 0: keep none "
+            "GiB of memory for the weights of frozen layers that this machine multiplies by itself. At its "
+            "beginning, the session measures requests and its own products, chooses the layers that save "
+            "most time or bytes, and downloads their weights through the executor. 0: keep none "
             "(docs/how-to/distance.md).",
             least=0,
             unit="GIB",

@@ -132,7 +132,7 @@ class TrainingOptions(ReadingOptions):
         str,
         Option(
             _TRAINING,
-            "Schedule of the learning rate after the warm-up: linear or cosine, which fall, or constant.",
+            "Schedule of the learning rate after the warm-up: linear or cosine (both fall), or constant.",
             choices=("linear", "cosine", "constant"),
             unit="NAME",
         ),
@@ -259,7 +259,8 @@ class AdapterChoice:
         Path | None,
         Option(
             _ADAPTER,
-            "Folder of an adapter, such as finetune writes. Default: the base model alone.",
+            "Folder of an adapter, for example the output of `symbiosis-tenant finetune`. Default: the base "
+            "model alone.",
             unit="FOLDER",
         ),
     ] = None

@@ -100,8 +100,8 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
             raise ModelMismatch(
                 Message(
                     "the adapter in {} was made for {} (weights {}), but this session's base is {} "
-                    "(weights {}). Connect to an executor of that base; if the two are the same model all "
-                    "the same, such as in another precision: {allow_other_base}",
+                    "(weights {}). Connect to an executor of that base; if both are the same model, "
+                    "for example in another precision, use {allow_other_base}",
                     str(folder),
                     *(plain_name(self.model), plain_name(self.weights[:16])),
                     *(plain_name(manifest.model), manifest.weights[:16]),
