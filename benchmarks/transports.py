@@ -5,7 +5,7 @@
 An executor in a process of its own whose products cost nothing (it answers with the rows), so what is
 measured is two channels, two carriers and one session; requests are interleaved, one over each transport
 in turn. "channel" is from submitting a request to having its answer; "session" is through
-``RemoteExecutor.product``, as a virtual layer asks, whose own bookkeeping is the same over every transport.
+``RemoteExecutor.submit``, as a virtual layer asks, whose own bookkeeping is the same over every transport.
 "in-process" is the same work without a carrier or another process, which no transport gets below; "carriers"
 is the ratio of what comes on top of it.
 Writes transports.json into --output.

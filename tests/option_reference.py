@@ -1,4 +1,4 @@
-"""Writes docs/reference/options.md: ``python tests/option_reference.py``."""
+"""Prints docs/reference/options.md: ``python tests/option_reference.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes docs/reference/python.md: ``python tests/public_surface.py``."""
+"""Prints docs/reference/python.md: ``python tests/public_surface.py``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 PACKAGES = ("tenant_sdk", "provider", "security")
 _INTRODUCTION = """# Python
 
-`python tests/public_surface.py` writes this page from the packages. Import these names from `tenant_sdk`,
+`python tests/public_surface.py` prints this page from the packages. Import these names from `tenant_sdk`,
 `provider` and `security`; all others may change in any version. Docstrings give shapes, units and errors.
 """
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
@@ -24,10 +25,10 @@ from tenant_sdk.drafts.options import KEPT_FEATURES, DraftOptions
 from tenant_sdk.tuning.options import ModelOptions
 
 if TYPE_CHECKING:
-    from tenant_sdk.drafts.making import DraftReport
+    from tenant_sdk.drafts.making import DraftCallbacks, DraftReport
 
 
-_UNITS = {"writing answers": "prompt", "reading texts": "text", "training": "step"}
+UNITS = {"writing answers": "prompt", "reading texts": "text", "training": "step"}
 
 
 @options.command_line.takes
@@ -44,31 +45,42 @@ def draft(making: DraftOptions, own: ModelOptions, connection: options.SessionOp
     config = connection.session()
     check_data([*making.data, *making.prompts])
     with loading():
-        from tenant_sdk.drafts.making import DraftCallbacks, make_draft
+        from tenant_sdk.drafts.making import make_draft
         from tenant_sdk.session.opening import open_session
         from tenant_sdk.tuning.folders import load_adapter
         from tenant_sdk.tuning.own import load
 
     say_connecting(config)
-    with report_interruption(), open_session(config) as session, bars(_UNITS) as show:
+    with report_interruption(), open_session(config) as session, bars(UNITS) as show:
         say_kept(session)
         model, tokenizer = load(session, own.tokenizer, own.model, bars=STATUS.is_terminal)
         if making.adapter is not None:
             model = load_adapter(model, making.adapter, session, allow_other_base=making.allow_other_base)
-        callbacks = DraftCallbacks(
-            lambda line: STATUS.print(escape(shown(line))),
-            lambda done, total: show("writing answers", done, total),
-            lambda done, total: show("reading texts", done, total),
-            lambda done, total, _loss: show("training", done, total),
-        )
-        report = make_draft(making, model, tokenizer, session, callbacks)
-    for line in _lines(report):
-        RESULTS.print(line)
+        report = make_draft(making, model, tokenizer, session, callbacks_of(show))
+    print_draft(report, making.output)
     print_stats(session, config, RESULTS)
-    RESULTS.print(f"draft: {escape(str(making.output))}")
     if report.pays_from < math.inf:
         words = ["chat", "--draft", str(making.output)]
         RESULTS.print(f"next: {escape(connection.command(words, making.adapter))}")
+
+
+def callbacks_of(show: Callable[[str, int, int], None]) -> DraftCallbacks:
+    """Of bars with ``UNITS``."""
+    from tenant_sdk.drafts.making import DraftCallbacks
+
+    return DraftCallbacks(
+        lambda line: STATUS.print(escape(shown(line))),
+        lambda done, total: show("writing answers", done, total),
+        lambda done, total: show("reading texts", done, total),
+        lambda done, total, _loss: show("training", done, total),
+    )
+
+
+def print_draft(report: DraftReport, output: Path) -> None:
+    """Print what a draft promises, and where it is."""
+    for line in _lines(report):
+        RESULTS.print(line)
+    RESULTS.print(f"draft: {escape(str(output))}")
 
 
 def _lines(report: DraftReport) -> Iterator[str]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 from rich.markup import escape
@@ -18,11 +20,11 @@ from rich.progress import track
 
 from shared import imports
 from shared.command_line import escape_output, prints_version
-from shared.errors import SymbiosisError, peer_text
+from shared.errors import ConfigurationError, Message, SymbiosisError, peer_text
 from tenant_sdk.command_line import options
 from tenant_sdk.command_line.answers import chat, generate
 from tenant_sdk.command_line.data import data
-from tenant_sdk.command_line.draft import draft
+from tenant_sdk.command_line.draft import UNITS, callbacks_of, draft, print_draft
 from tenant_sdk.command_line.evaluation import evaluate
 from tenant_sdk.command_line.gateway import serve
 from tenant_sdk.command_line.output import (
@@ -30,6 +32,7 @@ from tenant_sdk.command_line.output import (
     RESULTS,
     STATUS,
     Lines,
+    bars,
     loading,
     print_notes,
     print_stats,
@@ -39,9 +42,14 @@ from tenant_sdk.command_line.output import (
     shown,
 )
 from tenant_sdk.command_line.training import ShownTraining, print_report
+from tenant_sdk.drafts.options import KEPT_FEATURES, DraftOptions
 from tenant_sdk.session.options import TRAINING
 from tenant_sdk.session.profiles import approve
 from tenant_sdk.tuning.options import ModelOptions, TrainingOptions
+
+if TYPE_CHECKING:
+    from tenant_sdk.drafts.making import DraftReport
+    from tenant_sdk.session.session import Session
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -67,6 +75,7 @@ def finetune(training: TrainingOptions, local: ModelOptions, connection: options
     from tenant_sdk.tuning.records import check_data, spoken_to
 
     TrainingCheckpoints(check_new_folder(training.output), {}).check(resume=training.resume)
+    making = _draft_after(training)
     config = connection.session()
     config = replace(config, keep_for=config.keep_for or TRAINING)
     check_data([*training.data, *training.held_out])
@@ -83,7 +92,8 @@ def finetune(training: TrainingOptions, local: ModelOptions, connection: options
     # Beside the adapter: what lies in the folder of the training goes when it is done.
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", f"{training.output}.runs")
     say_connecting(config)
-    with report_interruption(), open_session(config) as session, ShownTraining() as shows:
+    shows, models, drafted = ShownTraining(), list[Any](), None
+    with report_interruption(), open_session(config) as session:
         say_kept(session)
         adapted, tokenizer = load(
             session, local.tokenizer, local.model, training.base, bars=STATUS.is_terminal
@@ -94,19 +104,65 @@ def finetune(training: TrainingOptions, local: ModelOptions, connection: options
             lambda example: show_first(STATUS, tokenizer, example),
             shows.checking,
             shows.samples,
+            models.append,
         )
-        report = train(
-            training, adapted, tokenizer, session, callbacks, keep_tokenizer=local.tokenizer is not None
-        )
+        with shows:
+            report = train(
+                training, adapted, tokenizer, session, callbacks, keep_tokenizer=local.tokenizer is not None
+            )
         templated = has_chat_template(tokenizer)
+        if making is not None:
+            drafted = _make_draft(making, models[0], tokenizer, session, training.output)
     shows.outcome()
     print_report(report)
+    if making is not None and drafted is not None:
+        print_draft(drafted, making.output)
     print_stats(session, config, RESULTS)
     RESULTS.print(f"adapter: {escape(str(training.output))}")
     # What was learned without the chat template is asked for without it.
     words = ("chat",) if talks else ("generate", "--prompt", "...", *(["--raw"] if templated else []))
-    more = ("--system", system) if system else ()
+    more = ["--system", system] if system else []
+    if making is not None and drafted is not None and drafted.pays_from < math.inf:
+        more += ["--draft", str(making.output)]
     RESULTS.print(f"next: {escape(connection.command([*words, *more], training.output))}")
+
+
+def _draft_after(training: TrainingOptions) -> DraftOptions | None:
+    """The options of a draft that is made at the end of a training; None: there is none."""
+    if training.with_draft is None:
+        return None
+    from tenant_sdk.storage import check_new_folder
+    from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
+
+    if pipes := [path for path in training.data if path.exists() and not path.is_file()]:
+        raise ConfigurationError(
+            Message("{with_draft} reads the data once more, and {} is not a file", str(pipes[0]))
+        )
+    output = check_new_folder(training.with_draft)
+    TrainingCheckpoints(output, {}, parts=KEPT_FEATURES).check(resume=False)
+    return DraftOptions(
+        output,
+        data=training.data,
+        sequence_length=training.sequence_length,
+        train_on_prompt=training.train_on_prompt,
+        batch_size=training.batch_size,
+        seed=training.seed,
+    )
+
+
+def _make_draft(
+    making: DraftOptions, model: Any, tokenizer: Any, session: Session, adapter: Path
+) -> DraftReport:
+    """Make the draft of an adapter that is saved."""
+    from tenant_sdk.drafts.making import make_draft
+
+    try:
+        with bars(UNITS) as show:
+            return make_draft(making, model, tokenizer, session, callbacks_of(show))
+    except BaseException as error:
+        words = shlex.join(["symbiosis-tenant", "draft", "--resume", "--adapter", str(adapter)])
+        error.add_note(Message("the adapter is complete; `{} ...` continues with its draft", words))
+        raise
 
 
 @app.command()

@@ -141,7 +141,8 @@ class GatewayOptions:
         Option(
             _MODEL,
             "Keep keys and values of prompts, and use them for prompts that begin in the same way. The "
-            "provider can then recognise a known beginning by fewer rows, and other clients by a shorter wait.",
+            "provider can then recognise a known beginning by fewer rows, and other clients by a shorter "
+            "wait.",
         ),
     ] = False
     speculate: Annotated[

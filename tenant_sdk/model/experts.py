@@ -19,7 +19,7 @@ from shared.wire.header import Direction, RequestClass
 from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.model.recording import answered
 from tenant_sdk.model.remote_weight import RemoteWeight
-from tenant_sdk.model.virtual import DRAFT_TOKENS, Group, check_values, requires_autograd
+from tenant_sdk.model.virtual import Group, check_values, request_class_for, requires_autograd
 
 log = logging.getLogger(__name__)
 
@@ -339,7 +339,8 @@ class RemoteExperts(RemoteWeight):
         """Rows of all experts in order, ``counts`` of each."""
         direction, tokens = Direction.FORWARD if self.forwards else Direction.BACKWARD, _tokens.get()
         # Not of how many rows an expert has: where experts are padded, that must not show.
-        out = self.experts.differentiable(direction, rows, counts, _urgency(tokens or max(counts)), tokens)
+        request_class = request_class_for(tokens or max(counts))
+        out = self.experts.differentiable(direction, rows, counts, request_class, tokens)
         for term in self.terms:
             # Apart for each expert: few of them may have rows, and strides are such as no kernel takes.
             added = [
@@ -350,13 +351,6 @@ class RemoteExperts(RemoteWeight):
             if added:
                 out = out + term.scale * torch.cat(added)
         return out
-
-
-def _urgency(tokens: int) -> RequestClass:
-    """What a mixture is passed for, with so many tokens of all texts together."""
-    if torch.is_grad_enabled():
-        return RequestClass.FINETUNING
-    return RequestClass.DECODE if tokens <= DRAFT_TOKENS else RequestClass.PREFILL
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -120,9 +120,10 @@ class Group:
 
     def _request(self, member_bits: int, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         attended, rows = _tokens.get(), x.to(dtype)
+        request_class = request_class_for(x.shape[-2] if x.dim() > 1 else 1)
         if attended is None or attended.shape != x.shape[:-1]:
-            return self.differentiable(Direction.FORWARD, member_bits, (rows,), request_class_for(x))
-        answers = self.differentiable(Direction.FORWARD, member_bits, (rows[attended],), request_class_for(x))
+            return self.differentiable(Direction.FORWARD, member_bits, (rows,), request_class)
+        answers = self.differentiable(Direction.FORWARD, member_bits, (rows[attended],), request_class)
         return tuple(
             answer.new_zeros((*attended.shape, answer.shape[-1])).index_put((attended,), answer)
             for answer in answers
@@ -403,12 +404,11 @@ def without_padding(attended: torch.Tensor) -> Iterator[None]:
         _tokens.reset(token)
 
 
-def request_class_for(x: torch.Tensor) -> RequestClass:
-    """Of a request for an input [..., T, D] without a graph: for the next tokens, a prompt, or training."""
-    # Nothing is generated with gradients; below the first adapter x has none.
+def request_class_for(tokens: int) -> RequestClass:
+    """Of a request for so many tokens of a sequence: for the next tokens, a prompt, or training."""
+    # Nothing is generated with gradients; below the first adapter inputs have none.
     if torch.is_grad_enabled() or _training_forward.get():
         return RequestClass.FINETUNING
-    tokens = x.shape[-2] if x.dim() > 1 else 1
     return RequestClass.DECODE if tokens <= DRAFT_TOKENS else RequestClass.PREFILL
 
 

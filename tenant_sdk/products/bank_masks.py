@@ -112,4 +112,5 @@ class _BankMask:
         yield slice(0, len(self.picked)), [take_upper_bits(self.bank[self.picked], self.answer_bits)]
 
     def exact_effects(self) -> list[torch.Tensor]:
+        self.fork_guard.check()
         return [self.bank[self.picked]]

@@ -103,6 +103,7 @@ class TrainingCallbacks:
         preview: called with the first example before anything is trained.
         checking: called while the held-out loss is measured, with the number of examples done and of all.
         samples: called at the end with held-out prompts and their answers.
+        trained: called last with the model and its adapter, which is saved.
     """
 
     say: Say
@@ -110,6 +111,7 @@ class TrainingCallbacks:
     preview: Callable[[Example], None] = lambda _: None
     checking: Callable[[int, int], None] = lambda *_: None
     samples: Callable[[Sequence[Sample]], None] = lambda _: None
+    trained: Callable[[Any], None] = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,7 @@ def finetune(
         report = _answered(report, model, tokenizer, held_out, training, callbacks)
     if not base_of(model).name:
         say(_NO_BASE)
+    callbacks.trained(model)
     return report
 
 
@@ -453,6 +456,7 @@ def _settings(
     """What must be the same if the training is resumed."""
     settings = asdict(training)
     other = ["output", "held_out", "resume", "epochs", "save_steps", "report_to", "memory_gib", "base"]
+    other += ["with_draft"]
     if training.early_stopping is None:
         other += ["eval_steps"]
     for name in (*other, "target_modules", "samples"):

@@ -213,6 +213,15 @@ class TrainingOptions(ReadingOptions):
             single="report_to",
         ),
     ] = ()
+    with_draft: Annotated[
+        Path | None,
+        Option(
+            _ADAPTER,
+            "New folder for a draft of the adapter. At the end, the model reads the training data once more, "
+            "and a draft learns to guess it (docs/how-to/distance.md).",
+            unit="FOLDER",
+        ),
+    ] = None
     base: Annotated[
         str | None,
         Option(

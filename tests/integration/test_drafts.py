@@ -455,6 +455,24 @@ def test_the_commands(served: Executor, tmp_path: Path) -> None:
         assert said in str(error)
 
 
+def test_a_training_makes_a_draft_of_its_adapter(served: Executor, tmp_path: Path) -> None:
+    folder, adapter = tmp_path / "draft", tmp_path / "adapter"
+    data = ("--data", text_file(tmp_path, 60), "--sequence-length", 64, "--steps", 2)
+    learn = ("finetune", served, "--privacy", "plain", *data, "--with-draft", folder)
+    out, err = ok_here(*learn, "--output", adapter)
+    assert f"draft: {folder}" in out.replace("\n", "")
+    assert "reading texts: " in err
+    prompt = ("--prompt", "In the beginning", "--max-new-tokens", 4, "--privacy", "plain")
+    assert "tokens a pass" in ok_here("generate", served, *prompt, "--adapter", adapter, "--draft", folder)[1]
+    assert "--adapter" in str(here("generate", served, *prompt, "--draft", folder).exception)
+    refused = here(*learn, "--output", tmp_path / "other")
+    assert "exists already" in str(refused.exception)
+    assert not (tmp_path / "other").exists()
+    os.mkfifo(tmp_path / "pipe")
+    piped = ("finetune", served, "--data", tmp_path / "pipe", "--with-draft", tmp_path / "new")
+    assert "is not a file" in str(here(*piped, "--output", tmp_path / "other").exception)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [

@@ -68,8 +68,14 @@ def test_requests_are_one_each_way_for_each_window(llama: Executor) -> None:
         assert session.stats.requests - before == 4 * (8 + 7)  # nothing is wanted of the first layer's input
 
 
-def test_nobody_waits_for_its_tokens(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows of few tokens, and without a graph, are not in the way of who decodes."""
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_nobody_waits_for_its_tokens(
+    name: str,
+    serve: Callable[..., Executor],
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Windows of few tokens, and without a graph, do not delay tenants that decode; nor do their experts."""
     asked = []
     submit = RemoteExecutor.submit
 
@@ -78,8 +84,9 @@ def test_nobody_waits_for_its_tokens(llama: Executor, monkeypatch: pytest.Monkey
         return submit(self, *args, **kwargs)
 
     monkeypatch.setattr(RemoteExecutor, "submit", watched)
-    with llama.connect() as session:
-        model = add_lora(session.load_model(progress=False)).eval()
+    with serve(checkpoint(name)).connect(experts="routed") as session:
+        add = adapted if name == "mixtral" else add_lora
+        model = add(session.load_model(progress=False)).eval()
         windows(model, 8)
         asked.clear()
         step(model, **batch())

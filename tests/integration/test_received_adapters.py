@@ -111,7 +111,12 @@ def test_modules_that_an_adapter_brings_are_its_own(session: tenant_sdk.Session,
     config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"], trainable_token_indices=[1])
     adapted = peft.get_peft_model(session.load_model(progress=False), config)
     tenant_sdk.save_adapter(adapted, tmp_path / "own", session)
-    tenant_sdk.load_adapter(session.load_model(progress=False), tmp_path / "own", session)
+    loaded = tenant_sdk.load_adapter(session.load_model(progress=False), tmp_path / "own", session)
+    expected, found = (
+        peft.get_peft_model_state_dict(each, save_embedding_layers=False) for each in (adapted, loaded)
+    )
+    assert any("norm" in name for name in found)
+    assert all(torch.equal(values, found[name]) for name, values in expected.items())
 
 
 @pytest.mark.usefixtures("no_hub")

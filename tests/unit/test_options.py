@@ -16,6 +16,7 @@ from provider.config import ServeConfig
 from provider.engine.scheduler import POLICIES
 from provider.executor.loading import NUMERICS
 from shared.errors import ConfigurationError
+from shared.options import fields_of
 from shared.secrets import text_of
 from tenant_sdk.command_line.main import app as tenant_app
 from tenant_sdk.session.options import SessionConfig
@@ -52,6 +53,8 @@ def test_the_choices_are_those_that_there_are() -> None:
         ServeConfig(**REQUIRED, numerics=name)
     for name in POLICIES:
         ServeConfig(**REQUIRED, batching=name)
+    for option, known in (("numerics", NUMERICS), ("batching", POLICIES)):
+        assert set(fields_of(ServeConfig)[option].option.choices) == set(known)
 
 
 @pytest.mark.parametrize(
