@@ -25,6 +25,7 @@ RELEASE: dict[str, str] = {
     "e2e/test_descriptors.py": "executors that run out of descriptors, in files that seldom change",
     "e2e/test_expert_workers.py": "experts on workers; integration tests have each alone",
     "e2e/test_dev.py::test_a_tenant_goes_on_after_a_restart": "as test_restarts.py",
+    "e2e/test_gateway.py::test_a_draft_changes_no_text": "off by default; integration/test_drafts.py",
     "e2e/test_gateway.py::test_guesses_change_neither_tokens_nor_rows": "an option that is off by default",
     "e2e/test_gateway.py::test_lm_eval": "a client; test_langchain and openai's are others",
     "e2e/test_gateway.py::test_products_of_adapters_are_made_once": "a script of files that seldom change",
