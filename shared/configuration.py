@@ -51,6 +51,8 @@ def without_loading(value: Any, where: str, key: str = "", depth: int = 0) -> An
         raise CheckpointError(f"{where}: {key[:80]} is nested too deeply")
     if key == "model_type" and isinstance(value, str) and value in FETCHING:
         raise CheckpointError(f"{where}: {value} models fetch code or weights when they are built")
+    if infinite(value):
+        return value
     if isinstance(value, dict):
         return {
             name: label(name, each) if key in LABELS else without_loading(each, where, name, depth + 1)
@@ -64,6 +66,13 @@ def without_loading(value: Any, where: str, key: str = "", depth: int = 0) -> An
             without_loading(each, where, key, depth + 1) for each in value if each == "" or harmless(each)
         ]
     return value
+
+
+def infinite(value: Any) -> bool:
+    """Whether it is infinity, as transformers writes it, since JSON lacks that."""
+    if not isinstance(value, dict) or value.keys() != {"__float__"}:
+        return False
+    return value["__float__"] in ("Infinity", "-Infinity")
 
 
 def keeps(key: str, name: str, value: Any) -> bool:

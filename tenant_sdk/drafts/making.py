@@ -18,6 +18,7 @@ from tenant_sdk.drafts.folder import adapter_digest, save_draft
 from tenant_sdk.drafts.head import Vocabulary
 from tenant_sdk.drafts.length import DraftLength, tokens_a_pass
 from tenant_sdk.drafts.options import KEPT_FEATURES, DraftOptions
+from tenant_sdk.drafts.passes import check_forgets
 from tenant_sdk.drafts.training import (
     BATCH,
     GUESSES,
@@ -121,6 +122,8 @@ def make_draft(
         ConfigurationError: a file is wrong, or there is too little text; or see ``TrainingCheckpoints``.
         StorageError: the folder cannot be written.
     """
+    base: Any = base_model(model)
+    check_forgets(base)
     output = check_new_folder(options.output)
     examples = _read(options, model, tokenizer, callbacks.say)
     prompts = _prompts(options.prompts, tokenizer)
@@ -133,7 +136,6 @@ def make_draft(
             model, examples, options.batch_size, kept=checkpoints.folder, progress=callbacks.reading
         )
     trained, held_out = _split(found, options.seed)
-    base: Any = base_model(model)
     vocabulary = Vocabulary.of(base, frequent_tokens(trained, base.get_input_embeddings().weight.shape[0]))
     learned = sum(int(each.learned.sum()) for each in trained)
     callbacks.say(f"{learned:,} tokens to learn, {len(vocabulary.tokens):,} of them different")

@@ -9,6 +9,23 @@ from transformers import GenerationConfig
 
 from shared.compat import cache_name, generation_steps
 from shared.errors import ConfigurationError
+from tenant_sdk.sequences.text_cache import forgets
+
+
+def check_forgets(model: Any) -> None:
+    """Refuse a model from whose state no token can be taken out again, as wrong guesses must be.
+
+    Args:
+        model: not a PEFT model around it.
+
+    Raises:
+        ConfigurationError: the model is such.
+    """
+    if getattr(model, "_is_stateful", False):  # transformers refuses assisted generation for these, too
+        raise ConfigurationError(
+            f"{type(model).__name__} has layers with a recurrent state, from which a wrong guess cannot be "
+            "removed: leave out the draft"
+        )
 
 
 class Passes:
@@ -23,6 +40,7 @@ class Passes:
     """
 
     def __init__(self, model: Any, arguments: dict[str, Any]) -> None:
+        check_forgets(model)
         steps = generation_steps()
         if steps is None:
             raise ConfigurationError("drafts do not go with this version of transformers: see the log")
@@ -54,7 +72,7 @@ class Passes:
         if (made := getattr(self._outputs, cache_name(), None)) is not None:  # the model may have made it
             self._arguments[cache_name()] = made
         cache = self.cache
-        if cache is None or not hasattr(cache, "crop"):
+        if cache is None or not hasattr(cache, "crop") or not forgets(cache):
             raise ConfigurationError(
                 f"{type(self._model).__name__} keeps no keys and values that could be forgotten again, as a "
                 "draft needs it: leave out the draft"

@@ -20,7 +20,17 @@ import msgspec
 import transformers
 from transformers import AutoConfig, GenerationConfig, LevitConfig, PreTrainedConfig
 
-from shared.configuration import BACKBONES, DEEPEST, FETCHING, LABELS, harmless, keeps, label, number
+from shared.configuration import (
+    BACKBONES,
+    DEEPEST,
+    FETCHING,
+    LABELS,
+    harmless,
+    infinite,
+    keeps,
+    label,
+    number,
+)
 from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, ModelMismatch
 from shared.options import closest
@@ -55,7 +65,6 @@ _FEW = 1024  # of anything is no matter, and defaults may be larger than a small
 # A width, a rate, a scale. A vocabulary is as wide, however narrow the rest of a model is; so a manifest of
 # few numbers always could account for it.
 _WIDE = 1 << 18
-_INFINITE = ("Infinity", "-Infinity")  # as transformers writes numbers that JSON lacks
 _LEVIT_PATCHES = 32  # along a side: a list of these to the power of four is made
 TOKENS = (
     "bos_token_id",
@@ -231,7 +240,7 @@ def _clean(value: Any, limits: _Limits, key: str, depth: int, lists: int = 0) ->
     """
     if depth > DEEPEST:
         raise ModelMismatch(f"the executor's configuration: {key[:80]} is nested too deeply")
-    if isinstance(value, dict) and value.keys() == {"__float__"} and value["__float__"] in _INFINITE:
+    if infinite(value):
         return value
     if isinstance(value, dict):
         return {

@@ -13,12 +13,23 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from shared.errors import ConfigurationError
 
 # Before, what is there already would be read again if a prompt is read in chunks.
 _GOES_ON_IN_CHUNKS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21)
+
+
+def forgets(cache: Any) -> bool:
+    """Whether tokens can be removed from a cache without a trace: no layer has put them into a state.
+
+    Convolutions keep their last inputs, and so can go back; recurrent layers cannot.
+    """
+    return not any(
+        isinstance(layer, LinearAttentionCacheLayerMixin) and not getattr(layer, "is_croppable", False)
+        for layer in getattr(cache, "layers", ())
+    )
 
 
 class TextCache(DynamicCache):
@@ -76,8 +87,10 @@ class TextCache(DynamicCache):
         same = int(differs[0]) if len(differs) else length
         if same == held:
             return True
-        if self.reordered or not all(
-            isinstance(layer, DynamicLayer) and not layer.is_sliding for layer in self.layers
+        if (
+            self.reordered
+            or not forgets(self)
+            or not all(isinstance(layer, DynamicLayer) and not layer.is_sliding for layer in self.layers)
         ):
             return False
         self.crop(same - held)

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from scipy.stats import chisquare
 from test_long_generation import MASK, PADDED, PLACES, PROMPT, SMALL, save
 from torch import Tensor
+from trainings import Letters
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import tenant_sdk
@@ -62,7 +63,9 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
             folder = tmp_path_factory.mktemp(name)
             save(name, folder)
             session = tenant_sdk.connect(serve_in_process(folder, numerics="float32"), privacy="plain")
-            sessions[name] = session, session.load_model(progress=False)
+            model = session.load_model(progress=False)
+            model.generation_config.eos_token_id = None  # it would end texts at any time
+            sessions[name] = session, model
         return sessions[name]
 
     yield get
@@ -71,7 +74,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "mistral", "gemma2", "gemma3", "jamba"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "mistral", "gemma2", "gemma3", "lfm2"])
 def test_greedy_text_is_the_same(name: str, place: str, opened: Opened) -> None:
     session, model = opened(name)
     options = session.generate_options(model, **PLACES[place], memory_gib=SMALL)
@@ -81,6 +84,20 @@ def test_greedy_text_is_the_same(name: str, place: str, opened: Opened) -> None:
     assert draft.tokens > 2.5 * draft.passes
     options = session.generate_options(model, **PLACES[place])
     assert torch.equal(written(model, PROMPT, custom_generate=guessing(model), **options), expected)
+
+
+@pytest.mark.parametrize("name", ["jamba", "qwen3.5", "falcon_h1"])
+def test_models_with_a_state_are_refused(name: str, opened: Opened, tmp_path: Path) -> None:
+    """No pass takes a wrong guess out of a recurrent state again."""
+    session, model = opened(name)
+    before = session.stats.requests
+    with pytest.raises(ConfigurationError, match=r"recurrent state.*leave out the draft"):
+        written(model, PROMPT[:, :40], custom_generate=guessing(model))
+    text = tmp_path / "text.txt"
+    text.write_text("In the beginning\n" * 50)
+    with pytest.raises(ConfigurationError, match="recurrent state"):
+        make_draft(DraftOptions(tmp_path / "draft", data=[text]), model, Letters(), session, DraftCallbacks())
+    assert session.stats.requests == before
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import tenant_sdk
 from provider import serve_in_process
 from shared.compat import cache_name
 from shared.errors import ConfigurationError
-from tenant_sdk.sequences.contexts import default_place
+from tenant_sdk.sequences.contexts import LongContext, default_place
 from tenant_sdk.sequences.kv_layers import DiskLayer, HostLayer
 from tenant_sdk.tuning.own import load
 
@@ -33,6 +33,7 @@ _PLAIN: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
+    "initializer_range": 0.2,  # so that a text depends on what keys, values and states hold
 }
 _MAMBA: dict[str, Any] = {
     "use_mamba_kernels": False,
@@ -43,6 +44,21 @@ _MAMBA: dict[str, Any] = {
     "num_experts": 2,
     "expert_layer_period": 3,
     "expert_layer_offset": 2,
+}
+_LINEAR: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_MAMBA2: dict[str, Any] = {
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
 }
 ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", _PLAIN),
@@ -57,9 +73,13 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2LMHeadModel",
         "GPT2Config",
-        {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 128, "n_positions": 2048, "eos_token_id": 2},
+        {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 128, "n_positions": 2048, "eos_token_id": 2}
+        | {"initializer_range": 0.2},
     ),
     "jamba": ("JambaForCausalLM", "JambaConfig", {**_PLAIN, **_MAMBA}),
+    "qwen3.5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {**_PLAIN, **_LINEAR, "num_hidden_layers": 4}),
+    "falcon_h1": ("FalconH1ForCausalLM", "FalconH1Config", {**_PLAIN, **_MAMBA2}),
+    "lfm2": ("Lfm2ForCausalLM", "Lfm2Config", {**_PLAIN, "layer_types": ["conv", "full_attention", "conv"]}),
 }
 ONE_LAYER = 1000 * 64 * 4 / 2**30  # GiB: of three layers, one stays in memory
 PLACES: dict[str, dict[str, Any]] = {
@@ -132,6 +152,18 @@ def test_the_same_tokens(name: str, place: str, opened: Opened) -> None:
     session, model = opened(name)
     with kept(session, model, place) as options:
         assert torch.equal(tokens(model, **options), tokens(model))
+
+
+@pytest.mark.parametrize("name", ["jamba", "qwen3.5", "falcon_h1"])
+def test_a_state_is_not_taken_for_another_text(name: str, opened: Opened) -> None:
+    """A text that leaves the one before begins anew, because no token can be removed from a state."""
+    session, model = opened(name)
+    place, groups = LongContext("host"), session.manifest.groups
+    first = place.resumed(model, groups, PROMPT[:, :60], 80, {})
+    tokens(model, PROMPT[:, :60], **first)
+    other = torch.cat([PROMPT[:, :50], PROMPT[:, 100:110]], 1)
+    again = place.resumed(model, groups, other, 80, first)
+    assert torch.equal(tokens(model, other, **again), tokens(model, other))
 
 
 def test_a_sliding_window_stays_with_transformers(opened: Opened) -> None:
