@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +28,66 @@ from shared.wire.messages import TENANT_FILES, FileInfo, GroupInfo, Manifest, Me
 
 # Of a tensor, in characters. Transformers and PEFT search names for patterns, in the square of their length.
 NAME_LENGTH = 500
+
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "F64": torch.float64,
+}
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies in a file of safetensors."""
+
+    path: Path
+    begin: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def read(self, rows: slice | None) -> torch.Tensor:
+        """Rows of the first axis, or a single number, as a copy.
+
+        Raises:
+            CheckpointError: the file has become shorter.
+        """
+        start, shape = 0, self.shape
+        if rows is not None:
+            start, stop, _ = rows.indices(self.shape[0])
+            shape = (max(0, stop - start), *self.shape[1:])
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        data = bytearray(math.prod(shape) * self.dtype.itemsize)
+        if not data:
+            return torch.empty(shape, dtype=self.dtype)
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.begin + start * row)
+            left = memoryview(data)
+            while left and (count := file.readinto(left)):
+                left = left[count:]
+        if left:
+            raise CheckpointError(f"{self.path} has become shorter since it was opened")
+        return torch.frombuffer(data, dtype=self.dtype).reshape(shape)
+
+
+def _places(path: Path) -> dict[str, _Place]:
+    """Of the tensors of a file that safetensors has opened."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    return {
+        name: _Place(path, 8 + size + each["data_offsets"][0], _DTYPES[each["dtype"]], (*each["shape"],))
+        for name, each in header.items()
+        if name != "__metadata__" and each["dtype"] in _DTYPES
+    }
 
 
 class Checkpoint:
@@ -44,6 +105,7 @@ class Checkpoint:
         self.folder = checkpoint_folder(folder)
         check_model_folder(self.folder)
         self._file_of = self._find_tensors()
+        self._places: dict[str, _Place] = {}
         self._kept = threading.local()
 
     def _find_tensors(self) -> dict[str, Path]:
@@ -104,9 +166,21 @@ class Checkpoint:
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
         """One tensor in its stored dtype, or the given rows of its first axis."""
+        place = self._places.get(name)
+        if place is not None and (rows is not None or not place.shape):
+            return place.read(rows)
         file = self._file(name)
         tensor: torch.Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
         return tensor
+
+    def locate(self, names: Iterable[str]) -> None:
+        """Have rows of these tensors read without safetensors, which reads the names of a file's tensors.
+
+        It keeps Python's lock while it does, for 70 ms with 18,000 names (EPYC), so no other thread runs.
+        """
+        wanted = set(names) & self._file_of.keys()
+        for path in {self._file_of[name] for name in wanted}:
+            self._places |= {name: place for name, place in _places(path).items() if name in wanted}
 
     def layout(self, name: str) -> Layout:
         """Shape and dtype of a tensor, without reading more than one row."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import tomllib
 from pathlib import Path
 
@@ -32,10 +33,12 @@ def read_within(path: Path, max_bytes: int) -> bytes:
     """A file of so many bytes at most; no more of it is read, since it may be a hole of any size.
 
     Raises:
-        ConfigurationError: it is larger.
+        ConfigurationError: it is larger, or no file: to open a pipe would wait for its other end.
         OSError: it cannot be read.
     """
-    with path.open("rb") as file:
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ConfigurationError(f"{path} is no file")
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise ConfigurationError(f"{path} is larger than {max_bytes:,} bytes, which is no file of this kind")

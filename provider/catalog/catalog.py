@@ -93,6 +93,8 @@ class Catalog:
                 checkpoint.folder,
             )
         self._parameters = {p.name: p for p in discovery.parameters}
+        sources = map(checkpoint.stored.source, self._parameters)
+        checkpoint.locate(key for source in sources if source is not None for key in source.keys)
         self._scales = {str(group): each for group, each in scales.items()}  # no other spelling is one
 
     def fetch(self, request: Fetch, request_id: int) -> tuple[Header, Callable[[], torch.Tensor]]:

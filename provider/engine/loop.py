@@ -111,6 +111,11 @@ class Loop:
         if self._handlers.pop(descriptor, None) is not None:
             self._epoll.unregister(descriptor)
 
+    @property
+    def now(self) -> float:
+        """Seconds, on the clock of timers."""
+        return self._clock()
+
     def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
         """Call this once, after some time."""
         heapq.heappush(self._timers, (self._clock() + seconds, next(self._number), callback))

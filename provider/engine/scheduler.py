@@ -32,6 +32,7 @@ MIN_WAIT_SECONDS = 1e-4  # waking up again takes as long
 # Requests of each tenant that a decision looks at, decodes and others apart. Else a decision would take the
 # longer the more requests one tenant has under way, and all tenants wait while it is made.
 LOOKED_AT = 64
+LOOKED_AT_IN_ALL = 512
 
 
 class BatchKey(NamedTuple):
@@ -248,7 +249,8 @@ class Opportunistic:
     def next(self, now: float, lane: int = 0) -> Batch | float | None:
         """See Policy."""
         queues = [queue.keys() for key, queue in self._queues.items() if key[0] == lane]
-        waiting = [work for queue in queues for work in islice(queue, LOOKED_AT)]
+        each = max(1, min(LOOKED_AT, LOOKED_AT_IN_ALL // max(1, len(queues))))
+        waiting = [work for queue in queues for work in islice(queue, each)]
         if not waiting:
             return None
         for work in waiting:

@@ -61,7 +61,11 @@ class _AdminWSGIServer(ThreadingMixIn, WSGIServer):
             self.shutdown_request(request)
             return
         self._open[request] = time.monotonic()
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread was to be had, which would take it out
+            self._open.pop(request, None)
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:

@@ -22,6 +22,7 @@ from shared.log_rate_limit import LogRateLimiter
 log = logging.getLogger(__name__)
 
 REMIND_SECONDS = 60.0  # between lines of the log that say the same
+AGES = 0.02  # of the greatest age: how often ages are looked at
 JITTER = (0.9, 1.1)  # of a connection's greatest age: those that began together do not all move at once
 
 
@@ -74,7 +75,8 @@ class Connection(ABC):
             if not self._ended:
                 handle()
         except WireError as error:
-            log.warning("tenant %s broke the protocol: %s", self.tenant, error, extra=self._who)
+            if self._session.logged:
+                log.warning("tenant %s broke the protocol: %s", self.tenant, error, extra=self._who)
             self._session.refuse(0, error)
             self._refused(error)
         except (OSError, EOFError) as error:
@@ -87,7 +89,8 @@ class Connection(ABC):
         if not (self._ending or self._ended):  # who has said goodbye need not wait for ours
             reason = type(error).__name__
             extra = self._who | {"reason": reason}
-            log.info("tenant %s: connection ended: %s", self.tenant, reason, extra=extra)
+            if self._session.logged:
+                log.info("tenant %s: connection ended: %s", self.tenant, reason, extra=extra)
         self._end()
 
     def _end(self) -> None:
@@ -128,6 +131,8 @@ class Connections:
         self._open: set[Connection] = set()
         self._changed = threading.Condition()
         self._full, self._unchecked = LogRateLimiter(REMIND_SECONDS), LogRateLimiter(REMIND_SECONDS)
+        self._drain_at: dict[Connection, float] = {}
+        self._looks_at_ages = False
         self._tenant_full = defaultdict[str, LogRateLimiter](lambda: LogRateLimiter(REMIND_SECONDS))
         self.draining = False
 
@@ -183,10 +188,24 @@ class Connections:
         if self.draining:
             connection.drain()
         elif self._limits.seconds:
-            self.loop.call_later_weak(self._limits.seconds * self._chance(*JITTER), connection.drain)
+            if not self._looks_at_ages:
+                self._looks_at_ages = True
+                self.loop.call_later_weak(self._limits.seconds * AGES, self._drain_old)
+            self._drain_at[connection] = self.loop.now + self._limits.seconds * self._chance(*JITTER)
+
+    def _drain_old(self) -> None:
+        """Drain old connections. One timer serves all, and none is left of a connection that has ended."""
+        for connection, at in list(self._drain_at.items()):
+            if at <= self.loop.now:
+                del self._drain_at[connection]
+                connection.drain()
+        self._looks_at_ages = bool(self._drain_at)
+        if self._looks_at_ages:
+            self.loop.call_later_weak(self._limits.seconds * AGES, self._drain_old)
 
     def _ended(self, connection: Connection) -> None:
         self.metrics.connected(-1)
+        self._drain_at.pop(connection, None)
         with self._changed:
             self._open.discard(connection)
             self._changed.notify_all()

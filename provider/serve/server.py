@@ -149,7 +149,10 @@ class Acceptor:
                     sock, admitted, peer, self._open, self._max_message_bytes, self._max_in_flight
                 )
             except TooManyConnections as error:
-                log.info("tenant %s was turned away: %s", admitted.tenant, error, extra=who)
+                limiter = self._failures[f"too many connections of {admitted.tenant}"]
+                if limiter.due(time.monotonic()):
+                    more = limiter.more()
+                    log.info("tenant %s was turned away: %s%s", admitted.tenant, error, more, extra=who)
             except OSError as error:
                 log.error("tenant %s was turned away: %s", admitted.tenant, explained(error), extra=who)
                 self._connections.metrics.handshake_failed("full")

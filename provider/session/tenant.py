@@ -99,6 +99,9 @@ class TenantSession:
         tenant: for quotas, fairness and the log.
         send: see ``Send``.
         peer: where it comes from, for the log; empty: nowhere.
+
+    Attributes:
+        logged: lines about it go to the log; a tenant opens as many sessions as it likes.
     """
 
     def __init__(self, service: Service, tenant: str, send: Send, peer: str = "") -> None:
@@ -109,7 +112,7 @@ class TenantSession:
         self._admitted: dict[int, tuple[Header, Header, int]] = {}
         self._number = service.transcript.opened(tenant) if service.transcript else 0
         self._closed, self._began, self._answered = False, time.monotonic(), 0
-        self._logged = service.log_limits[tenant].due(self._began)
+        self.logged = service.log_limits[tenant].due(self._began)
         self._under_way: set[int] = set()  # of those admitted, without an answer
         self._reads: set[Future[torch.Tensor]] = set()  # that wait for their turn, or are under way
 
@@ -177,7 +180,7 @@ class TenantSession:
         """The tenant left, or its transport broke, perhaps in the middle of a message."""
         lasted, count = round(time.monotonic() - self._began, 3), self._answered
         extra = self._who | {"seconds": lasted, "requests": count}
-        if self._logged:
+        if self.logged:
             log.info(
                 "tenant %s left after %.0f s, %d products answered", self._tenant, lasted, count, extra=extra
             )
@@ -194,7 +197,7 @@ class TenantSession:
     # -- kinds of requests -----------------------------------------------------------------------
 
     def _welcome(self, header: Header, hello: Hello) -> None:
-        if self._logged:
+        if self.logged:
             log.info("tenant %s connected with %.40r", self._tenant, hello.client, extra=self._who)
         welcome = self._service.welcome
         answer = Header(Operation.WELCOME, request_id=header.request_id, rows=1, columns=len(welcome))

@@ -21,7 +21,7 @@ from tenant_sdk.command_line.output import (
     say_kept,
     shown,
 )
-from tenant_sdk.drafts.options import KEPT_FEATURES, DraftOptions
+from tenant_sdk.drafts.options import KEPT_PARTS, DraftOptions
 from tenant_sdk.tuning.options import ModelOptions
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def draft(making: DraftOptions, own: ModelOptions, connection: options.SessionOp
     from tenant_sdk.tuning.records import check_data
 
     output = check_new_folder(making.output)
-    TrainingCheckpoints(output, {}, parts=KEPT_FEATURES).check(resume=making.resume)
+    TrainingCheckpoints(output, {}, parts=KEPT_PARTS).check(resume=making.resume)
     if making.adapter is not None:
         check_adapter_folder(making.adapter)
     config = connection.session()

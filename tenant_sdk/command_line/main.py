@@ -42,7 +42,7 @@ from tenant_sdk.command_line.output import (
     shown,
 )
 from tenant_sdk.command_line.training import ShownTraining, print_report
-from tenant_sdk.drafts.options import KEPT_FEATURES, DraftOptions
+from tenant_sdk.drafts.options import KEPT_PARTS, DraftOptions
 from tenant_sdk.session.options import TRAINING
 from tenant_sdk.session.profiles import approve
 from tenant_sdk.tuning.options import ModelOptions, TrainingOptions
@@ -139,7 +139,7 @@ def _draft_after(training: TrainingOptions) -> DraftOptions | None:
             Message("{with_draft} reads the data once more, and {} is not a file", str(pipes[0]))
         )
     output = check_new_folder(training.with_draft)
-    TrainingCheckpoints(output, {}, parts=KEPT_FEATURES).check(resume=False)
+    TrainingCheckpoints(output, {}, parts=KEPT_PARTS).check(resume=False)
     return DraftOptions(
         output,
         data=training.data,

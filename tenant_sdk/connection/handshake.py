@@ -33,7 +33,7 @@ from shared.ownership import check_own, check_secret
 from shared.wire.header import SUBPROTOCOL
 from shared.wire.messages import ErrorInfo, decode
 from tenant_sdk.connection.key_exchange import prefer
-from tenant_sdk.connection.tls_socket import TlsSocket
+from tenant_sdk.connection.tls_socket import TlsSocket, reads_end
 from tenant_sdk.connection.urls import split_url
 
 # At level DEBUG the library logs all headers, the token's too.
@@ -42,6 +42,7 @@ _quiet.setLevel(logging.ERROR)
 
 
 # OpenSSL's X509_V_ERR_*: nobody who is trusted signed it, or only somebody of the same name did.
+_HANDSHAKE_SECONDS = 60.0  # if the socket has no timeout
 _UNTRUSTED = {2, 7, 18, 19, 20, 21, 30}
 
 
@@ -191,6 +192,11 @@ def upgrade(sock: ssl.SSLSocket, url: str, token: str) -> None:
     Raises:
         AuthenticationError, ProtocolVersionError, ConnectError: the executor refused.
     """
+    with reads_end(sock, sock.gettimeout() or _HANDSHAKE_SECONDS):
+        _upgrade(sock, url, token)
+
+
+def _upgrade(sock: ssl.SSLSocket, url: str, token: str) -> None:
     protocol = ClientProtocol(parse_uri(url), subprotocols=[SUBPROTOCOL], logger=_quiet)  # type: ignore[list-item]
     request = protocol.connect()
     request.headers["Authorization"] = f"Bearer {token}"
@@ -201,7 +207,7 @@ def upgrade(sock: ssl.SSLSocket, url: str, token: str) -> None:
                 sock.sendall(piece)
         except OSError:
             pass  # an executor that refuses the certificate has said so and left: read what it said
-        deadline = time.monotonic() + (sock.gettimeout() or 60.0)
+        deadline = time.monotonic() + (sock.gettimeout() or _HANDSHAKE_SECONDS)
         while True:
             if time.monotonic() > deadline:  # bytes that come one by one must not stretch it
                 raise TimeoutError("the handshake took too long")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from shared.forks import register_for_fork
 from tenant_sdk.connection.key_exchange import UNKNOWN, group_of, peek
@@ -42,3 +45,27 @@ class TlsSocket(ssl.SSLSocket):
         descriptor = self.detach()
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def end_reads(sock: socket.socket) -> None:
+    """End what another thread reads from a socket; it then gets no more than has arrived.
+
+    OpenSSL reads until a record has data. A peer that sends only records without any, such as session
+    tickets, keeps the thread for as long as it sends: neither a timeout nor Ctrl-C reaches it.
+    """
+    try:
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # that of ``SSLSocket`` would also end its TLS
+    except OSError:
+        pass  # it has ended
+
+
+@contextmanager
+def reads_end(sock: socket.socket, seconds: float) -> Iterator[None]:
+    """Around reads that shall take no longer, whatever the peer sends; see ``end_reads``."""
+    timer = threading.Timer(seconds, end_reads, [sock])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -20,6 +20,7 @@ from tenant_sdk.connection import key_exchange
 from tenant_sdk.connection.channel import Channel, Entropy, Pending
 from tenant_sdk.connection.clock import CLOCK, Clock
 from tenant_sdk.connection.quick_poll import QuickPoll
+from tenant_sdk.connection.tls_socket import end_reads
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,8 @@ class WebsocketChannel(Channel):
         self._poll = QuickPoll(SPIN_SECONDS)
         self._poll.register(self._wake_read, select.POLLIN)
         self._events = 0  # what the socket is registered for
+        self._reading_since: float | None = None  # when a read began that goes on
+        self._cut = False  # such a read was ended
         self._stop = threading.Event()
         register_for_fork(self)
         threading.Thread(target=self._keep_alive, name="symbiosis-keepalive", daemon=True).start()
@@ -127,8 +130,9 @@ class WebsocketChannel(Channel):
             # What TLS has decrypted already does not wake poll().
             if not self._sock.pending() and self._sleep(blocked, left, now < awake_until):
                 last_progress = self._clock.now()
-            before = self._reader.progress
+            before, self._reading_since = self._reader.progress, self._clock.now()
             self._read()
+            self._reading_since = None
             # Pings do not count: an executor that sends only those is one that does not answer.
             if self._reader.progress != before:
                 last_progress = self._clock.now()
@@ -174,6 +178,12 @@ class WebsocketChannel(Channel):
                 count = self._sock.recv_into(self._reader.get_buffer())
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 return
+            except OSError:
+                if not self._cut:
+                    raise
+                count = 0
+            if count == 0 and self._cut:
+                raise self._no_progress()
             if count == 0:
                 raise ConnectionLost(
                     f"{self.peer} ended the connection; open a new session and resume from your last "
@@ -208,10 +218,17 @@ class WebsocketChannel(Channel):
 
     def _keep_alive(self) -> None:
         """Keep middleboxes from forgetting an idle connection, and notice early that it died."""
-        while not self._stop.wait(KEEPALIVE_SECONDS):
+        pause = min(KEEPALIVE_SECONDS, self.timeout / 2)
+        looks, every = 0, max(1, round(KEEPALIVE_SECONDS / pause))
+        while not self._stop.wait(pause):
+            looks += 1
             with self._lock:
                 busy = self._leading
-            if not busy:
+            since = self._reading_since
+            if since is not None and self._clock.now() - since > self.timeout:
+                self._cut = True
+                end_reads(self._sock)
+            elif not busy and looks % every == 0:
                 try:
                     self.ping()
                 except SymbiosisError as error:

@@ -17,7 +17,7 @@ from tenant_sdk.drafts.decoding import Draft
 from tenant_sdk.drafts.folder import adapter_digest, save_draft
 from tenant_sdk.drafts.head import Vocabulary
 from tenant_sdk.drafts.length import DraftLength, tokens_a_pass
-from tenant_sdk.drafts.options import KEPT_FEATURES, DraftOptions
+from tenant_sdk.drafts.options import KEPT_PARTS, DraftOptions
 from tenant_sdk.drafts.passes import check_forgets
 from tenant_sdk.drafts.training import (
     BATCH,
@@ -128,7 +128,7 @@ def make_draft(
     examples = _read(options, model, tokenizer, callbacks.say)
     prompts = _prompts(options.prompts, tokenizer)
     settings = _settings(options, examples, prompts, model, session)
-    checkpoints = TrainingCheckpoints(output, settings, parts=KEPT_FEATURES)
+    checkpoints = TrainingCheckpoints(output, settings, parts=KEPT_PARTS)
     checkpoints.begin(resume=options.resume)
     with disk_errors(checkpoints.folder, "what the model computes", "Then run again."):
         examples += _answers(options, model, tokenizer, prompts, checkpoints.folder, callbacks.writing)

@@ -14,7 +14,7 @@ from tenant_sdk.tuning.options import AdapterChoice, ReadingOptions
 _TEXT, _DRAFT = "Text", "Draft"
 ANSWER_TOKENS = 256
 CARD = "draft.json"  # in a draft's folder
-KEPT_FEATURES = "features-*"  # files that an interrupted training leaves
+KEPT_PARTS = ("features-*", "answers-*")  # files that an interrupted training leaves
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class Proposer:
     def __init__(self, config: Any) -> None:
         self._folder = Path(config.additional_config[FOLDER])
         self._guesses = config.speculative_config.num_speculative_tokens
+        self._tokens = config.model_config.get_vocab_size()  # vLLM's head has more rows, to fill up a block
         self._hidden: torch.Tensor | None = None
         self._drafted: Mapping[str, Sequence[int]] = {}
         self._runner: Any = None
@@ -47,7 +48,7 @@ class Proposer:
         weight = getattr(head, "weight", None)
         if weight is None or not hasattr(model, "embed_input_ids"):
             raise ConfigurationError(f"drafts do not go with vLLM's {type(model).__name__}")
-        self._head, tokens = read_weights(self._folder, card, *weight.shape)
+        self._head, tokens = read_weights(self._folder, card, self._tokens, weight.shape[1])
         bias = getattr(head, "bias", None)
         self._vocabulary = Vocabulary(model.embed_input_ids, weight.detach(), bias, tokens)
         self._compute = model.compute_logits

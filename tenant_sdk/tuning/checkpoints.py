@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ class TrainingCheckpoints:
     Args:
         output: of the training; the folder is its sibling ``NAME.checkpoints``.
         settings: what must be the same when a training is resumed.
-        parts: pattern of the names of other files that are kept for a resumed training.
+        parts: patterns of the names of other files that are kept for a resumed training.
     """
 
-    def __init__(self, output: Path, settings: Mapping[str, Any], *, parts: str = "") -> None:
+    def __init__(self, output: Path, settings: Mapping[str, Any], *, parts: Sequence[str] = ()) -> None:
         self.folder = output.with_name(output.name + ".checkpoints")
         self._settings_file = self.folder / "settings.json"
         self._settings, self._parts = dict(settings), parts
@@ -38,7 +38,7 @@ class TrainingCheckpoints:
                 the folder is not this user's alone.
         """
         check_tree(self.folder)
-        if not resume and (self._whole() or (self._parts and any(self.folder.glob(self._parts)))):
+        if not resume and (self._whole() or any(any(self.folder.glob(part)) for part in self._parts)):
             raise ConfigurationError(
                 "{} holds an interrupted training; go on with {resume}, or remove it first",
                 str(self.folder),

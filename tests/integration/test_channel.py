@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import struct
 import threading
 from collections.abc import Callable
@@ -283,6 +284,30 @@ def test_the_socket_is_closed_by_nobody_but_its_leader(tls_dir: Path, threads: T
         error = error_of(leader)
         assert isinstance(error, ConnectionLost), repr(error)
         eventually(lambda: held.sock.fileno() == -1)
+
+
+def test_a_read_that_does_not_end_is_ended(
+    tls_dir: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As OpenSSL's, as long as a peer sends records without data: nothing else sees a timeout then."""
+
+    def script(peer: Peer) -> None:
+        while True:
+            peer.send(frame(b"", PONG))
+
+    with scripted_executor(tls_dir, script) as url:
+        sock = open_connection(url, "token", client_context(tls_dir / "ca.pem"), SECONDS)
+        channel = WebsocketChannel(sock, url, timeout=0.5, entropy=os.urandom)
+        socket.socket.settimeout(sock, None)
+
+        def endless(_: memoryview) -> int:
+            while socket.socket.recv(sock, 1 << 16, socket.MSG_PEEK):
+                os.read(sock.fileno(), 1 << 16)
+            return 0
+
+        monkeypatch.setattr(sock, "recv_into", endless)
+        assert isinstance(error_of(threads.submit(ask, channel)), RequestTimeout)
+        channel.close()
 
 
 # -- pings -----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import RING, Executor
@@ -274,11 +275,17 @@ def test_it_waits_until_somebody_listens(llama: Executor) -> None:
         assert steps[-2:] == ["waiting", "tcp"]
 
 
-def test_it_waits_for_all_executors_together() -> None:
+def test_it_waits_for_all_executors_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    clock = SimpleNamespace(perf_counter=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr("tenant_sdk.command_line.doctor.time", clock)
     with closing(bound("127.0.0.1", 0)) as one, closing(bound("127.0.0.1", 0)) as other:
-        until = time.perf_counter() + 0.3
         targets = [
-            Target(f"wss://127.0.0.1:{sock.getsockname()[1]}", until=until, source=sock is other)
+            Target(f"wss://127.0.0.1:{sock.getsockname()[1]}", until=0.3, source=sock is other)
             for sock in (one, other)
         ]
         found = diagnose(targets, SessionRules())

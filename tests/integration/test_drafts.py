@@ -445,6 +445,33 @@ def test_an_interrupted_draft_asks_for_nothing_twice(
         assert (tmp_path / "draft" / name).read_bytes() == (made[0] / name).read_bytes()
 
 
+def test_a_pipe_is_no_draft(tmp_path: Path, session: Session, model: Any) -> None:
+    """To open it would wait for its other end."""
+    os.mkfifo(tmp_path / CARD)
+    with pytest.raises(ConfigurationError, match="is no file"):
+        load_draft(tmp_path, model, session)
+
+
+def test_answers_of_an_interrupted_draft_are_not_taken_by_another(
+    session: Session, model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.txt").write_text("And what then?\nWhy?\nWhence?\n")
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    options = DraftOptions(
+        tmp_path / "draft", prompts=[tmp_path / "prompts.txt"], answer_tokens=8, batch_size=1
+    )
+    with pytest.raises(KeyboardInterrupt):
+        make_draft(options, model, tokenizer, session, DraftCallbacks(writing=interrupt))
+    other = replace(options, answer_tokens=9)
+    with pytest.raises(ConfigurationError, match="holds an interrupted training"):
+        make_draft(other, model, tokenizer, session, DraftCallbacks())
+    with pytest.raises(ConfigurationError, match="answer_tokens was 8, now 9"):
+        make_draft(replace(other, resume=True), model, tokenizer, session, DraftCallbacks())
+
+
 def test_the_commands(served: Executor, tmp_path: Path) -> None:
     """A draft from plain text, and the same answer with it."""
     folder = tmp_path / "draft"

@@ -249,6 +249,16 @@ def test_a_session_that_has_grown_old_moves_silently(
     assert not _told(caplog)
 
 
+def test_sessions_that_ended_leave_no_timers(start: Start, reach: Callable[..., tenant_sdk.Session]) -> None:
+    """One timer looks at the ages of all; timers of handshakes and ends are gone within seconds."""
+    one = start(limits=ConnectionLimits(seconds=3600.0))
+    loop = one.service.engine.loop
+    for _ in range(20):
+        reach(one).close()
+    later = [at for at, *_ in loop._timers if at > loop.now + 60.0]
+    assert len(later) == 1
+
+
 def test_a_lone_executor_may_send_old_sessions_away_too(
     start: Start, reach: Callable[..., tenant_sdk.Session], caplog: pytest.LogCaptureFixture
 ) -> None:

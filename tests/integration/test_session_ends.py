@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import RING, TENANT, Executor
-from raw_peers import ERROR, INT32, SECONDS, eventually, open_raw, product
+from raw_peers import ERROR, INT32, SECONDS, TEXT, eventually, open_raw, product
 
 import tenant_sdk
 from provider.config import ServeConfig
@@ -164,6 +164,21 @@ def test_a_tenant_that_comes_and_goes_fills_no_log(serving: Served) -> None:
     serving.connect(serving.provider.url, serving.tokens.add("other")).close()
     eventually(lambda: len(serving.entries("tenant other left")) == 1)
     assert [len(serving.entries(f"tenant {TENANT} {what}")) for what in ("connected", "left")] == [3, 3]
+
+
+def test_a_tenant_that_breaks_the_protocol_again_and_again_fills_no_log(serving: Served) -> None:
+    limits = serving.provider.server.service.log_limits
+    limits[TENANT] = LogRateLimiter(10 * SECONDS, 3)
+    executor = Executor(serving.provider.url, serving.tokens.add(TENANT), serving.ca)
+    for _ in range(8):
+        with open_raw(executor) as peer:
+            peer.send(peer.frame(b"text", TEXT))
+            while peer.sock.recv(1 << 16):  # the error, and the end
+                pass
+    told = [
+        serving.entries(f"tenant {TENANT}{what}") for what in (" broke the protocol", ": connection ended")
+    ]
+    assert sum(map(len, told)) == 3
 
 
 def test_an_expired_token_is_told_from_an_unknown_one(serving: Served) -> None:

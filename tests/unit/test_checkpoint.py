@@ -129,6 +129,42 @@ def test_rows_are_read_without_the_rest(checkpoint: Callable[[str], Path]) -> No
     assert source.layout(name) == ((128, 64), torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_located_rows_are_the_same_and_parse_nothing(
+    dtype: torch.dtype, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors reads the names of all tensors of a file, under Python's lock."""
+    shutil.copy(checkpoint("llama") / "config.json", tmp_path)
+    tensors = {
+        "matrix": torch.randn(7, 5).to(dtype),
+        "cube": torch.randn(3, 2, 4).to(dtype),
+        "vector": torch.randn(6).to(dtype),
+        "number": torch.tensor(3.5, dtype=dtype),
+        "nothing": torch.empty(0, 3, dtype=dtype),
+    }
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    opened = Checkpoint(tmp_path)
+    opened.locate(tensors)
+    monkeypatch.setattr("shared.checkpoint.safe_open", None)
+    for name in ("matrix", "cube", "vector", "nothing"):
+        for rows in (slice(0, 1), slice(1, 3), slice(2, None), slice(None), slice(5, 5)):
+            assert torch.equal(opened.read(name, rows), tensors[name][rows])
+    assert torch.equal(opened.read("number"), tensors["number"])
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.truncate(file.seek(0, 2) - 1)
+    last = max(opened._places.values(), key=lambda place: place.begin if 0 not in place.shape else -1)
+    with pytest.raises(CheckpointError, match="has become shorter"):
+        last.read(slice(None))
+
+
+def test_downloads_parse_no_names(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = BaseExecutor(checkpoint("llama"), numerics="ring")
+    monkeypatch.setattr("shared.checkpoint.safe_open", None)
+    for info in executor.manifest.parameters:
+        _, read = executor.catalog.fetch(Fetch("parameter", info.name, 0, info.rows[0]), 1)
+        assert read().numel() == info.rows[0] * info.rows[1]
+
+
 def test_the_digest_changes_with_one_bit_of_one_served_weight(
     tmp_path: Path, checkpoint: Callable[[str], Path]
 ) -> None:

@@ -29,6 +29,7 @@ from provider.engine.latency import LatencyModel
 from provider.engine.scheduler import (
     INTERACTIVE_SECONDS,
     LOOKED_AT,
+    LOOKED_AT_IN_ALL,
     PRODUCT_SECONDS,
     QUIET_SECONDS,
     SHORT_PRODUCT_SECONDS,
@@ -73,6 +74,20 @@ def test_a_decision_takes_no_longer_because_one_tenant_has_more_under_way(others
             policy.add(work("flood", at % GROUPS, 1, FINETUNING, 0.0), 0.0)
         for at in range(others):
             policy.add(work(f"bob {at}", 3, 1, FINETUNING, 0.0), 0.0)
+        latency.asked = 0
+        next_batch(policy, 1.0)
+        asked.append(latency.asked)
+    assert asked[0] == asked[1]
+
+
+def test_a_decision_takes_no_longer_because_many_tenants_have_much_under_way() -> None:
+    asked = []
+    for count in (LOOKED_AT_IN_ALL // 64, LOOKED_AT):
+        latency = Counting(SHAPES)
+        policy = Opportunistic(latency)
+        for tenant in range(64):
+            for at in range(count):
+                policy.add(work(f"tenant {tenant}", at % GROUPS, 1, FINETUNING, 0.0), 0.0)
         latency.asked = 0
         next_batch(policy, 1.0)
         asked.append(latency.asked)
