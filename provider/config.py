@@ -68,7 +68,8 @@ class ServeConfig:
         int,
         Option(
             _SERVED,
-            "Threads for one product. 0: the number of cores, divided by the number of workers.",
+            "Threads for one product. 0: the number of cores, divided by the number of workers; one for each "
+            "worker that Ray starts.",
             least=0,
         ),
     ] = 0
