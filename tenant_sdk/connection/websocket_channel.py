@@ -53,6 +53,8 @@ class WebsocketChannel(Channel):
     """
 
     piece_bytes = PIECE_BYTES
+    _reading_since: float | None = None  # when a read began that goes on
+    _cut = False  # such a read was ended
 
     def __init__(
         self, sock: ssl.SSLSocket, peer: str, *, timeout: float, entropy: Entropy, clock: Clock = CLOCK
@@ -74,8 +76,6 @@ class WebsocketChannel(Channel):
         self._poll = QuickPoll(SPIN_SECONDS)
         self._poll.register(self._wake_read, select.POLLIN)
         self._events = 0  # what the socket is registered for
-        self._reading_since: float | None = None  # when a read began that goes on
-        self._cut = False  # such a read was ended
         self._stop = threading.Event()
         register_for_fork(self)
         threading.Thread(target=self._keep_alive, name="symbiosis-keepalive", daemon=True).start()

@@ -48,6 +48,7 @@ _SAID = {
     "refusal": "write it as `content`",
     "audio": "sound is not read; remove it",
 }
+_LONGEST_HEADER = 1000  # characters
 _PART = 1 << 20  # bytes that are read at once
 # What holds text, but is none.
 _BINARY = (".arrow", ".pdf", ".docx", ".odt", ".xlsx", ".zip", ".gz")
@@ -162,7 +163,8 @@ def read_text(path: Path) -> str:
     text = _plain_text(path)
     if is_table(path):
         return csv_records(path, text, _KEYS)
-    columns = {cell.strip(' "').lower() for cell in re.split("[,;\t]", text.partition("\n")[0])}
+    first = text[:_LONGEST_HEADER].partition("\n")[0]
+    columns = {cell.strip(' "').lower() for cell in re.split("[,;\t]", first)}
     if any(form <= columns <= _USED for form in _FORMS if len(columns) > 1):
         raise ConfigurationError(
             f"{path}: the first line names the columns of a table ({', '.join(sorted(columns))}). Name the "

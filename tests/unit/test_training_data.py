@@ -287,7 +287,7 @@ def test_files_are_told_apart_by_name_or_content(tokenizer: Any, write: Write) -
     marked = write("\ufeff" + json.dumps({"text": "a b c"}), name="b.txt")
     plain = write('{"text": cut off', *["and so on"] * 20, name="c.txt")
     examples = Reader(tokenizer, 16, say=said.append).read([named, marked, plain])
-    assert ["records" in line for line in said] == [True, True, False]
+    assert [" 1 record, " in line for line in said] == [True, True, False]
     assert tokenizer.decode(examples[0]["input_ids"]) == "<s>a b c\u2028d</s>"
     assert said[2].startswith(f"{plain}: read as plain text, ")
 
