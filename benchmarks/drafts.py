@@ -37,7 +37,8 @@ import tenant_sdk
 from tenant_sdk.drafts.making import DraftCallbacks, make_draft
 from tenant_sdk.drafts.options import DraftOptions
 from tenant_sdk.tuning.data import chat_prompt
-from tenant_sdk.tuning.samples import answer_ids
+from tenant_sdk.tuning.generation import answer_ids
+from tenant_sdk.tuning.sampling import Sampling
 
 TOPICS = [
     "bread",
@@ -190,7 +191,7 @@ def write_answers(model: Path, asked: list[str], most: int, file: Path) -> None:
             part = asked[at : at + 24]
             ids = [chat_prompt(tokenizer, [{"role": "user", "content": each}]) for each in part]
             answers = tokenizer.batch_decode(
-                answer_ids(local, tokenizer, ids, most), skip_special_tokens=True
+                answer_ids(local, tokenizer, ids, Sampling(max_new_tokens=most)), skip_special_tokens=True
             )
             for question, answer in zip(part, answers, strict=True):
                 turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

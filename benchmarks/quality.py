@@ -39,7 +39,7 @@ from shared.ring.upper_bits import subtract_upper_bits, take_upper_bits
 from shared.wire.header import EXACT, Direction
 from tenant_sdk.tuning.conversations import fully_learned
 from tenant_sdk.tuning.data import Blocks, Reader, collate_packed, pack, text_tokens
-from tenant_sdk.tuning.finetuning import perplexity
+from tenant_sdk.tuning.evaluation import perplexity
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()

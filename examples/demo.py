@@ -44,10 +44,11 @@ from shared.launching import Program
 from shared.wire.header import SEED_BYTES
 from tenant_sdk.tuning.data import Reader
 from tenant_sdk.tuning.finetuning import TrainingCallbacks, TrainingReport, finetune
+from tenant_sdk.tuning.generation import generate_answers
 from tenant_sdk.tuning.options import TrainingOptions
 from tenant_sdk.tuning.progress import TrainingStep
-from tenant_sdk.tuning.samples import Sample, generate_answers, sample_prompts
-from tenant_sdk.tuning.sampling import ends_of
+from tenant_sdk.tuning.samples import Sample, sample_prompts
+from tenant_sdk.tuning.sampling import Sampling, ends_of
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE / "data"
@@ -233,7 +234,8 @@ def in_plain_transformers(options: Options, adapter: Path) -> list[str]:
     examples = Reader(tokenizer, TrainingOptions.sequence_length, ends=ends).read([options.task.held_out])
     prompts, expected = zip(*sample_prompts(examples, options.task.settings["samples"]), strict=True)
     adapted = peft.PeftModel.from_pretrained(model, str(adapter))
-    return generate_answers(adapted, tokenizer, prompts, max(map(len, expected)) + 1)
+    sampling = Sampling(max_new_tokens=max(map(len, expected)) + 1)
+    return list(generate_answers(adapted, tokenizer, prompts, sampling))
 
 
 def right_fields(answered: Sequence[str], expected: Sequence[str]) -> float:

@@ -108,8 +108,9 @@ def generate(
     connection: options.SessionOptions,
 ) -> None:
     """Answer prompts, or continue them, with or without an adapter; all of it stays on this machine."""
-    file, config = prompting.prompts, connection.session()
+    file = prompting.prompts
     texts = [prompting.text()] if file is None else prompts_of(file)
+    config = connection.session()
     with _ready(prompting, context, local, config) as ready:
         from tenant_sdk.tuning.data import chat_prompt, has_chat_template, prompt_tokens
 

@@ -231,7 +231,6 @@ def doctor(
                 RESULTS.print(f"  {'':<13}→ {escape(result.remedy.shown(executors.names))}")
             failed |= result.ok is False
     if failed:
-        RESULTS.print("[bold red]faults were found[/]: repair the first step with ✗, then try again")
         raise typer.Exit(1)
     RESULTS.print("[green]no fault was found[/]")
 
