@@ -30,7 +30,8 @@ MIN_READINGS = 4.0
 INTERACTIVE_SECONDS = 2.0  # who waited for a token this recently may soon wait for the next
 MIN_WAIT_SECONDS = 1e-4  # waking up again takes as long
 # Requests of each tenant that a decision looks at, decodes and others apart. Else a decision would take the
-# longer the more requests one tenant has under way, and all tenants wait while it is made.
+# longer the more requests one tenant has under way, and all tenants wait while it is made. Of many tenants it
+# looks at fewer each, but at one at least.
 LOOKED_AT = 64
 LOOKED_AT_IN_ALL = 512
 

@@ -484,9 +484,9 @@ def _figures(
         del chosen[name]
     if not method.prompt_like:
         del chosen["virtual_tokens"]
-    counted = ("answered", "right_base", "right_adapter")  # later
+    later = ("answered", "right_base", "right_adapter")
     figures = chosen | {"tokens": tokens} | asdict(report)
-    figures = {name: value for name, value in figures.items() if name not in counted}
+    figures = {name: value for name, value in figures.items() if name not in later}
     if resumed_at := figures.pop("resumed_at"):
         figures |= {"resumed_at_step": resumed_at, "seconds_since_resumed": figures.pop("seconds")}
     return {name: value for name, value in figures.items() if value is not None}
