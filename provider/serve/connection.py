@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -32,6 +33,7 @@ class Connection(ABC):
     Attributes:
         tenant: who it is.
         token: SHA-256 of the one that let it in.
+        drain_at: time of the loop at which it is drained.
     """
 
     _session: TenantSession
@@ -40,6 +42,7 @@ class Connection(ABC):
         self.tenant, self.token = tenant, token
         self._who = {"tenant": tenant, "peer": peer}  # for the log
         self._draining = self._ending = self._ended = False
+        self.drain_at = math.inf
 
     def start(self, loop: Loop, ended: Callable[[], None]) -> None:
         """Serve it in the loop until it has ended, and say so."""
@@ -131,7 +134,6 @@ class Connections:
         self._open: set[Connection] = set()
         self._changed = threading.Condition()
         self._full, self._unchecked = LogRateLimiter(REMIND_SECONDS), LogRateLimiter(REMIND_SECONDS)
-        self._drain_at: dict[Connection, float] = {}
         self._looks_at_ages = False
         self._tenant_full = defaultdict[str, LogRateLimiter](lambda: LogRateLimiter(REMIND_SECONDS))
         self.draining = False
@@ -179,33 +181,35 @@ class Connections:
 
     def start(self, connection: Connection) -> None:
         """Serve it from now on, in the room that was kept for it; in the loop's thread."""
+        if self._limits.seconds:
+            connection.drain_at = self.loop.now + self._limits.seconds * self._chance(*JITTER)
         with self._changed:
             self._reserved -= 1
             self._open.add(connection)
         self.release_for(connection.tenant)
         self.metrics.connected(1)
+        # It reads at once, so it may end here: nothing else may keep it than what ``_ended`` takes it from.
         connection.start(self.loop, partial(self._ended, connection))
         if self.draining:
             connection.drain()
-        elif self._limits.seconds:
-            if not self._looks_at_ages:
-                self._looks_at_ages = True
-                self.loop.call_later_weak(self._limits.seconds * AGES, self._drain_old)
-            self._drain_at[connection] = self.loop.now + self._limits.seconds * self._chance(*JITTER)
+        elif self._limits.seconds and not self._looks_at_ages:
+            self._looks_at_ages = True
+            self.loop.call_later_weak(self._limits.seconds * AGES, self._drain_old)
 
     def _drain_old(self) -> None:
-        """Drain old connections. One timer serves all, and none is left of a connection that has ended."""
-        for connection, at in list(self._drain_at.items()):
-            if at <= self.loop.now:
-                del self._drain_at[connection]
+        """Drain old connections; one timer serves all."""
+        with self._changed:
+            connections = list(self._open)
+        for connection in connections:
+            if connection.drain_at <= self.loop.now:
+                connection.drain_at = math.inf
                 connection.drain()
-        self._looks_at_ages = bool(self._drain_at)
+        self._looks_at_ages = bool(connections)
         if self._looks_at_ages:
             self.loop.call_later_weak(self._limits.seconds * AGES, self._drain_old)
 
     def _ended(self, connection: Connection) -> None:
         self.metrics.connected(-1)
-        self._drain_at.pop(connection, None)
         with self._changed:
             self._open.discard(connection)
             self._changed.notify_all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -32,6 +31,7 @@ from tenant_sdk.command_line.output import (
 )
 from tenant_sdk.drafts.card import check_adapter, read_card
 from tenant_sdk.session.options import SessionConfig
+from tenant_sdk.terminal import json_line
 from tenant_sdk.tuning.options import ModelOptions
 from tenant_sdk.tuning.records import prompts_of
 from tenant_sdk.tuning.sampling import Sampling
@@ -162,7 +162,7 @@ def _answer_all(ready: _Ready, texts: list[str], tokens: list[list[int]], sampli
     answers = answer_prompts(ready.model, ready.tokenizer, tokens, sampling, more)
     with bars({"answering": "prompt"}) as show:
         for done, (text, answer) in enumerate(zip(texts, answers, strict=True), 1):
-            line = json.dumps({"prompt": text, "answer": answer}, ensure_ascii=False)
+            line = json_line({"prompt": text, "answer": answer})
             RESULTS.print(line, markup=False)
             show("answering", done, len(texts))
     return f"{counted(len(texts), 'prompt')} in {time.perf_counter() - started:.1f} s"
@@ -265,7 +265,7 @@ def _leaves(line: str, conversation: Chat) -> bool:
 
 def _save(name: str, conversation: Chat) -> None:
     """Write the conversation as a record of training data, for its user's eyes alone."""
-    record = json.dumps({"messages": conversation.messages}, ensure_ascii=False)
+    record = json_line({"messages": conversation.messages})
     if not name.endswith(".jsonl"):  # what is pasted cannot make files that programs run
         STATUS.print("name a file that ends in .jsonl")
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from tenant_sdk.command_line.output import (
     shown,
 )
 from tenant_sdk.command_line.training import print_right, print_samples
+from tenant_sdk.terminal import json_line
 from tenant_sdk.tuning.options import EvaluationOptions, ModelOptions
 from tenant_sdk.tuning.records import check_data
 
@@ -95,6 +95,6 @@ def _write(file: Path, samples: Sequence[Sample]) -> None:
     ]
     try:
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
-            out.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            out.writelines(json_line(line) + "\n" for line in lines)
     except OSError as error:
         raise StorageError(f"{file} cannot be written: {error.strerror}") from error

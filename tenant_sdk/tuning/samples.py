@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tenant_sdk.terminal import visible
 from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example
 from tenant_sdk.tuning.generation import context_of, generate_answers
 from tenant_sdk.tuning.options import MAX_ANSWER_TOKENS
@@ -98,7 +97,7 @@ def compare(
     def answers(before: int) -> list[str | None]:
         found: list[str | None] = []
         for text in generate_answers(model, tokenizer, prompts, sampling):
-            found.append(visible(text))
+            found.append(text)
             progress(before + len(found), len(prompts) * (1 + adapted))
         return found
 
@@ -106,7 +105,7 @@ def compare(
     with base_alone(model) as alone:
         base = answers(len(prompts) * adapted) if alone else unknown
     texts = (
-        [visible(text.strip()) for text in tokenizer.batch_decode([*ids], skip_special_tokens=True)]
+        [text.strip() for text in tokenizer.batch_decode([*ids], skip_special_tokens=True)]
         for ids in (prompts, expected)
     )
     return [Sample(*row) for row in zip(*texts, base, its, strict=True)]
