@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import openai
+import peft
 import pytest
+import torch
 from commands import BASE_MODEL, ENVIRONMENT, ROOT
 from conftest import Executor
+from transformers import AutoModelForCausalLM
 
 from shared.launching import Program, free_port
 
@@ -22,6 +29,15 @@ PYTHON = Path(os.environ.get("SYMBIOSIS_GATEWAY_PYTHON", ROOT / ".venv-gateway" 
 needed = pytest.mark.skipif(not PYTHON.exists(), reason="no environment with vLLM: `make gateway` makes it")
 SECONDS = 800  # a busy machine takes minutes to load vLLM; a test has 900
 CLIENTS = Path(__file__).parent / "clients"
+PROMPTS = (
+    "Mon 3 March. Biscuit, beagle, 6 y, owner Mrs",
+    "And in the beginning",
+    "The king said unto",
+    "Seen: Boaz, ram, owner Mr Rivers.",
+)
+NUMERICS = (
+    "ring-fine"  # log-likelihoods of several tokens to 1e-3; with ``ring`` they are off by up to 1.4e-3
+)
 # Says what was said before and ends, as templates of chat models do.
 TEMPLATE = (
     "{% if tools %}tools: {{ tools | tojson }}, called as <tool_call>...</tool_call>\n{% endif %}"
@@ -93,3 +109,35 @@ def ran(script: str, *arguments: object, python: Path = PYTHON) -> dict[str, Any
     assert done.returncode == 0, done.stderr[-3000:]
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return told
+
+
+def local(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def write_adapter(model: Path, folder: Path, seed: int, rank: int = 4) -> None:
+    """A LoRA adapter that changes what the model says."""
+    torch.manual_seed(seed)
+    adapted = peft.get_peft_model(local(model), peft.LoraConfig(r=rank, target_modules="all-linear"))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.03)
+    adapted.save_pretrained(folder)
+
+
+def metric(executor: Executor, name: str) -> float:
+    with urllib.request.urlopen(f"{executor.admin_url}/metrics", timeout=800) as answer:
+        found = re.findall(rf"(?m)^{name}(?:{{.*}})? (\S+)$", answer.read().decode())
+    return sum(map(float, found))
+
+
+def until(true: Callable[[], bool], what: str, seconds: float = 800.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, what
+        time.sleep(0.1)
+
+
+def complete(client: openai.OpenAI, name: str, prompt: str, tokens: int = 16, **options: Any) -> str:
+    answer = client.completions.create(model=name, prompt=prompt, max_tokens=tokens, temperature=0, **options)
+    return answer.choices[0].text

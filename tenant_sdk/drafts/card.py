@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,17 @@ class DraftCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     acceptance: tuple[float, ...]
     learned_tokens: int
     held_out_tokens: int
+
+
+def draft_folders(folder: Path) -> Sequence[Path]:
+    """The drafts of a folder, itself or those below it, by name; hidden ones are being written."""
+    if (folder / CARD).is_file():
+        return [folder]
+    try:
+        below = sorted(folder.iterdir())
+    except OSError:
+        return []
+    return [each for each in below if not each.name.startswith(".") and (each / CARD).is_file()]
 
 
 def read_card(folder: Path) -> DraftCard:

@@ -149,7 +149,7 @@ class Draft:
             while not text.ended:
                 state = self._pass(text, passes, state, hidden)
             while self._pace is not None and (self.passes - before) % self._pace.multiple:
-                self._fill(text, passes)
+                self._fill(text, passes, state)
         return text.output(passes.cache)
 
     def _pass(self, text: _Text, passes: Passes, state: Tensor, hidden: Callable[[], Tensor]) -> Tensor:
@@ -166,11 +166,15 @@ class Draft:
         self.passes, self.tokens = self.passes + 1, self.tokens + taken
         return hidden()[:, taken - 1]
 
-    def _fill(self, text: _Text, passes: Passes) -> None:
-        """A pass after the end of a text, which looks like those before."""
+    def _fill(self, text: _Text, passes: Passes, state: Tensor) -> None:
+        """A pass after the end of a text, which looks like those before.
+
+        It guesses too: without the time that this takes, its requests would come early.
+        """
         self._keep_pace()
         size = min(self._length.next, passes.room)
-        passes.check(torch.cat([text.ids, text.ids[:, -1:].expand(-1, size)], 1), size + 1)
+        guesses = self._guess(state, text.ids[:, -1], size)
+        passes.check(torch.cat([text.ids, guesses], 1), size + 1)
         passes.keep(0)
         self.passes += 1
 

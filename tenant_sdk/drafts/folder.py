@@ -7,6 +7,7 @@ it can only be slow, so one that was made for another model or adapter is refuse
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,15 @@ def adapter_digest(model: Any) -> str:
     active = [*getattr(model, "active_adapters", [model.active_adapter])]
     if len(active) != 1:
         raise ConfigurationError(f"a draft is for one adapter, and {len(active)} are active")
+    return digest_of_tensors(
+        get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=False)
+    )
+
+
+def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """The same of an adapter's tensors, by the names that they have in a file."""
     digest = hashlib.sha256()
-    state = get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=False)
-    for name, values in sorted(state.items()):
+    for name, values in sorted(tensors.items()):
         digest.update(f"{name} {list(values.shape)} ".encode())
         digest.update(values.detach().float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
@@ -130,14 +137,7 @@ def check_fits(card: DraftCard, folder: Path, manifest: Manifest, digest: str) -
     Raises:
         ModelMismatch: it is one.
     """
-    if card.weights != manifest.weights:
-        raise ModelMismatch(
-            Message(
-                "the draft in {} was made for {} (weights {}), but this session's base is {} (weights {})",
-                *(str(folder), plain_name(card.model), plain_name(card.weights[:16])),
-                *(plain_name(manifest.model), manifest.weights[:16]),
-            )
-        )
+    check_base(card, folder, manifest)
     check_adapter(card, folder, adapted=bool(digest))
     if card.adapter != digest:
         raise ModelMismatch(
@@ -145,6 +145,22 @@ def check_fits(card: DraftCard, folder: Path, manifest: Manifest, digest: str) -
                 "the draft in {} is for another adapter: train one with `draft --adapter`, or leave out "
                 "{draft}",
                 str(folder),
+            )
+        )
+
+
+def check_base(card: DraftCard, folder: Path, manifest: Manifest) -> None:
+    """Refuse a draft of another base.
+
+    Raises:
+        ModelMismatch: it is one.
+    """
+    if card.weights != manifest.weights:
+        raise ModelMismatch(
+            Message(
+                "the draft in {} was made for {} (weights {}), but this session's base is {} (weights {})",
+                *(str(folder), plain_name(card.model), plain_name(card.weights[:16])),
+                *(plain_name(manifest.model), manifest.weights[:16]),
             )
         )
 

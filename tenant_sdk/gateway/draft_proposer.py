@@ -1,27 +1,44 @@
-"""A draft's guesses for vLLM's sequences, through vLLM's ``custom_class`` for speculation."""
+"""Drafts' guesses for vLLM's sequences, through vLLM's ``custom_class`` for speculation."""
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
-from shared.errors import ConfigurationError
-from tenant_sdk.drafts.card import read_card
-from tenant_sdk.drafts.folder import check_fits, read_weights
-from tenant_sdk.drafts.head import Vocabulary, guess
+from shared.errors import ConfigurationError, SymbiosisError
+from tenant_sdk.drafts.card import DraftCard, draft_folders, read_card
+from tenant_sdk.drafts.folder import check_base, digest_of_tensors, read_weights
+from tenant_sdk.drafts.head import DraftHead, Vocabulary, guess
 from tenant_sdk.gateway.connection import session_here
+from tenant_sdk.storage import ADAPTER_WEIGHTS
 
 FOLDER = "draft"  # in vLLM's ``additional_config``
+_DIGESTS = 1024  # of adapters, which are remembered
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class _Draft:
+    """One that guesses."""
+
+    head: DraftHead
+    vocabulary: Vocabulary
 
 
 class Proposer:
     """Guesses the next tokens of each sequence from its last hidden state.
 
-    The draft is that of the base model. Sequences of adapters have the same one: its guesses are less often
-    right there, and no text depends on them.
+    An adapter's sequences have the adapter's draft, or else that of the base model: its guesses are less
+    often right there, and no text depends on them. Drafts that are added later are found, too.
 
     Args:
         config: vLLM's.
@@ -34,23 +51,25 @@ class Proposer:
         self._hidden: torch.Tensor | None = None
         self._drafted: Mapping[str, Sequence[int]] = {}
         self._runner: Any = None
+        most = 1 + (config.lora_config.max_loras if config.lora_config else 0)
+        self._read = functools.lru_cache(most)(self._find)  # weights of drafts take memory
+        self._digest = functools.lru_cache(_DIGESTS)(_adapter_digest)
 
     def load_model(self, model: Any) -> None:
-        """Read the draft, and from now on see what the head of vLLM's model reads.
+        """Read the drafts, and from now on see what the head of vLLM's model reads.
 
         Raises:
-            ConfigurationError: the draft is damaged, or the model's head is not where it is expected.
-            ModelMismatch: it is a draft of another model.
+            ConfigurationError: a draft is damaged, or the model's head is not where it is expected.
+            ModelMismatch: one is a draft of another model.
         """
-        card = read_card(self._folder)
-        check_fits(card, self._folder, session_here().manifest, "")
         head = getattr(model, "lm_head", None)
         weight = getattr(head, "weight", None)
         if weight is None or not hasattr(model, "embed_input_ids"):
             raise ConfigurationError(f"drafts do not go with vLLM's {type(model).__name__}")
-        self._head, tokens = read_weights(self._folder, card, self._tokens, weight.shape[1])
-        bias = getattr(head, "bias", None)
-        self._vocabulary = Vocabulary(model.embed_input_ids, weight.detach(), bias, tokens)
+        self._embed, self._weight = model.embed_input_ids, weight.detach()
+        self._bias = getattr(head, "bias", None)
+        for folder in draft_folders(self._folder):  # later, a damaged one is passed over
+            self._load(folder, read_card(folder))
         self._compute = model.compute_logits
         model.compute_logits = self._logits
 
@@ -65,22 +84,54 @@ class Proposer:
 
     @torch.no_grad()
     def propose(self, sampled: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
-        """Guesses for each sequence; none for those that have no token of this step.
+        """Guesses for each sequence; none for those that have no token of this step, or no draft.
 
         Args:
             sampled: new tokens of each sequence: the right guesses, and one more.
         """
-        names, rows, writing, first = self._runner.input_batch.req_ids, list[int](), list[int](), 0
+        names, first, changed = self._runner.input_batch.req_ids, 0, self._changed()
+        guesses, writing = [list[int]() for _ in sampled], defaultdict[_Draft, list[tuple[int, int]]](list)
         for at, tokens in enumerate(sampled):
-            if tokens:
-                rows.append(first + len(tokens) - 1)
-                writing.append(at)
+            if tokens and (draft := self._draft_of(names[at], changed)) is not None:
+                writing[draft].append((at, first + len(tokens) - 1))
             first += 1 + len(self._drafted.get(names[at], ()))
-        guesses = [list[int]() for _ in sampled]
-        if not writing or self._hidden is None:
+        if self._hidden is None:
             return guesses
-        newest = torch.tensor([sampled[at][-1] for at in writing], device=self._hidden.device)
-        found = guess(self._head, self._vocabulary, self._hidden[rows], newest, self._guesses)
-        for at, tokens in zip(writing, found.tolist(), strict=True):
-            guesses[at] = tokens
+        for draft, places in writing.items():
+            newest = torch.tensor([sampled[at][-1] for at, _ in places], device=self._hidden.device)
+            hidden = self._hidden[[row for _, row in places]]
+            found = guess(draft.head, draft.vocabulary, hidden, newest, self._guesses)
+            for (at, _), tokens in zip(places, found.tolist(), strict=True):
+                guesses[at] = tokens
         return guesses
+
+    def _changed(self) -> int:
+        """When a draft was added to the folder or removed, in a unit of its own."""
+        try:
+            return self._folder.stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    def _draft_of(self, sequence: str, changed: int) -> _Draft | None:
+        adapter = self._runner.requests[sequence].lora_request
+        return self._read("" if adapter is None else self._digest(adapter.lora_path), changed)
+
+    def _find(self, adapter: str, changed: int) -> _Draft | None:
+        """The draft for an adapter by its digest (the base: empty); else the base's; else none."""
+        for folder in draft_folders(self._folder):
+            try:
+                if (card := read_card(folder)).adapter == adapter:
+                    return self._load(folder, card)
+            except SymbiosisError as error:
+                log.warning("a draft is not used: %s", error)
+        return self._read("", changed) if adapter else None
+
+    def _load(self, folder: Path, card: DraftCard) -> _Draft:
+        check_base(card, folder, session_here().manifest)
+        head, tokens = read_weights(folder, card, self._tokens, self._weight.shape[1])
+        return _Draft(head, Vocabulary(self._embed, self._weight, self._bias, tokens))
+
+
+def _adapter_digest(folder: str) -> str:
+    """Of an adapter that vLLM has; another content has another folder."""
+    return digest_of_tensors(load_file(Path(folder) / ADAPTER_WEIGHTS))

@@ -10,7 +10,7 @@ from typing import Annotated
 from shared.errors import Argument, ConfigurationError, Message
 from shared.options import Option, check_fields
 from shared.secrets import Secret, text_of
-from tenant_sdk.drafts.options import CARD
+from tenant_sdk.drafts.card import draft_folders
 from tenant_sdk.gateway.admission import LOOPBACK
 
 _SERVER, _MODEL = "Server", "Model and adapters"
@@ -149,9 +149,10 @@ class GatewayOptions:
         str,
         Option(
             _MODEL,
-            "Guess several tokens and check them in one step. FOLDER: a draft (docs/how-to/distance.md) or a "
-            "small model guesses. prompt-lookup: guesses are taken from the text so far. The number of steps "
-            "then tells the provider something about the text (docs/how-to/gateway.md).",
+            "Guess several tokens and check them in one step. FOLDER: a draft (docs/how-to/distance.md), a "
+            "folder of drafts for the base model and for adapters, or a small model guesses. prompt-lookup: "
+            "guesses are taken from the text so far. The number of steps then tells the provider something "
+            "about the text (docs/how-to/gateway.md).",
             unit="prompt-lookup|FOLDER",
         ),
     ] = ""
@@ -191,8 +192,8 @@ class GatewayOptions:
         small = (Path(self.speculate) / "config.json").is_file()
         if self.speculate not in ("", LOOKUP) and not small and not self.drafts:
             raise ConfigurationError(
-                "{speculate}: give {}, or the folder of a draft, or of a small model with the same "
-                "tokenizer, which then runs here",
+                "{speculate}: give {}, or the folder of a draft, of several drafts, or of a small model with "
+                "the same tokenizer, which then runs here",
                 LOOKUP,
                 speculate=self.speculate,
             )
@@ -212,9 +213,9 @@ class GatewayOptions:
                 )
 
     @property
-    def drafts(self) -> bool:
-        """Whether a draft guesses tokens."""
-        return self.speculate not in ("", LOOKUP) and (Path(self.speculate) / CARD).is_file()
+    def drafts(self) -> Sequence[Path]:
+        """Folders of the drafts that guess tokens; without any, something else does, or nothing."""
+        return () if self.speculate in ("", LOOKUP) else draft_folders(Path(self.speculate))
 
     @property
     def keys(self) -> Sequence[str]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import ConfigurationError, SymbiosisError
+from shared.errors import ConfigurationError, Message, SymbiosisError
 from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.adapters import largest_rank
 from tenant_sdk.gateway.admission import MAX_ADAPTERS, Authenticator, Queue
@@ -185,11 +185,7 @@ def _prepare(
                 "{context}: this model takes {} tokens at most", longest, context=options.context
             )
         manifest = session.manifest
-    if options.drafts:
-        from tenant_sdk.drafts.card import read_card
-        from tenant_sdk.drafts.folder import check_fits
-
-        check_fits(read_card(Path(options.speculate)), Path(options.speculate), manifest, "")
+    check_drafts(options, manifest)
     authenticator = Authenticator(options.keys)
     endpoints.serving = endpoints.Gateway(
         folder=folder,
@@ -208,6 +204,34 @@ def _prepare(
         tool_parser=_tool_parser(options, tokenizer, say),
         ready_file=options.ready_file,
     )
+
+
+def check_drafts(options: GatewayOptions, manifest: Manifest) -> None:
+    """Refuse drafts that no sequence could use.
+
+    Raises:
+        ConfigurationError: one is damaged or for an adapter where there are none, or two are for the same.
+        ModelMismatch: one was made for another base.
+    """
+    from tenant_sdk.drafts.card import read_card
+    from tenant_sdk.drafts.folder import check_base
+
+    found = dict[str, Path]()
+    for folder in options.drafts:
+        card = read_card(folder)
+        check_base(card, folder, manifest)
+        if card.adapter and options.adapters is None:
+            raise ConfigurationError(
+                Message(
+                    "the draft in {} is for an adapter: give the adapters' folder with {adapters}",
+                    str(folder),
+                )
+            )
+        if (other := found.setdefault(card.adapter, folder)) != folder:
+            same = "adapter" if card.adapter else "base model"
+            raise ConfigurationError(
+                f"{other} and {folder} are drafts for the same {same}: move one of them elsewhere"
+            )
 
 
 def _tool_parser(options: GatewayOptions, tokenizer: Any, say: Callable[[str], None]) -> str:

@@ -22,28 +22,28 @@ from typing import Any
 import openai
 import peft
 import pytest
-import torch
 from conftest import Executor, executor_processes
-from gateways import RunningGateway, chat_model, gateway, needed, ran
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from gateways import (
+    NUMERICS,
+    PROMPTS,
+    RunningGateway,
+    chat_model,
+    complete,
+    gateway,
+    local,
+    metric,
+    needed,
+    ran,
+    until,
+    write_adapter,
+)
+from transformers import AutoTokenizer
 
 from shared.launching import free_port
-from tenant_sdk.drafts.folder import save_draft
-from tenant_sdk.drafts.head import DraftHead
 
 pytestmark = needed
 
 KEY = "a-key-that-is-nobody-s"
-PROMPTS = (
-    "Mon 3 March. Biscuit, beagle, 6 y, owner Mrs",
-    "And in the beginning",
-    "The king said unto",
-    "Seen: Boaz, ram, owner Mr Rivers.",
-)
-NUMERICS = (
-    "ring-fine"  # log-likelihoods of several tokens to 1e-3; with ``ring`` they are off by up to 1.4e-3
-)
-COUNTED = ("symbiosis_rows_total", "symbiosis_product_seconds_count")  # by the provider
 
 
 @pytest.fixture(scope="module")
@@ -54,20 +54,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own |= {"do_sample": True, "temperature": 0.3, "top_p": 0.5}
     (folder / "generation_config.json").write_text(json.dumps(own))
     return folder
-
-
-def local(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-def write_adapter(model: Path, folder: Path, seed: int, rank: int = 4) -> None:
-    """A LoRA adapter that changes what the model says."""
-    torch.manual_seed(seed)
-    adapted = peft.get_peft_model(local(model), peft.LoraConfig(r=rank, target_modules="all-linear"))
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.03)
-    adapted.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -146,24 +132,6 @@ def refused(url: str, key: str = "") -> int:
         with error:
             return error.code
     raise AssertionError(f"{url} was answered")
-
-
-def metric(executor: Executor, name: str) -> float:
-    with urllib.request.urlopen(f"{executor.admin_url}/metrics", timeout=800) as answer:
-        found = re.findall(rf"(?m)^{name}(?:{{.*}})? (\S+)$", answer.read().decode())
-    return sum(map(float, found))
-
-
-def until(true: Callable[[], bool], what: str, seconds: float = 800.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, what
-        time.sleep(0.1)
-
-
-def complete(client: openai.OpenAI, name: str, prompt: str, tokens: int = 16, **options: Any) -> str:
-    answer = client.completions.create(model=name, prompt=prompt, max_tokens=tokens, temperature=0, **options)
-    return answer.choices[0].text
 
 
 def likelihoods(client: openai.OpenAI, name: str) -> list[float | None]:
@@ -624,86 +592,3 @@ def test_the_provider_dies_and_comes_back(
 
     until(answered, "answers again for the tests to come")
     until(lambda: get(running, "/healthz") == {"status": "ok"}, "healthy for the tests to come")
-
-
-def save_untrained_draft(provider: Executor, folder: Path) -> Path:
-    """A draft that guesses the model's next token again and again."""
-    folder.mkdir()
-    with provider.connect() as session:
-        model: Any = session.load_model(progress=False)
-        head = DraftHead(model.config.hidden_size, 64)
-        tokens = torch.arange(model.config.vocab_size)
-        shares = {"acceptance": (0.5,) * 3, "learned_tokens": 1, "held_out_tokens": 1}
-        save_draft(folder, head, tokens, model, session, **shares)
-    return folder
-
-
-def test_a_draft_changes_no_text(start: Start, masks: Executor, model: Path, tmp_path: Path) -> None:
-    provider = start(model, "--numerics", NUMERICS)
-    draft = save_untrained_draft(provider, tmp_path / "draft")
-    words = AutoTokenizer.from_pretrained(model)
-    options = ("--speculate", draft, "--draft-tokens", 3)
-    with (
-        gateway(provider, masks, tmp_path / "drafting", *options, TMPDIR=str(tmp_path)) as it,
-        openai.OpenAI(base_url=f"{it.url}/v1", api_key="none", max_retries=0, timeout=800) as client,
-        ThreadPoolExecutor(4) as threads,
-    ):
-        whole = local(model)
-        prompts = [*PROMPTS, "one two three four one two three four one two"][:4]
-        complete(client, "base", prompts[0], 1)  # what checking needs
-        groups = 4 * whole.config.num_hidden_layers
-        before = counted(provider, groups)
-        first = complete(client, "base", prompts[0], 20)
-        rows, steps = (b - a for a, b in zip(before, counted(provider, groups), strict=True))
-        # One step read the prompt; each other had one row and three guesses.
-        assert 0 < rows - 4 * (steps - 1) <= len(words(prompts[0])["input_ids"])
-        answers = list(threads.map(lambda prompt: complete(client, "base", prompt, 20), prompts))
-        assert answers[0] == first
-        for prompt, answer in zip(prompts, answers, strict=True):
-            ids = words(prompt, return_tensors="pt")["input_ids"]
-            expected = whole.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
-            assert answer == words.decode(expected, skip_special_tokens=True)
-
-
-def test_guesses_change_neither_tokens_nor_rows(
-    start: Start, masks: Executor, model: Path, tmp_path: Path
-) -> None:
-    """Prompt lookup finds much in a text that repeats itself, and nothing elsewhere."""
-    provider = start(model, "--numerics", NUMERICS)
-    words = AutoTokenizer.from_pretrained(model)
-    options = ("--speculate", "prompt-lookup", "--draft-tokens", 3)
-    with (
-        gateway(provider, masks, tmp_path / "guessing", *options, TMPDIR=str(tmp_path)) as it,
-        openai.OpenAI(base_url=f"{it.url}/v1", api_key="none", max_retries=0, timeout=800) as client,
-    ):
-        whole, taken = local(model), list[int]()
-        for prompt in ("one two three four one two three four one two three four one two", PROMPTS[0]):
-            ids = words(prompt, return_tensors="pt")["input_ids"]
-            complete(client, "base", prompt, 1)  # what checking needs
-            groups = 4 * whole.config.num_hidden_layers
-            before = counted(provider, groups)
-            answer = complete(client, "base", prompt, 20)
-            rows, steps = (b - a for a, b in zip(before, counted(provider, groups), strict=True))
-            expected = whole.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
-            assert answer == words.decode(expected, skip_special_tokens=True)
-            # One step read what was not read before; each other had one row and three guesses.
-            assert 0 < rows - 4 * (steps - 1) <= ids.shape[1]
-            taken.append(steps)
-        assert taken[0] < taken[1]  # how many there are depends on the text
-
-        assert list(tmp_path.glob("symbiosis-gateway-*"))
-        it.process.terminate()
-        assert it.process.wait(800) == 0
-        assert not list(tmp_path.glob("symbiosis-gateway-*"))
-
-
-def counted(provider: Executor, groups: int) -> tuple[int, int]:
-    """Rows and requests of a provider for each group, once they are counted."""
-    found = [0.0, 0.0]
-
-    def whole() -> bool:
-        found[:] = [metric(provider, name) / groups for name in COUNTED]
-        return all(each == int(each) for each in found)
-
-    until(whole, "all groups are asked alike")
-    return int(found[0]), int(found[1])

@@ -1,4 +1,4 @@
-"""A draft's folder in the gateway: which tokens it may guess."""
+"""Drafts in the gateway: which sequence has which, and which tokens they may guess."""
 
 from __future__ import annotations
 
@@ -10,26 +10,39 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from shared.errors import ConfigurationError
 from tenant_sdk.drafts.card import DraftCard
-from tenant_sdk.drafts.folder import WEIGHTS
+from tenant_sdk.drafts.folder import WEIGHTS, digest_of_tensors
 from tenant_sdk.drafts.head import DraftHead
 from tenant_sdk.drafts.options import CARD
 from tenant_sdk.gateway.draft_proposer import FOLDER, Proposer
+from tenant_sdk.gateway.options import GatewayOptions
+from tenant_sdk.gateway.serving import check_drafts
+from tenant_sdk.storage import ADAPTER_WEIGHTS
 
 KNOWN, ROWS, WIDTH = 2000, 2048, 8  # tokens of the model, and rows of vLLM's head, which fills up a block
+GUESSES = 2
+MANIFEST: Any = SimpleNamespace(weights="w", model="m")
 
 
-def proposer(folder: Path, token: int) -> Proposer:
+@pytest.fixture(autouse=True)
+def session(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(manifest=MANIFEST)
+    monkeypatch.setattr("tenant_sdk.gateway.draft_proposer.session_here", lambda: found)
+
+
+def write_draft(folder: Path, *tokens: int, adapter: str = "") -> None:
+    """A draft that guesses the first of these tokens."""
+    folder.mkdir(exist_ok=True)
     head = DraftHead(WIDTH, WIDTH)
-    save_file(head.state_dict() | {"tokens": torch.tensor([5, token])}, folder / WEIGHTS)
+    save_file(head.state_dict() | {"tokens": torch.tensor(tokens)}, folder / WEIGHTS)
     card = DraftCard(
         symbiosis="0",
         model="m",
         weights="w",
-        adapter="",
+        adapter=adapter,
         width=WIDTH,
         hidden=WIDTH,
         acceptance=(0.5,),
@@ -37,23 +50,91 @@ def proposer(folder: Path, token: int) -> Proposer:
         held_out_tokens=1,
     )
     (folder / CARD).write_bytes(msgspec.json.encode(card))
+
+
+def write_adapter(folder: Path, value: float) -> str:
+    """The digest of an adapter of one tensor."""
+    tensors = {"layer.lora_A.weight": torch.full((2, WIDTH), value)}
+    folder.mkdir()
+    save_file(tensors, folder / ADAPTER_WEIGHTS)
+    return digest_of_tensors(tensors)
+
+
+def loaded(folder: Path) -> tuple[Proposer, Any]:
+    """A proposer, and vLLM's model, to which it listens."""
     config: Any = SimpleNamespace(
         additional_config={FOLDER: str(folder)},
-        speculative_config=SimpleNamespace(num_speculative_tokens=2),
+        speculative_config=SimpleNamespace(num_speculative_tokens=GUESSES),
         model_config=SimpleNamespace(get_vocab_size=lambda: KNOWN),
+        lora_config=SimpleNamespace(max_loras=2),
     )
-    return Proposer(config)
-
-
-def test_tokens_of_the_padding_are_not_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's sampler would take their probabilities from the next sequence's row."""
-    session = SimpleNamespace(manifest=SimpleNamespace(weights="w", model="m"))
-    monkeypatch.setattr("tenant_sdk.gateway.draft_proposer.session_here", lambda: session)
     model: Any = SimpleNamespace(
         lm_head=SimpleNamespace(weight=torch.zeros(ROWS, WIDTH), bias=None),
         embed_input_ids=nn.Embedding(ROWS, WIDTH),
         compute_logits=lambda hidden: hidden,
     )
-    proposer(tmp_path, KNOWN - 1).load_model(model)
+    proposer = Proposer(config)
+    proposer.load_model(model)
+    return proposer, model
+
+
+def guessed(proposer: Proposer, model: Any, hidden: Tensor, **adapters: Path | None) -> list[list[int]]:
+    """The guesses for sequences of these adapters, each with one new token."""
+    requests = {
+        name: SimpleNamespace(lora_request=path and SimpleNamespace(lora_path=str(path)))
+        for name, path in adapters.items()
+    }
+    runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=[*adapters]), requests=requests)
+    proposer.begin(runner, {})
+    model.compute_logits(hidden)
+    return proposer.propose([[7] for _ in adapters])
+
+
+def test_tokens_of_the_padding_are_not_guessed(tmp_path: Path) -> None:
+    """vLLM's sampler would take their probabilities from the next sequence's row."""
+    write_draft(tmp_path, 5, KNOWN - 1)
+    loaded(tmp_path)
+    write_draft(tmp_path, 5, KNOWN)
     with pytest.raises(ConfigurationError, match="ids that the model does not have"):
-        proposer(tmp_path, KNOWN).load_model(model)
+        loaded(tmp_path)
+
+
+def test_each_sequence_has_the_draft_of_its_adapter(tmp_path: Path) -> None:
+    drafts, one, two = tmp_path / "drafts", tmp_path / "one", tmp_path / "two"
+    drafts.mkdir()
+    write_draft(drafts / "base", 5)
+    write_draft(drafts / "adapted", 6, adapter=write_adapter(one, 1.0))
+    write_adapter(two, 2.0)
+    sequences = {"a": one, "b": None, "c": two, "d": one}
+    assert guessed(*loaded(drafts), torch.randn(4, WIDTH), **sequences) == [[6, 6], [5, 5], [5, 5], [6, 6]]
+
+
+def test_drafts_that_are_added_while_it_serves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    drafts, one, two = tmp_path / "drafts", tmp_path / "one", tmp_path / "two"
+    drafts.mkdir()
+    write_draft(drafts / "adapted", 6, adapter=write_adapter(one, 1.0))
+    other = write_adapter(two, 2.0)
+    serving, hidden = loaded(drafts), torch.randn(3, WIDTH)
+    sequences = {"a": one, "b": None, "c": two}
+    assert guessed(*serving, hidden, **sequences) == [[6, 6], [], []]  # no draft of the base
+    write_draft(drafts / "damaged", KNOWN, adapter=other)
+    assert guessed(*serving, hidden, **sequences) == [[6, 6], [], []]
+    assert "ids that the model does not have" in caplog.text
+    write_draft(drafts / "added", 8, adapter=other)
+    write_draft(drafts / "base", 5)
+    assert guessed(*serving, hidden, **sequences) == [[6, 6], [5, 5], [8, 8]]
+
+
+def test_drafts_that_no_sequence_could_use(tmp_path: Path) -> None:
+    drafts, adapters = tmp_path / "drafts", tmp_path / "adapters"
+    drafts.mkdir()
+    adapters.mkdir()
+    write_draft(drafts / "base", 5)
+    write_draft(drafts / "adapted", 5, adapter="some")
+    with pytest.raises(ConfigurationError, match="is for an adapter: give"):
+        check_drafts(GatewayOptions(speculate=str(drafts)), MANIFEST)
+    options = GatewayOptions(speculate=str(drafts), adapters=adapters)
+    check_drafts(options, MANIFEST)
+    write_draft(drafts / "again", 5)
+    with pytest.raises(ConfigurationError, match=r"again and .*base are drafts for the same base model"):
+        check_drafts(options, MANIFEST)
