@@ -217,7 +217,10 @@ class WebsocketChannel(Channel):
             raise self._closed_by_peer(why.get(code, f"code {code}"))
 
     def _keep_alive(self) -> None:
-        """Keep middleboxes from forgetting an idle connection, and notice early that it died."""
+        """Keep middleboxes from forgetting an idle connection, and notice early that it died.
+
+        This thread never reads, since it ends reads of others that do not end.
+        """
         pause = min(KEEPALIVE_SECONDS, self.timeout / 2)
         looks, every = 0, max(1, round(KEEPALIVE_SECONDS / pause))
         while not self._stop.wait(pause):
@@ -230,6 +233,12 @@ class WebsocketChannel(Channel):
                 end_reads(self._sock)
             elif not busy and looks % every == 0:
                 try:
-                    self.ping()
-                except SymbiosisError as error:
+                    threading.Thread(target=self._ping_idle, name="symbiosis-ping", daemon=True).start()
+                except RuntimeError as error:  # there are too many threads
                     log.info("keep-alive: %s", error)
+
+    def _ping_idle(self) -> None:
+        try:
+            self.ping()
+        except SymbiosisError as error:
+            log.info("keep-alive: %s", error)

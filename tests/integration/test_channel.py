@@ -286,10 +286,13 @@ def test_the_socket_is_closed_by_nobody_but_its_leader(tls_dir: Path, threads: T
         eventually(lambda: held.sock.fileno() == -1)
 
 
+@pytest.mark.parametrize("reader", ["request", "keep-alive"])
 def test_a_read_that_does_not_end_is_ended(
-    tls_dir: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    reader: str, tls_dir: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As OpenSSL's, as long as a peer sends records without data: nothing else sees a timeout then."""
+    if reader == "keep-alive":
+        monkeypatch.setattr(channel_module, "KEEPALIVE_SECONDS", 0.02)
 
     def script(peer: Peer) -> None:
         while True:
@@ -299,13 +302,17 @@ def test_a_read_that_does_not_end_is_ended(
         sock = open_connection(url, "token", client_context(tls_dir / "ca.pem"), SECONDS)
         channel = WebsocketChannel(sock, url, timeout=0.5, entropy=os.urandom)
         socket.socket.settimeout(sock, None)
+        reading = threading.Event()
 
         def endless(_: memoryview) -> int:
+            reading.set()
             while socket.socket.recv(sock, 1 << 16, socket.MSG_PEEK):
                 os.read(sock.fileno(), 1 << 16)
             return 0
 
         monkeypatch.setattr(sock, "recv_into", endless)
+        if reader == "keep-alive":
+            assert reading.wait(SECONDS)
         assert isinstance(error_of(threads.submit(ask, channel)), RequestTimeout)
         channel.close()
 
