@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import peft
 import torch
 from torch import Tensor
 
 from tenant_sdk.drafts.decoding import Draft
 from tenant_sdk.drafts.head import DraftHead, Vocabulary
 from tenant_sdk.drafts.length import DraftLength
+from tenant_sdk.tuning.adapters import METHODS, AdapterOptions
 
 
 def guessing(model: Any, guesses: int = 4, **options: Any) -> Draft:
@@ -43,3 +45,14 @@ class Knowing(Draft):
         wrong = self.passes % (size + 1)
         known[:, wrong : wrong + 1] ^= 1
         return known
+
+
+def with_adapter(model: Any, method: str) -> Any:
+    """A model with an adapter of a method, whose parameters are of chance."""
+    torch.manual_seed(1)
+    options = AdapterOptions(method, rank=2, virtual_tokens=3)
+    adapted = peft.get_peft_model(model, METHODS[method].make(options)).eval()
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return adapted

@@ -200,13 +200,13 @@ class Connections:
         """Drain old connections; one timer serves all."""
         with self._changed:
             connections = list(self._open)
+        self._looks_at_ages = bool(connections)
+        if self._looks_at_ages:  # first, so that it goes on if a connection fails
+            self.loop.call_later_weak(self._limits.seconds * AGES, self._drain_old)
         for connection in connections:
             if connection.drain_at <= self.loop.now:
                 connection.drain_at = math.inf
                 connection.drain()
-        self._looks_at_ages = bool(connections)
-        if self._looks_at_ages:
-            self.loop.call_later_weak(self._limits.seconds * AGES, self._drain_old)
 
     def _ended(self, connection: Connection) -> None:
         self.metrics.connected(-1)

@@ -42,7 +42,7 @@ from tenant_sdk.command_line.output import (
     shown,
 )
 from tenant_sdk.command_line.training import ShownTraining, print_report
-from tenant_sdk.drafts.options import KEPT_PARTS, DraftOptions
+from tenant_sdk.drafts.options import KEPT_PARTS, VIRTUAL_TOKENS, DraftOptions
 from tenant_sdk.session.options import TRAINING
 from tenant_sdk.session.profiles import approve
 from tenant_sdk.tuning.options import ModelOptions, TrainingOptions
@@ -81,6 +81,7 @@ def finetune(training: TrainingOptions, local: ModelOptions, connection: options
     check_data([*training.data, *training.held_out])
     talks, system = spoken_to(training.data)  # the files may be others when the training ends
     with loading():
+        from tenant_sdk.drafts.passes import check_suited
         from tenant_sdk.session.opening import open_session
         from tenant_sdk.tuning.data import has_chat_template
         from tenant_sdk.tuning.finetuning import TrainingCallbacks, check_reports
@@ -98,6 +99,8 @@ def finetune(training: TrainingOptions, local: ModelOptions, connection: options
         adapted, tokenizer = load(
             session, local.tokenizer, local.model, training.base, bars=STATUS.is_terminal
         )
+        if making is not None:
+            check_suited(adapted)  # before the training, not after it
         callbacks = TrainingCallbacks(
             lambda line: STATUS.print(escape(shown(line))),
             shows.step,
@@ -132,12 +135,15 @@ def _draft_after(training: TrainingOptions) -> DraftOptions | None:
     if training.with_draft is None:
         return None
     from tenant_sdk.storage import check_new_folder
+    from tenant_sdk.tuning.adapter_config import read_raw_config
     from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
 
     if pipes := [path for path in training.data if path.exists() and not path.is_file()]:
         raise ConfigurationError(
             Message("{with_draft} reads the data once more, and {} is not a file", str(pipes[0]))
         )
+    if training.adapter is not None and read_raw_config(training.adapter).get("num_virtual_tokens"):
+        raise ConfigurationError(VIRTUAL_TOKENS)
     output = check_new_folder(training.with_draft)
     TrainingCheckpoints(output, {}, parts=KEPT_PARTS).check(resume=False)
     return DraftOptions(

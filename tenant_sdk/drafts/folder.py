@@ -27,6 +27,7 @@ from tenant_sdk.drafts.decoding import Draft, DraftPace
 from tenant_sdk.drafts.head import DraftHead, Vocabulary, head_of
 from tenant_sdk.drafts.length import DraftLength
 from tenant_sdk.drafts.options import CARD
+from tenant_sdk.drafts.passes import check_suited
 from tenant_sdk.model.naming import plain_name
 from tenant_sdk.session.session import Session
 from tenant_sdk.trust.attestation import base_model
@@ -113,9 +114,11 @@ def load_draft(
         pace: of passes; default: as fast as they go.
 
     Raises:
-        ConfigurationError: there is no draft in the folder, or it is damaged, or the model has no head here.
+        ConfigurationError: there is no draft in the folder, or it is damaged, or the model has no head here,
+            or is not suited (``check_suited``).
         ModelMismatch: it was made for another model, or another adapter.
     """
+    check_suited(model)
     folder = Path(folder)
     card = read_card(folder)
     check_fits(card, folder, session.manifest, adapter_digest(model))

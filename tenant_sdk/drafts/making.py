@@ -18,7 +18,7 @@ from tenant_sdk.drafts.folder import adapter_digest, save_draft
 from tenant_sdk.drafts.head import Vocabulary
 from tenant_sdk.drafts.length import DraftLength, tokens_a_pass
 from tenant_sdk.drafts.options import KEPT_PARTS, DraftOptions
-from tenant_sdk.drafts.passes import check_forgets
+from tenant_sdk.drafts.passes import check_suited
 from tenant_sdk.drafts.training import (
     BATCH,
     GUESSES,
@@ -123,7 +123,7 @@ def make_draft(
         StorageError: the folder cannot be written.
     """
     base: Any = base_model(model)
-    check_forgets(base)
+    check_suited(model)
     output = check_new_folder(options.output)
     examples = _read(options, model, tokenizer, callbacks.say)
     prompts = _prompts(options.prompts, tokenizer)

@@ -14,6 +14,10 @@ from tenant_sdk.tuning.options import AdapterChoice, ReadingOptions
 _TEXT, _DRAFT = "Text", "Draft"
 ANSWER_TOKENS = 256
 CARD = "draft.json"  # in a draft's folder
+VIRTUAL_TOKENS = Message(
+    "a draft does not go with adapters of virtual tokens (methods prompt, p-tuning and prefix): leave out "
+    "the draft"
+)
 KEPT_PARTS = ("features-*", "answers-*")  # files that an interrupted training leaves
 
 

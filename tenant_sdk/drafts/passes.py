@@ -9,18 +9,24 @@ from transformers import GenerationConfig
 
 from shared.compat import cache_name, generation_steps
 from shared.errors import ConfigurationError
+from tenant_sdk.drafts.options import VIRTUAL_TOKENS
 from tenant_sdk.sequences.text_cache import forgets
+from tenant_sdk.trust.attestation import base_model
 
 
-def check_forgets(model: Any) -> None:
-    """Refuse a model from whose state no token can be taken out again, as wrong guesses must be.
+def check_suited(model: Any) -> None:
+    """Refuse a model of which a pass cannot compute several tokens, or forget those of wrong guesses.
 
     Args:
-        model: not a PEFT model around it.
+        model: may be a PEFT model around another.
 
     Raises:
         ConfigurationError: the model is such.
     """
+    adapter = getattr(model, "active_peft_config", None)
+    if adapter is not None and adapter.is_prompt_learning:
+        raise ConfigurationError(VIRTUAL_TOKENS)
+    model = base_model(model)
     if getattr(model, "_is_stateful", False):  # transformers refuses assisted generation for these, too
         raise ConfigurationError(
             f"{type(model).__name__} has layers with a recurrent state, from which a wrong guess cannot be "
@@ -40,7 +46,7 @@ class Passes:
     """
 
     def __init__(self, model: Any, arguments: dict[str, Any]) -> None:
-        check_forgets(model)
+        check_suited(model)
         steps = generation_steps()
         if steps is None:
             raise ConfigurationError("drafts do not go with this version of transformers: see the log")
@@ -89,7 +95,13 @@ class Passes:
             arguments["logits_to_keep"] = rows
         inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=rows, **arguments)
         self._outputs, self._rows = self._model(**inputs, return_dict=True), rows
-        return self._outputs.logits[:, -rows:]  # type: ignore[no-any-return]
+        logits: Tensor = self._outputs.logits[:, -rows:]
+        if logits.shape[1] != rows:  # somebody else prepares the inputs
+            raise ConfigurationError(
+                f"{type(self._model).__name__} computed {logits.shape[1]} of {rows} tokens: leave out the "
+                "draft"
+            )
+        return logits
 
     def keep(self, rows: int) -> None:
         """Keep the first of the rows of the last check; the others are forgotten."""

@@ -101,8 +101,8 @@ class Proposer:
             newest = torch.tensor([sampled[at][-1] for at, _ in places], device=self._hidden.device)
             hidden = self._hidden[[row for _, row in places]]
             found = guess(draft.head, draft.vocabulary, hidden, newest, self._guesses)
-            for (at, _), tokens in zip(places, found.tolist(), strict=True):
-                guesses[at] = tokens
+            for (at, _row), its in zip(places, found.tolist(), strict=True):
+                guesses[at] = its
         return guesses
 
     def _changed(self) -> int:

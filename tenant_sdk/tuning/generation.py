@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,11 +12,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer, set_seed
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, TextStreamer, set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from shared.errors import ConfigurationError, Message, counted
+from tenant_sdk.sequences.text_cache import forgets
 from tenant_sdk.terminal import visible
+from tenant_sdk.trust.attestation import base_model
 from tenant_sdk.tuning.data import check_embedded
 from tenant_sdk.tuning.sampling import Sampling
 
@@ -217,11 +220,32 @@ def generate_answers(
     Args:
         options: see ``answer_prompts``.
     """
-    for at in range(0, len(prompts), _AT_ONCE):
-        part = prompts[at : at + _AT_ONCE]
+    for part in _together(prompts, padded=_ignores_padding(model)):
         more = options(len(part), max(map(len, part)) + sampling.most_tokens)
         ids = answer_ids(model, tokenizer, part, sampling, more)
         yield from (text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True))
+
+
+def _ignores_padding(model: Any) -> bool:
+    """Whether an answer is the same if padding stands before its prompt.
+
+    Virtual tokens stand before the padding, and PEFT counts it in positions; recurrent layers may compute it.
+    """
+    adapter = getattr(model, "active_peft_config", None)
+    base: Any = base_model(model)
+    return not (
+        (adapter is not None and adapter.is_prompt_learning)
+        or getattr(base, "_is_stateful", False)
+        or not forgets(DynamicCache(config=base.config))
+    )
+
+
+def _together(prompts: Sequence[Sequence[int]], *, padded: bool) -> Iterator[Sequence[Sequence[int]]]:
+    """Prompts that are answered together, in order; without padding, they have one length."""
+    same = [prompts] if padded else [[*each] for _, each in itertools.groupby(prompts, key=len)]
+    for each in same:
+        for at in range(0, len(each), _AT_ONCE):
+            yield each[at : at + _AT_ONCE]
 
 
 @torch.no_grad()
@@ -235,6 +259,7 @@ def answer_ids(
     """Continuations of prompts, which are written at once: ids, up to the one that ends a text.
 
     Args:
+        prompts: of several lengths only if the model ignores padding.
         options: more arguments of ``model.generate``.
     """
     config = sampling.config(model, tokenizer)

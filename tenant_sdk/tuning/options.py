@@ -253,6 +253,11 @@ class TrainingOptions(ReadingOptions):
                 "each record in it",
                 method=self.method,
             )
+        if find_method(self.method).prompt_like and self.with_draft is not None:
+            raise ConfigurationError(
+                "{with_draft} does not go with {method}: behind virtual tokens, a pass computes one token",
+                method=self.method,
+            )
 
     @property
     def targets(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from commands import BASE_MODEL, HELD_OUT, here, ok_here
 from conftest import Executor
-from drafting import Knowing, guessing
+from drafting import Knowing, guessing, with_adapter
 from parity import add_lora
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
@@ -518,6 +518,34 @@ def test_a_training_makes_a_draft_of_its_adapter(served: Executor, tmp_path: Pat
     os.mkfifo(tmp_path / "pipe")
     piped = ("finetune", served, "--data", tmp_path / "pipe", "--with-draft", tmp_path / "new")
     assert "is not a file" in str(here(*piped, "--output", tmp_path / "other").exception)
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+@pytest.mark.parametrize("method", ["prompt", "p-tuning", "prefix"])
+def test_adapters_of_virtual_tokens_have_no_draft(
+    method: str, opened: Opened, served: Executor, tmp_path: Path
+) -> None:
+    """PEFT computes one token of a pass, so a draft would change the text."""
+    session, model = opened("llama")
+    adapted = with_adapter(model, method)
+    with pytest.raises(ConfigurationError, match="virtual tokens"):
+        make_draft(
+            DraftOptions(tmp_path / "new", data=[text_file(tmp_path, 8)]),
+            adapted,
+            Letters(),
+            session,
+            DraftCallbacks(),
+        )
+    with pytest.raises(ConfigurationError, match="virtual tokens"):
+        load_draft(tmp_path, adapted, session)
+    if method != "prefix":  # of which PEFT makes keys and values that the model does not take
+        with pytest.raises(ConfigurationError, match="computed 1 of 5 tokens"):
+            written(adapted, PROMPT, custom_generate=guessing(adapted.get_base_model()))
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    learn = ("finetune", served, "--data", text_file(tmp_path, 8), "--output", tmp_path / "out")
+    learn += ("--with-draft", tmp_path / "draft")
+    for more in (("--method", method), ("--adapter", tmp_path / "adapter")):
+        assert "virtual tokens" in str(here(*learn, *more).exception)
 
 
 @pytest.mark.parametrize(

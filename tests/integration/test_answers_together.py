@@ -1,0 +1,65 @@
+"""Answers to several prompts together: each is the answer to its prompt alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from drafting import with_adapter
+from test_long_generation import _PLAIN, ZOO
+
+from tenant_sdk.tuning.adapters import METHODS
+from tenant_sdk.tuning.generation import generate_answers
+from tenant_sdk.tuning.sampling import Sampling
+
+TOKENS = 16
+LENGTHS = (7, 19, 19, 30, 12, 12)
+_KINDS = {
+    **ZOO,
+    "minimax": (
+        "MiniMaxForCausalLM",
+        "MiniMaxConfig",
+        {**_PLAIN, "num_local_experts": 2, "head_dim": 16, "block_size": 16}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
+}
+
+
+class Numbers:
+    """A tokenizer whose texts are ids."""
+
+    eos_token_id = None
+
+    def batch_decode(self, rows: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
+        return [" ".join(map(str, row)) for row in rows]
+
+
+def model_of(kind: str) -> Any:
+    class_name, config_name, options = _KINDS[kind]
+    torch.manual_seed(0)
+    model = getattr(transformers, class_name)(getattr(transformers, config_name)(**options)).eval()
+    model.generation_config.eos_token_id = None  # it would end texts at any time
+    return model
+
+
+def check_together(model: Any) -> None:
+    chance = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, 128, (length,), generator=chance).tolist() for length in LENGTHS]
+    sampling, tokenizer = Sampling(max_new_tokens=TOKENS), Numbers()
+    alone = [next(generate_answers(model, tokenizer, [prompt], sampling)) for prompt in prompts]
+    assert list(generate_answers(model, tokenizer, prompts, sampling)) == alone
+    assert all(len(answer.split()) == TOKENS for answer in alone)
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_of_models(kind: str) -> None:
+    check_together(model_of(kind))
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+@pytest.mark.parametrize("method", METHODS)
+def test_of_adapters(method: str) -> None:
+    """Virtual tokens stand before the padding, and PEFT counts the padding in positions."""
+    check_together(with_adapter(model_of("llama"), method))
