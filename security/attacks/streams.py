@@ -50,6 +50,43 @@ class SpeculationWatch:
         return guess_from_labelled(list(best), [""] * len(best), labels)
 
 
+class KnownTexts:
+    """Recognise a text by the passes that write it; each of several texts was seen some times before.
+
+    Linear discriminants without covariances: what differs between texts counts by how little it differs
+    between two times of the same text.
+    """
+
+    name: ClassVar[str] = "text from passes"
+    goal: ClassVar[str] = "which of several known texts is written"
+    sees: ClassVar[str] = "rows and times of each pass; for each text also those of earlier times"
+    metric: ClassVar[str] = "texts recognised"
+    source: ClassVar[str] = "Wei et al., When speculation spills secrets, arXiv 2411.01076"
+
+    def attack(self, view: tuple[list[list[Stream]], list[Stream]], rng: np.random.Generator) -> torch.Tensor:
+        """Int64, of each new stream: the known text that it is of.
+
+        Args:
+            view: known streams of each text, and new ones.
+            rng: not used.
+        """
+        known, new = view
+        most = max(len(stream.rows) for stream in (*(each for text in known for each in text), *new))
+        seen = np.array([[_course(stream, most) for stream in text] for text in known])
+        means = seen.mean(1)
+        within = seen.std(1).mean(0) + 1e-3 * seen.std((0, 1)) + 1e-9
+        asked = np.array([_course(stream, most) for stream in new])
+        away = (((asked[:, None] - means) / within) ** 2).sum(-1)
+        return torch.from_numpy(away.argmin(1))
+
+
+def _course(stream: Stream, most: int) -> list[float]:
+    """Passes, rows of each, and how long after the first each came; as many numbers for all streams."""
+    rows = [*stream.rows, *[0] * (most - len(stream.rows))]
+    times = [at - stream.arrived[0] for at in stream.arrived]
+    return [len(stream.rows), *rows, *times, *[times[-1]] * (most - len(times))]
+
+
 class TopicFromTraffic:
     """Tell topics by lengths and times: naive Bayes with normal distributions."""
 

@@ -66,6 +66,11 @@ COUNTED = (
         "half of the guesses",
     ),
     (
+        "text from passes",
+        "texts, of as many that the provider knows",
+        "one of as many as there are texts",
+    ),
+    (
         "a file of the tenant's as vocabulary, sizes without bounds",
         "ways to write such a file",
         "none: nothing is guessed",

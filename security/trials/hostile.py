@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 
 from security.attacks.hostile_provider import AbortOracle, ImprintedEmbeddings, ImprintedHead, craft
-from security.attacks.streams import LabelledStreams, SpeculationWatch, Stream, TopicFromTraffic
+from security.attacks.streams import (
+    KnownTexts,
+    LabelledStreams,
+    SpeculationWatch,
+    Stream,
+    TopicFromTraffic,
+)
 from security.recordings.capture import ONE_TIME, PLAIN
 from security.recordings.executors import AuditError
 from security.recordings.workload import GroundTruth, blocks_of, tune, watch
@@ -19,17 +27,28 @@ from security.trials.context import PROMPT, HostedExecutor, Trials, sequences
 from security.verdicts import findings
 from security.verdicts.findings import Finding, HostileFinding
 from security.verdicts.plan import BLIND_RUNS, MALICIOUS, PROVIDER, AuditResult, Stage
+from security.verdicts.statistics import rate
 from security.views.adversaries import check_aligned, products_of, provider_view, requests_of, whole
 from security.views.public_model import PublicModel
 from shared.errors import VerificationError
 from shared.wire.header import Direction
 from tenant_sdk.connection.remote import PendingProduct
+from tenant_sdk.drafts.decoding import DraftPace
+from tenant_sdk.drafts.folder import load_draft
+from tenant_sdk.drafts.making import DraftCallbacks, make_draft
+from tenant_sdk.drafts.options import DraftOptions
 from tenant_sdk.session.session import Session
 
 TOLERANCE = 1.0  # of the control's tenant, far above what rounding does to the oracle's rows
 NEW = 5  # tokens that are generated
 LOOKED_UP = 8  # tokens that are guessed from the prompt at once
 ANSWER = 6  # tokens at most that follow a prompt on a topic
+WRITTEN = 24  # tokens of a known text
+TIMES = 3  # that each known text is written; the last time is the one to recognise
+GUESSED = 4  # tokens that a draft guesses at once
+DRAFT_LINES = 80  # of text that a draft learns
+PACE = 2.0  # of what a pass takes; a shorter pace could not be kept
+HowToGenerate = Callable[[Session, Any], dict[str, Any]]
 CLAUSE = re.compile(r"[.:;,!?\n]\s*")
 
 
@@ -47,6 +66,7 @@ class HostileProvider:
                 "lies to watch who stops": self.abort_oracle,
                 "parameters made to give tokens away": self.imprints,
                 "numbers of rows with and without speculation": self.speculation,
+                "passes of known texts, with a draft": self.known_texts,
             },
             result,
             stage,
@@ -232,6 +252,64 @@ class HostileProvider:
             )
         ]
 
+    def known_texts(self) -> list[HostileFinding]:
+        """Which of several texts is written: without guesses, with prompt lookup, a draft, and a pace."""
+        folder, count = self._train_draft(), self.plan.known_texts
+
+        def prompts(session: Session) -> list[list[int]]:
+            stream = self.trials.tokens(session)
+            starts = [at * (len(stream) - PROMPT) // count for at in range(count)]
+            return [[0, *stream[at : at + PROMPT - 1]] for at in starts] * TIMES
+
+        def drafted(session: Session, model: Any) -> dict[str, Any]:
+            return {"custom_generate": load_draft(folder, model, session, guesses=GUESSED)}
+
+        def paced(session: Session, model: Any) -> dict[str, Any]:
+            pace = DraftPace(PACE * apart, WRITTEN)
+            return {"custom_generate": load_draft(folder, model, session, guesses=GUESSED, pace=pace)}
+
+        ways: dict[str, HowToGenerate] = {
+            ONE_TIME: lambda *_: {},
+            f"{ONE_TIME}, prompt lookup": lambda *_: {"prompt_lookup_num_tokens": LOOKED_UP},
+            f"{ONE_TIME}, draft": drafted,
+            f"{ONE_TIME}, draft with pace": paced,
+        }
+        found, seen, apart = dict[str, Finding](), set[tuple[int, ...]](), 0.0
+        for mode, how in ways.items():
+            limits = {"max_new_tokens": WRITTEN, "min_new_tokens": WRITTEN}
+            streams = self._streams(prompts, limits, how)
+            times = [streams[at : at + count] for at in range(0, len(streams), count)]
+            known = [list(text) for text in zip(*times[:-1], strict=True)]
+            guesses = KnownTexts().attack((known, times[-1]), self.rng)
+            right = int((guesses == torch.arange(count)).sum())
+            success = rate(right, count, self.trials.confidence)
+            found[mode] = findings.finding_of(KnownTexts, mode, PROVIDER, success, 1 / count)
+            seen = {stream.rows for stream in streams}
+            apart = float(np.median(np.concatenate([np.diff(stream.arrived) for stream in streams])))
+        told = ", ".join(f"{each.hits} under {mode}" for mode, each in found.items())
+        *_, control, defended = found.values()
+        return [
+            HostileFinding(
+                KnownTexts.name,
+                "with a pace, passes are begun at a constant rate, and their number is a multiple",
+                f"{count} texts of {WRITTEN} tokens that the provider has seen written {TIMES - 1} times: "
+                f"recognised were {told}. With pace, {sequences(seen)} of numbers of rows.",
+                defended,
+                control,
+                same=len(seen) == 1,
+            )
+        ]
+
+    def _train_draft(self) -> Path:
+        """The folder of a draft that has learned lines of the tenant's text."""
+        lines, folder = self.trials.folder / "draft-lines.txt", self.trials.folder / "draft"
+        lines.write_text("".join(f"{line}\n" for line in self.trials.text[:DRAFT_LINES]), encoding="utf-8")
+        with self.parties.connect(ONE_TIME, "drafting") as session:
+            model = session.load_model(progress=False)
+            options = DraftOptions(folder, data=[lines], epochs=8)
+            make_draft(options, model, session.load_tokenizer(), session, DraftCallbacks())
+        return folder
+
     def topics(self) -> list[Finding]:
         """Clauses of the tenant's text and of the public model's own: told apart by rows and times."""
         secrets = [0, 1] * self.plan.topic_prompts
@@ -259,7 +337,7 @@ class HostileProvider:
         outcomes = []
         for name, options in (("rows as they are", {}), ("rows padded", {"pad_rows": 32})):
             mode = f"{ONE_TIME}, {name}"
-            streams = self._streams(prompts, {"max_new_tokens": ANSWER}, **options)
+            streams = self._streams(prompts, {"max_new_tokens": ANSWER}, options=options)
             guesses = TopicFromTraffic().attack((streams, secrets[: len(secrets) // 2]), self.rng)
             outcomes.append(self.trials.score_guesses(TopicFromTraffic, mode, guesses, secrets, PROVIDER))
         return outcomes
@@ -267,20 +345,31 @@ class HostileProvider:
     def _streams(
         self,
         prompts: Callable[[Session], list[list[int]]],
-        how: dict[str, Any],
-        **options: Any,
+        limits: dict[str, Any],
+        how: HowToGenerate = lambda *_: {},
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[Stream]:
-        """What the provider sees of each prompt; it knows where one begins, as from its own pauses."""
+        """What the provider sees of each prompt; it knows where one begins, as from its own pauses.
+
+        Args:
+            prompts: made with a session's tokenizer.
+            limits, how: arguments of ``generate``; ``how`` makes them for a session and its model.
+            options: of the session.
+        """
         self._streamed += 1
         tenant, truth, ends = f"streams-{self._streamed}", GroundTruth(), []
         with self.parties.connect(ONE_TIME, tenant, **options) as session:
             model: Any = session.load_model(progress=False)
             watch(session, truth)
-            chosen = prompts(session)
+            chosen, arguments = prompts(session), limits | how(session, model)
             for ids in chosen[:1] + chosen:  # the first once more: fingerprints come with it
                 tokens = torch.tensor([ids])
                 model.generate(
-                    tokens, attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=0, **how
+                    tokens,
+                    attention_mask=torch.ones_like(tokens),
+                    do_sample=False,
+                    pad_token_id=0,
+                    **arguments,
                 )
                 ends.append(len(truth.of(0)))
         passes = [

@@ -43,6 +43,7 @@ class AuditPlan:
     oracle_lies: int = 24  # of each kind, half of them told about; fewer than 12 right guesses could be luck
     imprinted_steps: int = 5
     speculated_prompts: int = 16  # of each kind
+    known_texts: int = 32
     topic_prompts: int = 30  # of each topic
     filler_prompts: int = 16  # of each kind
     served_prompts: int = 16  # of each kind
@@ -53,10 +54,41 @@ class AuditPlan:
 
 STOLEN = {(PLAIN, PROVIDER): 6, (ONE_TIME, PROVIDER): 3}
 FULL_PLAN = AuditPlan(
-    FULL, 600_000, 24, STOLEN, 1_000_000, 32, 24, 40, (4, 16, 64, 256), 0.01, 0.01, gateway_trials=24
+    size=FULL,
+    game_rows=600_000,
+    deep_places=24,
+    layers=STOLEN,
+    replies=1_000_000,
+    lies=32,
+    traffic_prompts=24,
+    timing_moments=40,
+    curve_masks=(4, 16, 64, 256),
+    family_error=0.01,
+    resolution=0.01,
+    gateway_trials=24,
 )
 QUICK_PLAN = AuditPlan(
-    QUICK, 16_384, 16, {}, 20_000, 5, 8, 8, (), 1e-4, 0.1, (1, 16, 64), (256, 512, 1024), 8, 2, 8, 8, 8, 4, 16
+    size=QUICK,
+    game_rows=16_384,
+    deep_places=16,
+    layers={},
+    replies=20_000,
+    lies=5,
+    traffic_prompts=8,
+    timing_moments=8,
+    curve_masks=(),
+    family_error=1e-4,
+    resolution=0.1,
+    curve_messages=(1, 16, 64),
+    curve_tokens=(256, 512, 1024),
+    oracle_lies=8,
+    imprinted_steps=2,
+    speculated_prompts=8,
+    known_texts=8,
+    topic_prompts=8,
+    filler_prompts=8,
+    served_prompts=4,
+    routed_prompts=16,
 )
 
 

@@ -14,7 +14,13 @@ import pytest
 from audits import PLAN, Short, lines
 
 import security
-from security.attacks.streams import SpeculationWatch, Stream, TopicFromTraffic, guess_from_labelled
+from security.attacks.streams import (
+    KnownTexts,
+    SpeculationWatch,
+    Stream,
+    TopicFromTraffic,
+    guess_from_labelled,
+)
 from security.trials.context import Trials
 from security.trials.hostile import HostileProvider
 from security.verdicts.claims import CLAIMS
@@ -26,7 +32,7 @@ from tenant_sdk.model import loading as model_loading
 from tenant_sdk.products import masks, verification
 
 RNG = np.random.default_rng(0)
-SMALL = replace(PLAN, oracle_lies=8, imprinted_steps=4, speculated_prompts=8, topic_prompts=2)
+SMALL = replace(PLAN, oracle_lies=8, imprinted_steps=4, speculated_prompts=8, topic_prompts=2, known_texts=12)
 
 
 @contextmanager
@@ -82,6 +88,12 @@ def test_one_row_a_step_says_nothing(tmp_path: Path) -> None:
         assert judged(hostile.speculation()) == {"no-speculation": True, "control-speculation": True}
 
 
+def test_a_pace_hides_which_text_is_written(tmp_path: Path) -> None:
+    with provider(tmp_path) as hostile:
+        (found,) = hostile.known_texts()
+        assert judged([found]) == {"paced-draft": True, "control-draft": True}, found
+
+
 def test_speculation_that_nobody_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load: Callable[..., Any] = model_loading.load_model
 
@@ -109,6 +121,21 @@ def test_topics_of_different_lengths() -> None:
         guesses = TopicFromTraffic().attack((streams(gap), topics[:200]), RNG)
         right = float(np.mean(guesses.numpy() == np.array(topics[200:])))
         assert least <= right <= most
+
+
+def test_texts_that_differ_in_one_number() -> None:
+    """One more pass, a later one, or more rows give a text away; noise alone does not."""
+
+    def stream(text: int, what: str) -> Stream:
+        passes = 5 + text if what == "passes" else 40
+        late = np.where(np.arange(passes) == text, 0.3 if what == "times" else 0.0, 0.0)
+        rows = (1 + (what == "rows" and at == text) for at in range(passes))
+        return Stream(tuple(rows), tuple(np.arange(passes) + late + RNG.normal(0, 0.01, passes)))
+
+    for what, least, most in (("passes", 0.9, 1), ("times", 0.9, 1), ("rows", 0.9, 1), ("nothing", 0, 0.25)):
+        texts = [[stream(text, what) for _ in range(3)] for text in range(32)]
+        guesses = KnownTexts().attack(([text[:2] for text in texts], [text[2] for text in texts]), RNG)
+        assert least <= float(np.mean(guesses.numpy() == np.arange(32))) <= most, what
 
 
 def test_streams_that_are_all_the_same_give_one_guess() -> None:
