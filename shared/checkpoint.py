@@ -55,7 +55,7 @@ class _Place(NamedTuple):
     shape: tuple[int, ...]
 
     def read(self, rows: slice | None) -> torch.Tensor:
-        """Rows of the first axis, or a single number, as a copy.
+        """The tensor, or rows of its first axis, as a copy.
 
         Raises:
             CheckpointError: the file has become shorter.
@@ -167,14 +167,14 @@ class Checkpoint:
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
         """One tensor in its stored dtype, or the given rows of its first axis."""
         place = self._places.get(name)
-        if place is not None and (rows is not None or not place.shape):
+        if place is not None:
             return place.read(rows)
         file = self._file(name)
         tensor: torch.Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
         return tensor
 
     def locate(self, names: Iterable[str]) -> None:
-        """Have rows of these tensors read without safetensors, which reads the names of a file's tensors.
+        """Have these tensors read without safetensors, which reads the names of all tensors of a file.
 
         It keeps Python's lock while it does, for 70 ms with 18,000 names (EPYC), so no other thread runs.
         """

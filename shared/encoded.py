@@ -29,15 +29,22 @@ def numbers_fit(text: bytes) -> bool:
     return _SHORT.fullmatch(text) is not None
 
 
-def read_within(path: Path, max_bytes: int) -> bytes:
+def read_within(path: Path, max_bytes: int, *, pipes: bool = False) -> bytes:
     """A file of so many bytes at most; no more of it is read, since it may be a hole of any size.
 
+    Args:
+        pipes: take these too; to open one waits for its other end.
+
     Raises:
-        ConfigurationError: it is larger, or no file: to open a pipe would wait for its other end.
+        ConfigurationError: it is larger, or no file.
         OSError: it cannot be read.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+
+    def open_at_once(name: str, flags: int) -> int:
+        return os.open(name, flags if pipes else flags | os.O_NONBLOCK)
+
+    with open(path, "rb", opener=open_at_once) as file:
+        if not (pipes or stat.S_ISREG(os.fstat(file.fileno()).st_mode)):
             raise ConfigurationError(f"{path} is no file")
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:

@@ -311,7 +311,7 @@ def read_options(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
     """
     check_own(path)
     try:
-        text = read_within(path, MAX_BYTES).decode()
+        text = read_within(path, MAX_BYTES, pipes=True).decode()
         for number, line in enumerate(text.splitlines(), 1):
             if line.count(".") > MAX_DOTS:
                 raise ConfigurationError(f"{path}: line {number} has more than {MAX_DOTS} dots")

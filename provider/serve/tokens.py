@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
 import logging
@@ -9,7 +10,8 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated
@@ -152,8 +154,9 @@ class TokenFile:
             days: how long it is valid; None: until it is removed.
         """
         check_tenant(tenant)
-        tokens = self._read() if self.path.exists() else {}
-        return self._store(tokens, tenant, [], days)
+        with self._alone():
+            tokens = self._read() if self.path.exists() else {}
+            return self._store(tokens, tenant, [], days)
 
     def rotate(self, tenant: str, days: int | None = None, overlap_days: int = OVERLAP_DAYS) -> str:
         """Make a further token for a tenant, and have the newest of the present ones end after the overlap.
@@ -165,13 +168,16 @@ class TokenFile:
         Raises:
             ConfigurationError: the file has no such tenant.
         """
-        tokens, now = self._read(), self._clock()
-        if tenant not in tokens:
-            raise ConfigurationError(f"{self.path} has no tenant {tenant!r}; `token add` makes a first token")
-        last = now + timedelta(days=overlap_days)
-        valid = [old for old in tokens[tenant] if not old.ended(now)][-1:] if overlap_days else []
-        earlier = [msgspec.structs.replace(old, expires=min(old.expires or last, last)) for old in valid]
-        return self._store(tokens, tenant, earlier, days)
+        with self._alone():
+            tokens, now = self._read(), self._clock()
+            if tenant not in tokens:
+                raise ConfigurationError(
+                    f"{self.path} has no tenant {tenant!r}; `token add` makes a first token"
+                )
+            last = now + timedelta(days=overlap_days)
+            valid = [old for old in tokens[tenant] if not old.ended(now)][-1:] if overlap_days else []
+            earlier = [msgspec.structs.replace(old, expires=min(old.expires or last, last)) for old in valid]
+            return self._store(tokens, tenant, earlier, days)
 
     def _store(self, tokens: _Tokens, tenant: str, earlier: list[StoredToken], days: int | None) -> str:
         now, token = self._clock(), secrets.token_urlsafe(32)
@@ -181,10 +187,24 @@ class TokenFile:
 
     def remove(self, tenant: str) -> None:
         """Forget a tenant: its tokens open no further session, and open ones end soon."""
-        tokens = self._read()
-        if tenant not in tokens:
-            raise ConfigurationError(f"{self.path} has no tenant {tenant!r}")
-        self._write({name: stored for name, stored in tokens.items() if name != tenant})
+        with self._alone():
+            tokens = self._read()
+            if tenant not in tokens:
+                raise ConfigurationError(f"{self.path} has no tenant {tenant!r}")
+            self._write({name: stored for name, stored in tokens.items() if name != tenant})
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Around a change, from the reading of the file to its writing: no other command is in between."""
+        try:
+            folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigurationError(f"cannot write {self.path}: {error.strerror}") from error
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
 
     def _write(self, tokens: _Tokens) -> None:
         temporary = self._temporary

@@ -36,14 +36,17 @@ def draft(making: DraftOptions, own: ModelOptions, connection: options.SessionOp
     """Train a draft, which guesses tokens so that a pass of the model writes several; text stays here."""
     from tenant_sdk.storage import check_adapter_folder, check_new_folder
     from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
-    from tenant_sdk.tuning.records import check_data
+    from tenant_sdk.tuning.records import check_data, prompts_of
 
     output = check_new_folder(making.output)
     TrainingCheckpoints(output, {}, parts=KEPT_PARTS).check(resume=making.resume)
     if making.adapter is not None:
         check_adapter_folder(making.adapter)
     config = connection.session()
-    check_data([*making.data, *making.prompts])
+    check_data(making.data)
+    for file in making.prompts:
+        if not file.exists() or file.is_file():  # a pipe is read once
+            prompts_of(file)
     with loading():
         from tenant_sdk.drafts.making import make_draft
         from tenant_sdk.session.opening import open_session

@@ -46,10 +46,8 @@ def evaluate(
 
     if evaluation.adapter is not None:
         check_adapter_folder(evaluation.adapter)
-    if evaluation.output is not None and evaluation.output.exists():
-        raise ConfigurationError(
-            Message("{output} exists already: name a new file", output=evaluation.output)
-        )
+    if evaluation.output is not None:
+        _check_new(evaluation.output)
     config = connection.session()
     check_data(files)
     with loading():
@@ -73,8 +71,6 @@ def evaluate(
             lambda done, total: show("writing answers", done, total),
         )
         report = evaluating.evaluate(evaluation, files, model, tokenizer, callbacks)
-    if evaluation.output is not None:
-        _write(evaluation.output, report.samples)
     print_samples(report.samples)
     measured = ((report.base, "base"), (report.adapter, "adapter"))
     said = [f"{figure:.2f} of the {name}" for figure, name in measured if figure is not None]
@@ -84,7 +80,18 @@ def evaluate(
     print_right(len(report.samples), by_base, by_adapter)
     print_stats(session, config, RESULTS)
     if evaluation.output is not None:
+        _write(evaluation.output, report.samples)
         RESULTS.print(f"answers: {escape(str(evaluation.output))}")
+
+
+def _check_new(file: Path) -> None:
+    """Refuse a place where the answers could not be written at the end."""
+    if file.exists():
+        raise ConfigurationError(Message("{output} exists already: name a new file", output=file))
+    if not file.parent.is_dir() or not os.access(file.parent, os.W_OK | os.X_OK):
+        raise ConfigurationError(
+            Message("{output} cannot be written: make its folder, or choose another", output=file)
+        )
 
 
 def _write(file: Path, samples: Sequence[Sample]) -> None:

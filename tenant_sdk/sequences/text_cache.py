@@ -26,6 +26,8 @@ def forgets(cache: Any) -> bool:
 
     Convolutions keep their last inputs, and so can go back; recurrent layers cannot.
     """
+    if vars(type(cache)).get("is_croppable") is False:  # of its own kind, as MiniMax's
+        return False
     return not any(
         isinstance(layer, LinearAttentionCacheLayerMixin) and not getattr(layer, "is_croppable", False)
         for layer in getattr(cache, "layers", ())

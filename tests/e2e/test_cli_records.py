@@ -55,6 +55,8 @@ def test_records_are_learned(tmp_path: Path, serve: Callable[..., Executor]) -> 
     assert json.loads(answers.read_text().splitlines()[0]).keys() == {"prompt", "expected", "base", "adapter"}
     assert answers.stat().st_mode & 0o777 == 0o600
     assert f"--output {answers} exists already" in str(here(*measure, "--output", answers).exception)
+    nowhere = tmp_path / "nowhere" / "answers.jsonl"
+    assert f"--output {nowhere} cannot be written" in str(here(*measure, "--output", nowhere).exception)
     note = json.loads(few.read_text().splitlines()[0])["prompt"]
     write = ("generate", executor, *plain, "--adapter", adapter, "--prompt", note, "--max-new-tokens", 20)
     out, err = ok_here(*write, "--stop", ":")

@@ -520,6 +520,23 @@ def test_a_training_makes_a_draft_of_its_adapter(served: Executor, tmp_path: Pat
     assert "is not a file" in str(here(*piped, "--output", tmp_path / "other").exception)
 
 
+@pytest.mark.parametrize("prompts", ["Who?\n", '{"prompt": "Who?"}\n'])
+def test_the_command_takes_prompts_of_both_forms(
+    prompts: str, served: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / ("prompts.jsonl" if "{" in prompts else "prompts.txt")
+    asked = ("draft", served, "--privacy", "plain", "--prompts", file, "--output", tmp_path / "draft")
+    file.write_text("{}\n")
+    assert "line 1: " in str(here(*asked).exception)
+
+    def open_session(_: Any) -> Session:
+        raise ConfigurationError("the files were read")
+
+    monkeypatch.setattr("tenant_sdk.session.opening.open_session", open_session)
+    file.write_text(prompts)
+    assert str(here(*asked).exception) == "the files were read"
+
+
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
 @pytest.mark.parametrize("method", ["prompt", "p-tuning", "prefix"])
 def test_adapters_of_virtual_tokens_have_no_draft(

@@ -11,9 +11,11 @@ import os
 import re
 import stat
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -444,3 +446,21 @@ def test_mistakes_look_alike(tokens: TokenFile) -> None:
     result = CliRunner().invoke(app, ["token", "list", "--token-file", str(tokens.path)])
     assert result.output == ""  # no table in front of the error
     assert "does not exist" in str(result.exception)
+
+
+def test_a_change_waits_for_another(tmp_path: Path) -> None:
+    """A tenant that is removed while another is added must not come back."""
+    path = tmp_path / "tokens.json"
+    TokenFile(path).add("carol")
+    adding = TokenFile(path)
+    write, removing = adding._write, threading.Thread(target=TokenFile(path).remove, args=("carol",))
+
+    def write_late(tokens: Any) -> None:
+        removing.start()
+        removing.join(0.3)  # it would be done by now
+        write(tokens)
+
+    adding._write = write_late  # type: ignore[method-assign]
+    adding.add("dave")
+    removing.join()
+    assert (TokenFile(path).valid("carol"), TokenFile(path).valid("dave")) == (0, 1)

@@ -149,7 +149,8 @@ def test_located_rows_are_the_same_and_parse_nothing(
     for name in ("matrix", "cube", "vector", "nothing"):
         for rows in (slice(0, 1), slice(1, 3), slice(2, None), slice(None), slice(5, 5)):
             assert torch.equal(opened.read(name, rows), tensors[name][rows])
-    assert torch.equal(opened.read("number"), tensors["number"])
+    for name, tensor in tensors.items():
+        assert torch.equal(opened.read(name), tensor)
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.truncate(file.seek(0, 2) - 1)
     last = max(opened._places.values(), key=lambda place: place.begin if 0 not in place.shape else -1)
@@ -157,8 +158,12 @@ def test_located_rows_are_the_same_and_parse_nothing(
         last.read(slice(None))
 
 
-def test_downloads_parse_no_names(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = BaseExecutor(checkpoint("llama"), numerics="ring")
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+def test_downloads_parse_no_names(
+    architecture: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of experts, a parameter is made of tensors of its own for each of them."""
+    executor = BaseExecutor(checkpoint(architecture), numerics="ring")
     monkeypatch.setattr("shared.checkpoint.safe_open", None)
     for info in executor.manifest.parameters:
         _, read = executor.catalog.fetch(Fetch("parameter", info.name, 0, info.rows[0]), 1)
