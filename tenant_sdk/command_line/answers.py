@@ -19,14 +19,13 @@ from rich.markup import escape
 from shared.errors import Message, SymbiosisError, counted
 from tenant_sdk.command_line import options
 from tenant_sdk.command_line.context_options import AnswerOptions, ContextOptions, PromptOptions
+from tenant_sdk.command_line.opened import opened_model
 from tenant_sdk.command_line.output import (
     RESULTS,
     STATUS,
     bars,
     loading,
     print_stats,
-    say_connecting,
-    say_kept,
     shown,
 )
 from tenant_sdk.drafts.card import check_adapter, read_card
@@ -77,19 +76,9 @@ def _ready(
         from tenant_sdk.drafts.decoding import DraftPace
         from tenant_sdk.drafts.folder import load_draft
         from tenant_sdk.sequences.contexts import LongContext, default_place
-        from tenant_sdk.session.opening import open_session
-        from tenant_sdk.tuning.folders import load_adapter
-        from tenant_sdk.tuning.own import load, not_used, tokenizer_in
 
     place = LongContext(context.kv or "host", context.kv_memory_gib, context.kv_folder, context.memory_gib)
-    say_connecting(config)
-    if local.tokenizer is None and answer.adapter is not None and tokenizer_in(answer.adapter):
-        STATUS.print(escape(shown(not_used(answer.adapter))))
-    with open_session(config) as session:
-        say_kept(session)
-        model, tokenizer = load(session, local.tokenizer, local.model, bars=STATUS.is_terminal)
-        if answer.adapter is not None:
-            model = load_adapter(model, answer.adapter, session, allow_other_base=answer.allow_other_base)
+    with opened_model(answer, local, config) as (session, model, tokenizer):
         if context.kv is None:
             place = replace(place, kv=default_place(model))
         draft = None

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from tenant_sdk.command_line import options
+from tenant_sdk.command_line.opened import opened_model
 from tenant_sdk.command_line.output import (
     RESULTS,
     STATUS,
     bars,
-    loading,
     print_stats,
     report_interruption,
-    say_connecting,
-    say_kept,
     shown,
 )
 from tenant_sdk.drafts.options import KEPT_PARTS, DraftOptions
@@ -34,32 +32,22 @@ UNITS = {"writing answers": "prompt", "reading texts": "text", "training": "step
 @options.command_line.takes
 def draft(making: DraftOptions, own: ModelOptions, connection: options.SessionOptions) -> None:
     """Train a draft, which guesses tokens so that a pass of the model writes several; text stays here."""
-    from tenant_sdk.storage import check_adapter_folder, check_new_folder
+    from tenant_sdk.storage import check_new_folder
     from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
     from tenant_sdk.tuning.records import check_data, prompts_of
 
     output = check_new_folder(making.output)
     TrainingCheckpoints(output, {}, parts=KEPT_PARTS).check(resume=making.resume)
-    if making.adapter is not None:
-        check_adapter_folder(making.adapter)
     config = connection.session()
     check_data(making.data)
     for file in making.prompts:
         if not file.exists() or file.is_file():  # a pipe is read once
             prompts_of(file)
-    with loading():
+    with report_interruption(), opened_model(making, own, config) as (session, model, tokenizer):
         from tenant_sdk.drafts.making import make_draft
-        from tenant_sdk.session.opening import open_session
-        from tenant_sdk.tuning.folders import load_adapter
-        from tenant_sdk.tuning.own import load
 
-    say_connecting(config)
-    with report_interruption(), open_session(config) as session, bars(UNITS) as show:
-        say_kept(session)
-        model, tokenizer = load(session, own.tokenizer, own.model, bars=STATUS.is_terminal)
-        if making.adapter is not None:
-            model = load_adapter(model, making.adapter, session, allow_other_base=making.allow_other_base)
-        report = make_draft(making, model, tokenizer, session, callbacks_of(show))
+        with bars(UNITS) as show:
+            report = make_draft(making, model, tokenizer, session, callbacks_of(show))
     print_draft(report, making.output)
     print_stats(session, config, RESULTS)
     if report.pays_from < math.inf:

@@ -12,15 +12,13 @@ from rich.markup import escape
 
 from shared.errors import ConfigurationError, Message, StorageError
 from tenant_sdk.command_line import options
+from tenant_sdk.command_line.opened import opened_model
 from tenant_sdk.command_line.output import (
     RESULTS,
     STATUS,
     bars,
-    loading,
     print_stats,
     report_interruption,
-    say_connecting,
-    say_kept,
     shown,
 )
 from tenant_sdk.command_line.training import print_right, print_samples
@@ -42,35 +40,21 @@ def evaluate(
     connection: options.SessionOptions,
 ) -> None:
     """Measure base and adapter on data that was not learned: loss, and answers right to the letter."""
-    from tenant_sdk.storage import check_adapter_folder
-
-    if evaluation.adapter is not None:
-        check_adapter_folder(evaluation.adapter)
     if evaluation.output is not None:
         _check_new(evaluation.output)
     config = connection.session()
     check_data(files)
-    with loading():
-        from tenant_sdk.session.opening import open_session
+    with report_interruption(), opened_model(evaluation, local, config) as (session, model, tokenizer):
         from tenant_sdk.tuning import evaluation as evaluating
-        from tenant_sdk.tuning.folders import load_adapter
-        from tenant_sdk.tuning.own import load
         from tenant_sdk.tuning.samples import right
 
-    say_connecting(config)
-    with report_interruption(), open_session(config) as session, bars(_UNITS) as show:
-        say_kept(session)
-        model, tokenizer = load(session, local.tokenizer, local.model, bars=STATUS.is_terminal)
-        if evaluation.adapter is not None:
-            model = load_adapter(
-                model, evaluation.adapter, session, allow_other_base=evaluation.allow_other_base
+        with bars(_UNITS) as show:
+            callbacks = evaluating.EvaluationCallbacks(
+                lambda line: STATUS.print(escape(shown(line))),
+                lambda done, total: show("measuring the loss", done, total),
+                lambda done, total: show("writing answers", done, total),
             )
-        callbacks = evaluating.EvaluationCallbacks(
-            lambda line: STATUS.print(escape(shown(line))),
-            lambda done, total: show("measuring the loss", done, total),
-            lambda done, total: show("writing answers", done, total),
-        )
-        report = evaluating.evaluate(evaluation, files, model, tokenizer, callbacks)
+            report = evaluating.evaluate(evaluation, files, model, tokenizer, callbacks)
     print_samples(report.samples)
     measured = ((report.base, "base"), (report.adapter, "adapter"))
     said = [f"{figure:.2f} of the {name}" for figure, name in measured if figure is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -47,8 +48,9 @@ class Lines(logging.Handler):
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Around imports that take seconds."""
-    STATUS.print("loading torch and transformers")
+    """Around imports that take seconds, the first time."""
+    if "transformers" not in sys.modules:
+        STATUS.print("loading torch and transformers")
     with imports.without_gc():
         yield
 
