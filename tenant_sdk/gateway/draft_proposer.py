@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from shared.errors import ConfigurationError, SymbiosisError
@@ -114,7 +115,11 @@ class Proposer:
 
     def _draft_of(self, sequence: str, changed: int) -> _Draft | None:
         adapter = self._runner.requests[sequence].lora_request
-        return self._read("" if adapter is None else self._digest(adapter.lora_path), changed)
+        try:
+            digest = "" if adapter is None else self._digest(adapter.lora_path)
+        except (OSError, SafetensorError):  # the adapter has just been removed
+            digest = ""
+        return self._read(digest, changed)
 
     def _find(self, adapter: str, changed: int) -> _Draft | None:
         """The draft for an adapter by its digest (the base: empty); else the base's; else none."""

@@ -105,8 +105,9 @@ def test_each_sequence_has_the_draft_of_its_adapter(tmp_path: Path) -> None:
     write_draft(drafts / "base", 5)
     write_draft(drafts / "adapted", 6, adapter=write_adapter(one, 1.0))
     write_adapter(two, 2.0)
-    sequences = {"a": one, "b": None, "c": two, "d": one}
-    assert guessed(*loaded(drafts), torch.randn(4, WIDTH), **sequences) == [[6, 6], [5, 5], [5, 5], [6, 6]]
+    sequences = {"a": one, "b": None, "c": two, "d": one, "e": tmp_path / "removed"}
+    expected = [[6, 6], [5, 5], [5, 5], [6, 6], [5, 5]]
+    assert guessed(*loaded(drafts), torch.randn(5, WIDTH), **sequences) == expected
 
 
 def test_drafts_that_are_added_while_it_serves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
