@@ -340,6 +340,7 @@ def tenants(machine: Machine, seconds: float) -> list[dict[str, Any]]:
                         found.append({**row, "rows a second": rate, **told})
                         shown = f"{rate:,.0f}", f"{told['rows_per_product']:.1f}", str(told["errors"] or "")
                         table.add_row(*row.values(), *shown)
+                        console.print(*row.values(), *shown, highlight=False)
     console.print(table)
     return found
 
