@@ -10,7 +10,8 @@ one runs. ``graphs``: products of few rows, called as they are and replayed as a
 of them that decode, or tune, over the local transport, with layers of the shape of Llama 2 7B's, by an
 executor on one device, by a worker on it, and by workers on two devices, each with half of the layers.
 
-Every kernel is first checked against integers of the CPU. Writes gpu.json after each part.
+Every kernel is first checked against integers of the CPU. gpu.json is written after each figure, in case the
+GPU is taken away.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -97,9 +98,14 @@ class Machine:
             torch.cuda.synchronize(self.device)
 
     def seconds_of(self, function: Callable[[], object], calls: int = 20) -> float:
-        """Of one of so many calls in a row, from the first call until all is done: the median."""
+        """Of one of so many calls in a row, or fewer long ones, until all is done: the median."""
         function()
         self.wait()
+        began = time.perf_counter()
+        function()
+        self.wait()
+        enough = self.sizes.least / 5 / (time.perf_counter() - began)
+        calls = max(1, min(calls, round(enough)))  # a GPU is rented by the minute
         times: list[float] = []
         while sum(times) * calls < self.sizes.least or len(times) < 5:
             began = time.perf_counter()
@@ -169,11 +175,10 @@ def executing(
     return begin
 
 
-def layer(machine: Machine, shape: tuple[int, int], peak: dict[str, float]) -> list[dict[str, Any]]:
+def layer(machine: Machine, shape: tuple[int, int], peak: dict[str, float]) -> Iterator[dict[str, Any]]:
     """Figures of one shape, by rows and direction."""
     inputs, outputs = shape
     weight, half = machine.integers(torch.int16, LARGEST, outputs, inputs), machine.halves(outputs, inputs)
-    found = []
     for rows in machine.sizes.rows:
         for direction in BOTH:
             forward = direction == Direction.FORWARD
@@ -195,36 +200,32 @@ def layer(machine: Machine, shape: tuple[int, int], peak: dict[str, float]) -> l
             }
             executor = {name: machine.seconds_of(begin) for name, begin in served.items()}
             ring, products = min(bare[name] for name in machine.kernels), rows * inputs * outputs
-            found.append(
-                {
-                    "inputs": inputs,
-                    "outputs": outputs,
-                    "rows": rows,
-                    "direction": direction.name.lower(),
-                    "seconds": bare,
-                    "executor seconds": executor,
-                    "of bfloat16 peak": products / bare["bfloat16"] / peak["bfloat16"],
-                    "of int8 peak": 7 * products / ring / peak["int8"],  # of digits
-                    "executor of bare": {
-                        "ring": ring / executor["ring"],
-                        "bfloat16": bare["bfloat16"] / executor["bfloat16"],
-                    },
-                }
-            )
-    return found
+            yield {
+                "inputs": inputs,
+                "outputs": outputs,
+                "rows": rows,
+                "direction": direction.name.lower(),
+                "seconds": bare,
+                "executor seconds": executor,
+                "of bfloat16 peak": products / bare["bfloat16"] / peak["bfloat16"],
+                "of int8 peak": 7 * products / ring / peak["int8"],  # of digits
+                "executor of bare": {
+                    "ring": ring / executor["ring"],
+                    "bfloat16": bare["bfloat16"] / executor["bfloat16"],
+                },
+            }
 
 
-def layers(machine: Machine, peak: dict[str, float]) -> list[dict[str, Any]]:
+def layers(machine: Machine, peak: dict[str, float]) -> Iterator[dict[str, Any]]:
     """Of all shapes, with a table."""
     table = Table(title="One layer: ms, and shares", highlight=False)
     for column in ("layer", "rows", "", "bfloat16", *machine.kernels, "ring / bfloat16"):
         table.add_column(column)
     for column in ("of bfloat16 peak", "of int8 peak", "executor, ring", "executor, bfloat16"):
         table.add_column(column)
-    found = []
     for shape in machine.sizes.shapes:
         for each in layer(machine, shape, peak):
-            found.append(each)
+            yield each
             times, executor = each["seconds"], each["executor of bare"]
             table.add_row(
                 f"{each['inputs']} -> {each['outputs']}",
@@ -237,7 +238,6 @@ def layers(machine: Machine, peak: dict[str, float]) -> list[dict[str, Any]]:
                 *(f"{executor[name]:.0%}" for name in ("ring", "bfloat16")),
             )
     console.print(table)
-    return found
 
 
 # -- graphs ----------------------------------------------------------------------------------------
@@ -257,12 +257,11 @@ def captured(call: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
-def graphs(machine: Machine) -> list[dict[str, Any]]:
+def graphs(machine: Machine) -> Iterator[dict[str, Any]]:
     """Few rows, from a call until its answer is there: a tenant that decodes asks for one at a time."""
     table = Table(title="Few rows, from the call to the answer on the device: us", highlight=False)
     for column in ("layer", "rows", "", "called", "graph", "called / graph"):
         table.add_column(column)
-    found = []
     for inputs, outputs in machine.sizes.shapes:
         weight, half = (
             machine.integers(torch.int16, LARGEST, outputs, inputs),
@@ -281,11 +280,10 @@ def graphs(machine: Machine) -> list[dict[str, Any]]:
                 called = machine.seconds_of(call, calls=1)
                 graph = machine.seconds_of(captured(call), calls=1) if machine.cuda else None
                 row = {"inputs": inputs, "outputs": outputs, "rows": rows, "kernel": name}
-                found.append({**row, "called": called, "graph": graph})
+                yield {**row, "called": called, "graph": graph}
                 shown = (f"{1e6 * graph:.1f}", f"{called / graph:.2f}") if graph else ("", "")
                 table.add_row(f"{inputs} -> {outputs}", str(rows), name, f"{1e6 * called:.1f}", *shown)
     console.print(table)
-    return found
 
 
 # -- tenants ---------------------------------------------------------------------------------------
@@ -303,12 +301,12 @@ def layouts(machine: Machine) -> dict[str, list[str]]:
     return found
 
 
-def tenants(machine: Machine, seconds: float) -> list[dict[str, Any]]:
+def tenants(machine: Machine, seconds: float) -> Iterator[dict[str, Any]]:
     """What tenants over the local transport get, which ask without a pause and compute nothing themselves."""
     from common import executor, write_model  # with matplotlib and transformers, which the rest does without
     from serving import large_model, local_options, replay
 
-    sizes, found = machine.sizes, []
+    sizes, number = machine.sizes, 0
     table = Table(title=f"{sizes.tenants} tenants over the local transport", highlight=False)
     for column in (
         "numerics",
@@ -328,7 +326,8 @@ def tenants(machine: Machine, seconds: float) -> list[dict[str, Any]]:
         works = {"decode": {"prompt": 0, "tokens": 1 << 30}, "tune": {"tune": sizes.tune}}
         for numerics in sizes.numerics:
             for placement, options in layouts(machine).items():
-                own = f"{numerics}-{len(found)}"
+                number += 1
+                own = f"{numerics}-{number}"
                 local = local_options(work, own)
                 with executor(folder, work / own, "--numerics", numerics, *options, *local) as running:
                     over = replace(running, url=running.local_url)
@@ -337,12 +336,10 @@ def tenants(machine: Machine, seconds: float) -> list[dict[str, Any]]:
                         told = replay(over, plans, seconds, processes=max(1, min(sizes.tenants, cores) // 2))
                         rate = sum(told["rows"].values()) / seconds
                         row = {"numerics": numerics, "placement": placement, "work": kind}
-                        found.append({**row, "rows a second": rate, **told})
+                        yield {**row, "rows a second": rate, **told}
                         shown = f"{rate:,.0f}", f"{told['rows_per_product']:.1f}", str(told["errors"] or "")
                         table.add_row(*row.values(), *shown)
-                        console.print(*row.values(), *shown, highlight=False)
     console.print(table)
-    return found
 
 
 # -- all -------------------------------------------------------------------------------------------
@@ -387,7 +384,7 @@ def main() -> None:
         "chosen": next(n for n, kernel in KERNELS.items() if kernel is fastest_kernel(str(machine.device))),
         "peaks": peak,
     }
-    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "layers": lambda: layers(machine, peak),
         "graphs": lambda: graphs(machine),
         "tenants": lambda: tenants(machine, options.seconds),
@@ -395,8 +392,12 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     for name, measure in parts.items():
         if not options.only or name in options.only:
-            told[name] = measure()
-            (options.output / "gpu.json").write_text(json.dumps(told, indent=1))
+            told[name] = []
+            for row in measure():
+                told[name].append(row)
+                (options.output / "gpu.json").write_text(json.dumps(told, indent=1))
+                brief = {key: value for key, value in row.items() if not isinstance(value, dict)}
+                console.print(f"{name}: {brief}", highlight=False)
     console.print(f"wrote {options.output}/gpu.json")
 
 

@@ -18,7 +18,8 @@ triton_kernel = KERNELS["triton"]
 assert is_exact(triton_kernel)
 module._DIGITS = 1 << 13  # so that a weight is in several parts
 generator = torch.Generator().manual_seed(0)
-for count, inner, columns in ((1, 1, 1), (17, 65, 3), (5, 2100, 3), (40, 2100, 3), (70, 64, 130), (520, 65, 140)):
+SIZES = ((1, 1, 1), (17, 65, 3), (5, 2100, 3), (40, 2100, 3), (70, 64, 130), (520, 65, 140))
+for count, inner, columns in SIZES:
     for dtype, most in ((torch.int16, 32639), (torch.int8, 127)):
         for turned in (False, True):
             rows = torch.randint(-2**31, 2**31, (count, inner), generator=generator, dtype=torch.int32)
