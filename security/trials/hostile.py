@@ -287,13 +287,13 @@ class HostileProvider:
             seen = {stream.rows for stream in streams}
             apart = float(np.median(np.concatenate([np.diff(stream.arrived) for stream in streams])))
         told = ", ".join(f"{each.hits} under {mode}" for mode, each in found.items())
-        *_, control, defended = found.values()
+        _, control, _, defended = found.values()
         return [
             HostileFinding(
                 KnownTexts.name,
                 "with a pace, passes are begun at a constant rate, and their number is a multiple",
                 f"{count} texts of {WRITTEN} tokens that the provider has seen written {TIMES - 1} times: "
-                f"recognised were {told}. With pace, {sequences(seen)} of numbers of rows.",
+                f"recognised were {told} (chance: 1). With pace, {sequences(seen)} of numbers of rows.",
                 defended,
                 control,
                 same=len(seen) == 1,

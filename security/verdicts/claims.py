@@ -92,7 +92,7 @@ _JUDGES: dict[str, Callable[[AuditResult], tuple[bool, str]]] = {
     "control-abort-oracle": controlled({"abort oracle": 0.95}),
     "control-imprinted": controlled({"imprinted embeddings": 0.95, "imprinted head": 0.9}),
     "control-speculation": controlled({"speculation": 0.75}),
-    "control-draft": controlled({"text from passes": 0.15}),
+    "control-draft": controlled({"text from passes": 0.5}),
     "control-routing": controlled({"routing, padded experts": 0.95}),
     "control-gateway": all_succeed(GATEWAY, GATEWAY_READ),
     "control-gateway-counts": succeeds(GATEWAY, PROVIDER, "traffic analysis, gateway", 0.75),
