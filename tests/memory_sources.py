@@ -14,7 +14,7 @@ from shared.ring.product import PlaneProducts
 from shared.ring.upper_bits import take_upper_bits
 from shared.wire.header import EXACT, Direction, RequestClass
 from shared.wire.protocol import GroupShape
-from tenant_sdk.products.forecast import ProductKey
+from tenant_sdk.products.keys import ProductKey
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 SHAPES = [GroupShape(8, (4,), planes=1), GroupShape(6, (8, 5), planes=1)]

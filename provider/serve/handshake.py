@@ -16,7 +16,7 @@ from websockets.server import ServerProtocol
 
 from provider.observe.metrics import Reason
 from provider.serve.descriptors import explained, none_left
-from provider.serve.tls_socket import TlsSocket
+from provider.serve.tls_socket import BoundedTlsSocket
 from provider.serve.tokens import ExpiredToken, TokenFile, sha256_of
 from shared.errors import ConfigurationError
 from shared.wire.header import SUBPROTOCOL
@@ -52,7 +52,9 @@ class TooManyConnections(Exception):
     """No session for a tenant whose handshake succeeded. The message is for the peer."""
 
 
-def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) -> tuple[TlsSocket, Admitted]:
+def handshake(
+    raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile
+) -> tuple[BoundedTlsSocket, Admitted]:
     """TLS, then the websocket opening handshake with its bearer token.
 
     Returns:
@@ -62,7 +64,7 @@ def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) ->
         HandshakeRefused, OSError: no session. The peer was told why as far as it may know.
     """
     deadline = time.monotonic() + HANDSHAKE_SECONDS
-    sock = TlsSocket(raw, context)
+    sock = BoundedTlsSocket(raw, context)
     try:
         sock.do_handshake(deadline)
         return sock, _upgrade(sock, tokens, deadline)
@@ -71,7 +73,7 @@ def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) ->
         raise
 
 
-def _upgrade(sock: TlsSocket, tokens: TokenFile, deadline: float) -> Admitted:
+def _upgrade(sock: BoundedTlsSocket, tokens: TokenFile, deadline: float) -> Admitted:
     protocol = ServerProtocol(subprotocols=[SUBPROTOCOL], max_size=1, logger=_quiet)  # type: ignore[list-item]
     request: Request | None = None
     remaining = HANDSHAKE_BYTES
@@ -105,7 +107,7 @@ def _upgrade(sock: TlsSocket, tokens: TokenFile, deadline: float) -> Admitted:
     return admitted
 
 
-def _until(deadline: float, sock: TlsSocket) -> None:
+def _until(deadline: float, sock: BoundedTlsSocket) -> None:
     """Let the socket wait that long: bytes that come one by one must not stretch it."""
     left = deadline - time.monotonic()
     if left <= 0:
@@ -113,7 +115,7 @@ def _until(deadline: float, sock: TlsSocket) -> None:
     sock.settimeout(left)
 
 
-def _readable(sock: TlsSocket) -> bool:
+def _readable(sock: BoundedTlsSocket) -> bool:
     """Whether a byte has arrived, which it takes."""
     sock.setblocking(False)
     try:
@@ -122,7 +124,7 @@ def _readable(sock: TlsSocket) -> bool:
         return False
 
 
-def linger(sock: TlsSocket, deadline: float = math.inf) -> None:
+def linger(sock: BoundedTlsSocket, deadline: float = math.inf) -> None:
     """Wait a little for a refused peer to end: closing with unread bytes would destroy the answer."""
     deadline = min(deadline, time.monotonic() + LINGER_SECONDS)
     try:

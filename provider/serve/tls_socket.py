@@ -19,7 +19,7 @@ _NOTHING = memoryview(b"")  # in place of an empty slice, which would keep its c
 _HEADER = 5  # bytes of a record's header; the last two are the length of the rest
 
 
-class TlsSocket:
+class BoundedTlsSocket:
     """The server's side of a TLS connection, with the methods of ``ssl.SSLSocket`` that are used here.
 
     Args:
@@ -37,7 +37,7 @@ class TlsSocket:
         self._unsent = _NOTHING
         self._deadline: float | None = None  # None: the socket does not block
 
-    def __enter__(self) -> TlsSocket:
+    def __enter__(self) -> BoundedTlsSocket:
         """Close it at the end."""
         return self
 

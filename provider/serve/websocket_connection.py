@@ -16,7 +16,7 @@ import torch
 from provider.engine.loop import READ, WRITE, Loop
 from provider.serve.connection import Connection
 from provider.serve.handshake import LINGER_SECONDS, NO_ROOM, Admitted, TooManyConnections, linger
-from provider.serve.tls_socket import TlsSocket
+from provider.serve.tls_socket import BoundedTlsSocket
 from provider.session.tenant import Send, TenantSession
 from shared.errors import WireError
 from shared.wire.header import Header
@@ -65,7 +65,7 @@ class WebsocketConnection(Connection):
 
     def __init__(
         self,
-        sock: TlsSocket,
+        sock: BoundedTlsSocket,
         admitted: Admitted,
         peer: str,
         open_session: OpenSession,

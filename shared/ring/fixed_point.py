@@ -26,7 +26,7 @@ import torch
 LIMIT = 2**31 - 1
 # A float32 has 24 bits: more would only be zeros, and up to here float32 holds every integer.
 MAX_NORM = 2.0**24
-# Of a row of zeros: rounded answers add a unit times the step to its product, which then is still zero.
+# Of a row of zeros: half answers add a unit times the step to its product, which then is still zero.
 ZERO_EXPONENT = -8 * 512
 _STEP_ELEMENTS = 1 << 18  # of a weight at once: in the processor's cache
 MARGIN = 1.0 + 2.0**-30  # the norm is itself rounded, to float64

@@ -33,7 +33,7 @@ from shared.ownership import check_own, check_secret
 from shared.wire.header import SUBPROTOCOL
 from shared.wire.messages import ErrorInfo, decode
 from tenant_sdk.connection.key_exchange import prefer
-from tenant_sdk.connection.tls_socket import TlsSocket, reads_end
+from tenant_sdk.connection.tls_socket import ClientTlsSocket, reads_end
 from tenant_sdk.connection.urls import split_url
 
 # At level DEBUG the library logs all headers, the token's too.
@@ -88,7 +88,7 @@ def client_context(
             str(error),
         ) from error
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.sslsocket_class = TlsSocket
+    context.sslsocket_class = ClientTlsSocket
     prefer(context)
     # OpenSSL knows a forked child by its process id alone, which may be its parent's: both would draw the
     # same keys for their next connections.

@@ -13,7 +13,7 @@ from shared.forks import register_for_fork
 from tenant_sdk.connection.key_exchange import UNKNOWN, group_of, peek
 
 
-class TlsSocket(ssl.SSLSocket):
+class ClientTlsSocket(ssl.SSLSocket):
     """Made by the contexts of ``handshake.client_context``.
 
     Attributes:

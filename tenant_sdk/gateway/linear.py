@@ -33,7 +33,7 @@ from shared.ring.rows import all_finite_below
 from shared.wire.header import Direction, RequestClass
 from tenant_sdk.gateway.connection import open_here, session_here
 from tenant_sdk.gateway.folder import MARK, METHOD
-from tenant_sdk.model.virtual import Group
+from tenant_sdk.model.virtual import RemoteGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -101,7 +101,7 @@ non_finite_rows = NonFiniteRows()
 class GroupMembers(NamedTuple):
     """Members of one group, whose outputs lie one behind the other in a layer's output."""
 
-    group: Group
+    group: RemoteGroup
     members: int
 
 
@@ -217,7 +217,7 @@ class RemoteConfig(QuantizationConfig):  # type: ignore[misc]
         super().__init__()
         self._options = session
         self._mapper: WeightsMapper | None = None
-        self._members: dict[str, tuple[Group, int]] | None = None
+        self._members: dict[str, tuple[RemoteGroup, int]] | None = None
         self._missing: set[str] = set()
 
     def get_name(self) -> str:
@@ -300,7 +300,7 @@ class RemoteConfig(QuantizationConfig):  # type: ignore[misc]
                 f"such as {min(self._missing)}; the gateway cannot serve this architecture. `generate` can"
             )
 
-    def _served(self) -> dict[str, tuple[Group, int]]:
+    def _served(self) -> dict[str, tuple[RemoteGroup, int]]:
         """Group and member of every layer that the executor serves, by the names that vLLM gives them."""
         if self._members is None:
             self._members = {}
@@ -319,7 +319,7 @@ class RemoteConfig(QuantizationConfig):  # type: ignore[misc]
         return self._members
 
 
-def _grouped(members: list[tuple[Group, int]]) -> list[GroupMembers]:
+def _grouped(members: list[tuple[RemoteGroup, int]]) -> list[GroupMembers]:
     """Neighbours of one group, in its order, are asked for together."""
     groups: list[GroupMembers] = []
     last = -1

@@ -19,7 +19,7 @@ from shared.wire.header import Direction, RequestClass
 from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.model.recording import answered
 from tenant_sdk.model.remote_weight import RemoteWeight
-from tenant_sdk.model.virtual import Group, check_values, request_class_for, requires_autograd
+from tenant_sdk.model.virtual import RemoteGroup, check_values, request_class_for, requires_autograd
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Experts:
     """
 
     def __init__(
-        self, name: str, groups: Sequence[Group], padding: Padding | None, *, skips: bool = False
+        self, name: str, groups: Sequence[RemoteGroup], padding: Padding | None, *, skips: bool = False
     ) -> None:
         self.name, self.groups, self._padding, self.skips = name, groups, padding, skips
         self._known: set[tuple[Direction, int]] = set()  # kinds that were asked for before

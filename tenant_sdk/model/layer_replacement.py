@@ -32,7 +32,7 @@ from tenant_sdk.model.mixtures import (
 )
 from tenant_sdk.model.prompt_adapters import fit_prompt_adapters
 from tenant_sdk.model.remote_weight import RemoteWeight
-from tenant_sdk.model.virtual import Group, VirtConv1D, VirtLinear, virtual_layer
+from tenant_sdk.model.virtual import RemoteGroup, VirtConv1D, VirtLinear, virtual_layer
 from tenant_sdk.trust.attestation import base_model, linear_layers, open_checkpoint
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ MAX_NAMES = 8  # in a warning
 
 def attach_layers(
     model: nn.Module,
-    groups: Sequence[Group],
+    groups: Sequence[RemoteGroup],
     *,
     offload_head: bool = False,
     exclude: Sequence[str] = (),
@@ -101,12 +101,12 @@ def attach_layers(
 
 def plan_layers(
     model: nn.Module,
-    groups: Sequence[Group],
+    groups: Sequence[RemoteGroup],
     *,
     offload_head: bool = False,
     exclude: Sequence[str] = (),
     other_head: bool = True,
-) -> list[tuple[Group, int, nn.Module]]:
+) -> list[tuple[RemoteGroup, int, nn.Module]]:
     """Which layers are to be replaced: group, member, layer.
 
     Other arguments and errors: see ``attach_layers``.
@@ -117,7 +117,7 @@ def plan_layers(
     layers = linear_layers(model)
     apart = set(excluded_layers(groups, exclude))
     unused = of_another_head(model, groups) if other_head else []
-    plan: list[tuple[Group, int, nn.Module]] = []
+    plan: list[tuple[RemoteGroup, int, nn.Module]] = []
     for group in groups:
         if group.info.head and not offload_head:
             continue
@@ -148,7 +148,7 @@ def own_head(model: nn.Module) -> set[int]:
     return set(map(id, inner.modules())) - set(map(id, base.modules())) - {id(inner), id(head)}
 
 
-def of_another_head(model: nn.Module, groups: Sequence[Group]) -> list[str]:
+def of_another_head(model: nn.Module, groups: Sequence[RemoteGroup]) -> list[str]:
     """Names of served layers that belong to the head of another model around the same base model.
 
     This model does not have them, and they are in no block; or its own head's have another shape.
@@ -180,7 +180,7 @@ def _shape(layer: nn.Module, member: Member, inputs: int) -> tuple[int, int]:
     return (inputs, member.outputs) if isinstance(layer, Conv1D) else (member.outputs, inputs)
 
 
-def excluded_layers(groups: Sequence[Group], exclude: Sequence[str]) -> list[tuple[Group, int]]:
+def excluded_layers(groups: Sequence[RemoteGroup], exclude: Sequence[str]) -> list[tuple[RemoteGroup, int]]:
     """The served linear layers whose names an entry of ``exclude`` fits: group and member.
 
     Experts, of which there are none among them, go by the name of their projection.
@@ -236,7 +236,7 @@ def checked_layer(layer: nn.Module | None, member: Member, inputs: int) -> nn.Mo
     return layer
 
 
-def _probe(group: Group, index: int, layer: nn.Module, *, alone: bool = False) -> None:
+def _probe(group: RemoteGroup, index: int, layer: nn.Module, *, alone: bool = False) -> None:
     weight = layer.weight.detach().float().cpu()  # type: ignore[operator]
     if isinstance(layer, Conv1D):
         weight = weight.T

@@ -38,7 +38,7 @@ from tenant_sdk.model.layer_replacement import (
 from tenant_sdk.model.mixtures import ExpertPlacement, expert_parameters
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.model.tokenizer import build_tokenizer
-from tenant_sdk.model.virtual import Group
+from tenant_sdk.model.virtual import RemoteGroup
 from tenant_sdk.products.kept_groups import group_weights
 from tenant_sdk.trust.attestation import linear_layers
 
@@ -115,7 +115,7 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 def load_model(
     remote: RemoteExecutor,
-    groups: Sequence[Group],
+    groups: Sequence[RemoteGroup],
     placement: ExpertPlacement,
     /,
     *,
@@ -174,7 +174,7 @@ def load_model(
 
 def _check_memory(
     manifest: Manifest,
-    apart: Sequence[tuple[Group, int]],
+    apart: Sequence[tuple[RemoteGroup, int]],
     dtype: torch.dtype,
     experts: Collection[str],
     placement: ExpertPlacement,
@@ -205,7 +205,7 @@ def _check_shapes(
     manifest: Manifest,
     config: Any,
     model_class: type[Any] | None,
-    groups: Sequence[Group],
+    groups: Sequence[RemoteGroup],
     *,
     offload_head: bool,
     exclude: Sequence[str] = (),
@@ -386,7 +386,9 @@ def _fill(model: PreTrainedModel, remote: RemoteExecutor, dtype: torch.dtype, *,
     _initialise_missing(model, remote.manifest.architecture)
 
 
-def _here(model: nn.Module, apart: Sequence[tuple[Group, int]]) -> Iterator[tuple[Group, int, nn.Module]]:
+def _here(
+    model: nn.Module, apart: Sequence[tuple[RemoteGroup, int]]
+) -> Iterator[tuple[RemoteGroup, int, nn.Module]]:
     """The excluded layers that a model has, but the head, whose weight is a parameter of the manifest."""
     layers = linear_layers(model)
     for group, index in apart:
@@ -395,7 +397,7 @@ def _here(model: nn.Module, apart: Sequence[tuple[Group, int]]) -> Iterator[tupl
             yield group, index, checked_layer(layers[member.name], member, group.info.inputs)
 
 
-def _fill_excluded(model: nn.Module, apart: Sequence[tuple[Group, int]], dtype: torch.dtype) -> None:
+def _fill_excluded(model: nn.Module, apart: Sequence[tuple[RemoteGroup, int]], dtype: torch.dtype) -> None:
     """Give excluded layers the weights that the executor multiplies with: its products with unit rows."""
     for group, index, layer in _here(model, apart):
         weight = group_weights(partial(group.product, Direction.FORWARD), group.info, index, dtype)

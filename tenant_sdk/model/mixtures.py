@@ -16,7 +16,7 @@ from shared.recipes import strip_prefix
 from shared.wire.header import Direction, RequestClass
 from shared.wire.messages import GroupInfo, Manifest, Member
 from tenant_sdk.model.experts import IMPLEMENTATION, Experts, Padding, RemoteExperts, experts_forward
-from tenant_sdk.model.virtual import Group
+from tenant_sdk.model.virtual import RemoteGroup
 from tenant_sdk.trust.attestation import base_model
 
 _BEFORE = "_implementation_before"  # of a module: what multiplied its experts before they were attached
@@ -34,10 +34,12 @@ class Planned(NamedTuple):
 
     projection: Projection
     name: str  # below the base model, as manifests name it
-    groups: list[Group]
+    groups: list[RemoteGroup]
 
 
-def plan_experts(model: nn.Module, groups: Sequence[Group], exclude: Sequence[str] = ()) -> list[Planned]:
+def plan_experts(
+    model: nn.Module, groups: Sequence[RemoteGroup], exclude: Sequence[str] = ()
+) -> list[Planned]:
     """Which projections of a model an executor serves.
 
     Args:
@@ -46,7 +48,7 @@ def plan_experts(model: nn.Module, groups: Sequence[Group], exclude: Sequence[st
     Raises:
         ModelMismatch: one is not here, has another shape, or not all of its experts are served.
     """
-    served: dict[str, list[Group]] = {}
+    served: dict[str, list[RemoteGroup]] = {}
     for group in groups:
         if group.info.members[0].expert is not None:  # and no other member: validate_manifest
             name = group.info.members[0].name.rpartition(".")[0]

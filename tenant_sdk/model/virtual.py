@@ -50,7 +50,7 @@ class _Last:
         return self.values is None or torch.equal(self.values, x)
 
 
-class Group:
+class RemoteGroup:
     """Layers that receive the same tensor: asked for together, with one request.
 
     Who is asked for along with whom is learned while the model runs. All are at first; members whose
@@ -70,7 +70,7 @@ class Group:
         self.handle = next(_handles)
         _groups[self.handle] = self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteGroup:
         """Copies of a model share the session."""
         return self
 
@@ -267,7 +267,7 @@ def check_values(block: torch.Tensor, direction: Direction, names: Iterable[str]
 # which puts one ``symbiosis::products`` into it for all members with the same input, forward and backward.
 
 _handles = itertools.count()
-_groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
+_groups: weakref.WeakValueDictionary[int, RemoteGroup] = weakref.WeakValueDictionary()
 
 
 @torch.library.custom_op("symbiosis::products", mutates_args=())
@@ -305,7 +305,7 @@ class _GroupProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        group: Group,
+        group: RemoteGroup,
         direction: Direction,
         member_bits: int,
         request_class: RequestClass,
@@ -418,7 +418,7 @@ class _Virtual(nn.Module):
     weight: Any  # a RemoteWeight in a Parameter
     bias: Any  # nn.Parameter or None; the two base classes disagree
 
-    def _setup(self, group: Group, member: int, original: nn.Module) -> None:
+    def _setup(self, group: RemoteGroup, member: int, original: nn.Module) -> None:
         nn.Module.__init__(self)
         self._group, self._member = group, member
         name = group.info.members[member].name
@@ -460,7 +460,7 @@ class _Virtual(nn.Module):
 class VirtLinear(_Virtual, nn.Linear):
     """An ``nn.Linear`` without its weight."""
 
-    def __init__(self, group: Group, member: int, original: nn.Linear) -> None:
+    def __init__(self, group: RemoteGroup, member: int, original: nn.Linear) -> None:
         """Stand in for ``original``, taking over its bias."""
         self._setup(group, member, original)
         self.in_features, self.out_features = original.in_features, original.out_features
@@ -469,13 +469,13 @@ class VirtLinear(_Virtual, nn.Linear):
 class VirtConv1D(_Virtual, Conv1D):
     """A GPT-2-style ``Conv1D`` (weight stored as [D, O]) without its weight."""
 
-    def __init__(self, group: Group, member: int, original: Conv1D) -> None:
+    def __init__(self, group: RemoteGroup, member: int, original: Conv1D) -> None:
         """Stand in for ``original``, taking over its bias."""
         self._setup(group, member, original)
         self.nx, self.nf = original.nx, original.nf
 
 
-def virtual_layer(group: Group, member: int, original: nn.Module) -> VirtLinear | VirtConv1D:
+def virtual_layer(group: RemoteGroup, member: int, original: nn.Module) -> VirtLinear | VirtConv1D:
     """The virtual layer of the right kind for a linear layer."""
     if isinstance(original, Conv1D):
         return VirtConv1D(group, member, original)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shared.wire.header import EXACT, RequestClass, half_bits
 
-FAST_LINK = 5e8  # bytes a second, above which checking rounded answers takes longer than their bytes save
+FAST_LINK = 5e8  # bytes a second, above which checking half answers takes longer than their bytes save
 _BULK = frozenset({RequestClass.PREFILL, RequestClass.FINETUNING})
 
 

@@ -17,7 +17,7 @@ from shared.wire.header import SEED_BYTES, RequestClass
 from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.channel import Entropy
 from tenant_sdk.products.bank_options import NoiseBankOptions
-from tenant_sdk.products.forecast import ProductKey
+from tenant_sdk.products.keys import ProductKey
 from tenant_sdk.products.mask_sources import MaskSource
 from tenant_sdk.products.masks import Mask, MaskGenerator
 
@@ -103,7 +103,7 @@ class _BankMask:
     answer_bits: int
     fork_guard: ForkGuard = field(default_factory=ForkGuard)
 
-    def request(self) -> torch.Tensor:
+    def numbers(self) -> torch.Tensor:
         self.fork_guard.check()
         return self.masks  # a copy: indexing made it
 

@@ -27,7 +27,7 @@ from shared.ring.fixed_point import Bounds, quantize_weight, squared_norms
 from shared.ring.product import PlaneProducts
 from shared.wire.header import RINGS, Direction, member_indices
 from shared.wire.messages import GroupInfo, Manifest, Member
-from tenant_sdk.products.forecast import ProductKey
+from tenant_sdk.products.keys import ProductKey
 from tenant_sdk.products.verification import (
     Fingerprint,
     IntegerProduct,

@@ -5,29 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from shared.wire.header import EXACT, Direction
+from tenant_sdk.products.keys import ProductKey
 
 SPARE_BATCHES = 4  # in an order that nobody waits for
 MIN_ROWS = 4
-
-
-class ProductKey(NamedTuple):
-    """Requests whose masks and effects are interchangeable, row by row."""
-
-    group: int
-    direction: Direction
-    member_bits: int
-    answer_bits: int = EXACT  # of answers and effects
-
-    @property
-    def product(self) -> tuple[int, Direction, int]:
-        """Group, direction and members."""
-        return self[:3]
-
-    @property
-    def exact(self) -> ProductKey:
-        """The same product with all bits."""
-        return self._replace(answer_bits=EXACT)
 
 
 class Order(NamedTuple):

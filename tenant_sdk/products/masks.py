@@ -19,7 +19,8 @@ from shared.ring.mask_stream import MaskStream
 from shared.wire.header import EXACT, SEED_BYTES, RequestClass
 from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.channel import Entropy
-from tenant_sdk.products.forecast import Forecast, Order, ProductKey
+from tenant_sdk.products.forecast import Forecast, Order
+from tenant_sdk.products.keys import ProductKey
 from tenant_sdk.products.mask_sources import SeedSource
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Mask(Protocol):
     All methods raise ConnectionLost in a forked child.
     """
 
-    def request(self) -> torch.Tensor:
+    def numbers(self) -> torch.Tensor:
         """The numbers, int32 [T, C], for rows to be added to in place; once."""
         ...
 
@@ -124,7 +125,7 @@ class _NoMask:
     zeros: torch.Tensor
     fork_guard: ForkGuard = field(default_factory=ForkGuard)
 
-    def request(self) -> torch.Tensor:
+    def numbers(self) -> torch.Tensor:
         self.fork_guard.check()
         return self.zeros
 
@@ -192,7 +193,7 @@ class OneTimeMask:
     seeds, so that sources can be asked again. Masks are not made from them a second time.
 
     A request may be sent more than once: after a lost connection or a refusal
-    (``tenant_sdk.connection.remote``), or to check rounded answers (``RingProducts``). It is always the same
+    (``tenant_sdk.connection.remote``), or to check half answers (``RingProducts``). It is always the same
     bytes.
     """
 
@@ -204,7 +205,7 @@ class OneTimeMask:
     def __reduce__(self) -> Any:
         raise TypeError("a copy of a one-time mask would hand it over again")
 
-    def request(self) -> torch.Tensor:
+    def numbers(self) -> torch.Tensor:
         """See Mask.
 
         Raises:

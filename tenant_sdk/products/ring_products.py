@@ -28,9 +28,9 @@ from shared.wire.protocol import RequestWidths
 from tenant_sdk.connection.channel import copy_error
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor, check_shapes
 from tenant_sdk.products.answer_bits import AnswerBits
-from tenant_sdk.products.forecast import ProductKey
+from tenant_sdk.products.half_checks import HalfFingerprint, expected_sums, wrong_rows
+from tenant_sdk.products.keys import ProductKey
 from tenant_sdk.products.masks import Mask, MaskGenerator
-from tenant_sdk.products.rounded import RoundedFingerprint, expected_sums, wrong_rows
 from tenant_sdk.products.verification import Fingerprint, transposed
 from tenant_sdk.products.verifier import Verifier
 
@@ -91,12 +91,12 @@ class RingGroup:
 class _Check(NamedTuple):
     """What a request is checked with; None: not at all.
 
-    A rounded answer is checked with the rounded fingerprint. If it seems wrong, or if ``repeats``, it is
+    A half answer is checked with the fingerprint of half answers. If it seems wrong, or if ``repeats``, it is
     asked for again and checked with the exact one.
     """
 
     exact: Fingerprint | None
-    rounded: RoundedFingerprint | None = None
+    half: HalfFingerprint | None = None
     repeats: bool = False
 
 
@@ -107,7 +107,7 @@ class _Piece(NamedTuple):
     mask: Mask
     exponents: torch.Tensor
     expected: torch.Tensor | None  # by the exact check
-    sums: torch.Tensor | None  # expected by the check of rounded answers
+    sums: torch.Tensor | None  # expected by the check of half answers
     sent: torch.Tensor | None  # the request, for answers that may be asked for once more
 
 
@@ -140,9 +140,9 @@ class RingProducts:
         self._failed: VerificationError | None = None
         self._fork_guard = ForkGuard()
 
-    def strict(self) -> RingProducts:
+    def verifying_everything(self) -> RingProducts:
         """The same executor and masks, with exact answers, of which all are checked if any are."""
-        verifier = self._verifier.checking_all() if self._verifier else None
+        verifier = self._verifier.verifying_everything() if self._verifier else None
         return RingProducts(self._remote, self._masks, verifier, self._scales, self._unpredictable)
 
     def submit(
@@ -173,7 +173,7 @@ class RingProducts:
             nonlocal spent
             started = time.perf_counter()
             mask = self._masks.take(key, piece.stop - piece.start, request_class=request_class)
-            request = mask.request()
+            request = mask.numbers()
             hidden.append(
                 self._quantize_and_mask(key, piece, [block[piece] for block in rows], mask, request, check)
             )
@@ -218,8 +218,8 @@ class RingProducts:
         check: _Check,
     ) -> _Piece:
         """Add rows to their mask in place; with what the checks expect, see ``shared.ring.rows``."""
-        ring, rounded = self._group(key.group), check.rounded
-        integers = torch.empty(request.shape) if rounded else None
+        ring, half = self._group(key.group), check.half
+        integers = torch.empty(request.shape) if half else None
         units = max(1, self._masks.sources) << EXACT - key.answer_bits if key.answer_bits < EXACT else 0
         hidden = quantize_and_mask(
             [block.contiguous() for block in rows],
@@ -238,8 +238,8 @@ class RingProducts:
                 "the rows are too large for float32 once they are scaled; nothing was sent. Lower the "
                 "learning rate or the loss scale"
             )
-        sums = expected_sums(rounded, integers) if rounded and integers is not None else None
-        return _Piece(piece, mask, *hidden, sums, request if rounded else None)
+        sums = expected_sums(half, integers) if half and integers is not None else None
+        return _Piece(piece, mask, *hidden, sums, request if half else None)
 
     def _finish(
         self,
@@ -285,7 +285,7 @@ class RingProducts:
         self._remote.stats.add(
             seconds_masking=masking,
             seconds_waiting_for_effects=waiting,
-            verified_rows=count if check.exact or check.rounded else 0,
+            verified_rows=count if check.exact or check.half else 0,
         )
         return results
 
@@ -301,7 +301,7 @@ class RingProducts:
         """Write a piece's results; the seconds that its effects were waited for.
 
         Args:
-            doubted: gets the first row of the piece if a rounded answer seems wrong.
+            doubted: gets the first row of the piece if a half answer seems wrong.
 
         Raises:
             VerificationError: an exact answer is wrong.
@@ -319,8 +319,8 @@ class RingProducts:
             into = slice(first + part.start, first + part.stop)
             parts = [result[into] for result in results]
             if key.answer_bits < EXACT:
-                if self._unmask_and_check_rounded(
-                    key, answer[part], effect, piece, part, scales, parts, check.rounded
+                if self._unmask_and_check_half(
+                    key, answer[part], effect, piece, part, scales, parts, check.half
                 ):
                     doubted.add(first)
             elif unmask_and_dequantize(
@@ -335,7 +335,7 @@ class RingProducts:
                 self._check_failed(key)
 
     @staticmethod
-    def _unmask_and_check_rounded(
+    def _unmask_and_check_half(
         key: ProductKey,
         answer: torch.Tensor,
         effects: list[torch.Tensor],
@@ -343,7 +343,7 @@ class RingProducts:
         part: slice,
         scales: torch.Tensor | None,
         blocks: list[torch.Tensor],
-        fingerprint: RoundedFingerprint | None,
+        fingerprint: HalfFingerprint | None,
     ) -> int:
         """See ``shared.ring.rows.unmask_and_dequantize``; how many rows are wrong."""
         exponents = piece.exponents[part] + 8 * (EXACT - key.answer_bits)
@@ -359,7 +359,7 @@ class RingProducts:
         return wrong
 
     def _recheck_exact(self, key: ProductKey, piece: _Piece, answer: torch.Tensor, check: _Check) -> None:
-        """Ask for a rounded answer and its effects once more, with all bits, and compare all that came.
+        """Ask for a half answer and its effects once more, with all bits, and compare all that came.
 
         Raises:
             VerificationError: it is not what it was, or wrong.
@@ -392,7 +392,7 @@ class RingProducts:
                 return _Check(self._verifier.fingerprint(key, self.integer_product))
             shape, plan = self._remote.shapes[key.group], self._plan(key)
             forward, backward = self._remote.manifest.groups[key.group].bounds or (0, 0)
-            rounded = self._verifier.rounded_fingerprint(
+            half = self._verifier.half_fingerprint(
                 key,
                 self.integer_product,
                 planes=shape.planes,
@@ -401,8 +401,8 @@ class RingProducts:
                 sources=self._masks.sources,
             )
             # In any case: executors see when a fingerprint is made.
-            exact, repeats = self._verifier.exact_of_rounded(key, self.integer_product)
-            return _Check(exact, rounded, repeats) if rounded else _Check(None)
+            exact, repeats = self._verifier.exact_of_half(key, self.integer_product)
+            return _Check(exact, half, repeats) if half else _Check(None)
         except VerificationError as error:
             raise self._refuse_further(error) from None
 
@@ -418,7 +418,7 @@ class RingProducts:
     def integer_product(self, key: ProductKey, rows: torch.Tensor) -> torch.Tensor:
         """The products of a fingerprint's integers, under a mask like any: int32 [n, C] to [n, 2 N]."""
         mask = self._masks.take(key, len(rows))
-        request = mask.request().add_(rows)
+        request = mask.numbers().add_(rows)
         (answer,) = self._remote.submit(Operation.PRODUCT, *key.product, [request]).result()
         for part, effects in mask.effects():
             for effect in effects:

@@ -10,8 +10,8 @@ from shared.errors import VerificationError
 from shared.wire.header import member_indices
 from shared.wire.messages import GroupInfo
 from tenant_sdk.connection.channel import Entropy
-from tenant_sdk.products.forecast import ProductKey
-from tenant_sdk.products.rounded import RoundedFingerprint, make_rounded_fingerprint
+from tenant_sdk.products.half_checks import HalfFingerprint, make_half_fingerprint
+from tenant_sdk.products.keys import ProductKey
 from tenant_sdk.products.verification import (
     Fingerprint,
     FingerprintRefuted,
@@ -27,7 +27,7 @@ class Verifier:
         fingerprints: of the executors' weights.
         groups: for messages.
         rate: of requests, more than 0 and at most 1; which ones is drawn secretly.
-        repeat_rate: of checked requests with rounded answers, those that are asked for again with all bits.
+        repeat_rate: of checked requests with half answers, those that are asked for again with all bits.
         trusted: exact products of weights that the tenant has; None: the session's are used, and checked.
         entropy: secret random bytes.
         parties: who may have been wrong, for messages.
@@ -46,10 +46,10 @@ class Verifier:
     ) -> None:
         self._fingerprints, self._groups = fingerprints, groups
         self._rate, self._repeat_rate, self._trusted = rate, repeat_rate, trusted
-        self._rounded: dict[ProductKey, RoundedFingerprint] = {}
+        self._half: dict[ProductKey, HalfFingerprint] = {}
         self._entropy, self._parties = entropy, parties
 
-    def checking_all(self) -> Verifier:
+    def verifying_everything(self) -> Verifier:
         """The same, and every request is drawn."""
         return Verifier(
             self._fingerprints,
@@ -71,33 +71,31 @@ class Verifier:
         known = self._made(key, product)
         return known if self._sampled(self._rate) else None
 
-    def rounded_fingerprint(
+    def half_fingerprint(
         self, key: ProductKey, product: IntegerProduct, **shape: Any
-    ) -> RoundedFingerprint | None:
+    ) -> HalfFingerprint | None:
         """The same for answers of which only the upper bits travel.
 
         Args:
             key: with the bits of its answers.
             product: the session's own exact products.
-            shape: see ``make_rounded_fingerprint``.
+            shape: see ``make_half_fingerprint``.
 
         Raises:
             VerificationError: a product that it is made of is wrong.
         """
-        fingerprint = self._rounded.get(key)
+        fingerprint = self._half.get(key)
         if fingerprint is None:
 
             def checked(key: ProductKey, rows: torch.Tensor) -> torch.Tensor:
                 return self._checked(key, rows, product)
 
-            fingerprint = make_rounded_fingerprint(
-                key, self._trusted or checked, entropy=self._entropy, **shape
-            )
-            fingerprint = self._rounded.setdefault(key, fingerprint)
+            fingerprint = make_half_fingerprint(key, self._trusted or checked, entropy=self._entropy, **shape)
+            fingerprint = self._half.setdefault(key, fingerprint)
         return fingerprint if self._sampled(self._rate) else None
 
-    def exact_of_rounded(self, key: ProductKey, product: IntegerProduct) -> tuple[Fingerprint, bool]:
-        """What to check a rounded answer with if it is asked for again, and whether it is in any case.
+    def exact_of_half(self, key: ProductKey, product: IntegerProduct) -> tuple[Fingerprint, bool]:
+        """What to check a half answer with if it is asked for again, and whether it is in any case.
 
         Raises:
             VerificationError: see ``fingerprint``.
@@ -130,7 +128,7 @@ class Verifier:
         )
 
     def unconfirmed(self, key: ProductKey) -> VerificationError:
-        """A rounded answer that was asked for again, with all bits, and did not come, in words."""
+        """A half answer that was asked for again, with all bits, and did not come, in words."""
         return VerificationError(
             f"an answer could not be confirmed: {self._product(key)} was asked for again with all bits, and "
             f"did not come. {self._parties} computed it. This is an outage, or hides a wrong answer. "

@@ -96,7 +96,7 @@ def open_session(config: SessionConfig) -> Session:
                 answer_bits=answer_bits,
                 sources=remote_sources,
             )
-            strict = inner.strict() if isinstance(inner, RingProducts) else inner
+            strict = inner.verifying_everything() if isinstance(inner, RingProducts) else inner
             own_weights = next(
                 (source.weights for source in sources if isinstance(source, OwnCheckpoint)), None
             )

@@ -24,7 +24,7 @@ from tenant_sdk.model.experts import Padding
 from tenant_sdk.model.layer_replacement import attach_layers, detach_layers, warn_if_trained
 from tenant_sdk.model.mixtures import ExpertPlacement
 from tenant_sdk.model.naming import base_of_peer, find_base, name_model
-from tenant_sdk.model.virtual import Group
+from tenant_sdk.model.virtual import RemoteGroup
 from tenant_sdk.products.products import PrivacyMode
 from tenant_sdk.sequences.contexts import LongContext, prefill
 from tenant_sdk.session.keeping import Kept
@@ -62,7 +62,9 @@ class Session:
         )
         self.experts, self._padding = experts, Padding() if experts == "padded" else None
         manifest = executor.manifest
-        self.groups = [Group(at, info, products, manifest.digest) for at, info in enumerate(manifest.groups)]
+        self.groups = [
+            RemoteGroup(at, info, products, manifest.digest) for at, info in enumerate(manifest.groups)
+        ]
 
     @property
     def manifest(self) -> Manifest:

@@ -87,10 +87,10 @@ def test_a_tenant_has_the_bits_of_the_processors(
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_rounded_answers(
+def test_half_answers(
     placement: str, start: Start, source: Callable[[str, str], Executor], checkpoint: Callable[[str], Path]
 ) -> None:
-    """As tests/integration/test_rounded_answers.py has it of the processors."""
+    """As tests/integration/test_half_answers.py has it of the processors."""
     executor, found = start(checkpoint("llama"), "--numerics", "ring", *PLACEMENTS[placement]), {}
     for answers in ("exact", "half"):
         with one_time(executor, source("llama", "ring"), answers=answers) as session:

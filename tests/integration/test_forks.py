@@ -160,7 +160,7 @@ def test_a_child_gets_no_masks_and_uses_none_of_its_parents(kind: str) -> None:
         refused(
             lambda: masks.take(KEYS[2], 3),
             lambda: masks.take(KEYS[0], 1),
-            mask.request,
+            mask.numbers,
             lambda: list(mask.effects()),
             lambda: stream.draw(1, 4),
         )
@@ -171,7 +171,7 @@ def test_a_child_gets_no_masks_and_uses_none_of_its_parents(kind: str) -> None:
 
     with locked(*(getattr(masks, name) for name in ("_lock", "_changed") if hasattr(masks, name))):
         in_child(child)
-    assert mask.request().shape[0] == 3
+    assert mask.numbers().shape[0] == 3
     assert list(mask.effects())
     assert not stream.draw(1, 4).equal(first)
     masks.close()
@@ -183,7 +183,7 @@ def test_a_child_that_nobody_told_of() -> None:
     mask = masks.take(KEYS[0], 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "getpid", lambda: 0)
-        refused(lambda: masks.take(KEYS[0], 1), mask.request)
+        refused(lambda: masks.take(KEYS[0], 1), mask.numbers)
     masks.close()
 
 

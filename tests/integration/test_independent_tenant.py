@@ -20,8 +20,8 @@ from vectors import check_vectors as wire
 from shared.ring.rows import unmask_and_dequantize
 from shared.ring.upper_bits import subtract_upper_bits, take_upper_bits
 from shared.wire.header import Direction
-from tenant_sdk.products.forecast import ProductKey
-from tenant_sdk.products.rounded import RoundedFingerprint, expected_sums, limit_of, wrong_rows
+from tenant_sdk.products.half_checks import HalfFingerprint, expected_sums, limit_of, wrong_rows
+from tenant_sdk.products.keys import ProductKey
 
 QKV, OUTPUT, DOWN = 0, 1, 3  # groups of the first block
 REQUESTS = 4  # of each kind of session
@@ -270,7 +270,7 @@ def test_both_decide_alike_about_half_answers(bits: int) -> None:
 
         challenges = torch.tensor(z.T).to(dtype).contiguous()
         factors = (torch.tensor(plane @ z.T).double() / unit).to(dtype)
-        fingerprint = RoundedFingerprint(challenges, factors, limit_of(challenges, sources))
+        fingerprint = HalfFingerprint(challenges, factors, limit_of(challenges, sources))
         assert fingerprint.limit == pytest.approx(independent.half_limit(z, sources), rel=1e-9)
         packed = [
             take_upper_bits(torch.tensor(independent.signed(each, EXACT)).int(), bits) for each in numbers

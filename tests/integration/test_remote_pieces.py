@@ -30,7 +30,7 @@ from tenant_sdk import Session
 from tenant_sdk.connection import websocket_channel
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
-from tenant_sdk.products.forecast import ProductKey
+from tenant_sdk.products.keys import ProductKey
 from tenant_sdk.products.mask_sources import ExecutorSource
 
 pytest_plugins = ("ring_fixtures", "transport_fixtures")

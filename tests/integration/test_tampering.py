@@ -26,7 +26,7 @@ import tenant_sdk
 from shared.errors import ModelMismatch, VerificationError, WireError
 from shared.wire.header import RINGS, Direction
 from tenant_sdk.model.virtual import VirtLinear
-from tenant_sdk.products.forecast import ProductKey
+from tenant_sdk.products.keys import ProductKey
 from tenant_sdk.products.mask_sources import ExecutorSource
 from tenant_sdk.products.verification import Fingerprint
 from tenant_sdk.products.verifier import Verifier

@@ -18,7 +18,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from provider.serve.server import server_context
-from provider.serve.tls_socket import CHUNK, RECORDS, TlsSocket
+from provider.serve.tls_socket import CHUNK, RECORDS, BoundedTlsSocket
 
 SECONDS = 800.0
 UPDATE, UPDATE_AND_ANSWER = b"\x18\0\0\1\0", b"\x18\0\0\1\1"  # RFC 8446, section 4.6.3
@@ -48,7 +48,7 @@ class Peer:
 
 
 class Pair(NamedTuple):
-    server: TlsSocket
+    server: BoundedTlsSocket
     peer: Peer
 
 
@@ -58,7 +58,7 @@ def pair(tls_dir: Path, tmp_path: Path) -> Iterator[Pair]:
     context = ssl.create_default_context(cafile=str(tls_dir / "ca.pem"))
     context.keylog_filename = str(tmp_path / "keys")
     near, far = socket.socketpair()
-    server = TlsSocket(near, server_context(tls_dir))
+    server = BoundedTlsSocket(near, server_context(tls_dir))
     shaken = threading.Thread(target=server.do_handshake, args=(time.monotonic() + SECONDS,))
     shaken.start()
     raw = socket.socket(fileno=os.dup(far.fileno()))
@@ -71,7 +71,7 @@ def pair(tls_dir: Path, tmp_path: Path) -> Iterator[Pair]:
         yield Pair(server, Peer(tls, raw, bytes.fromhex(secret)))
 
 
-def received(server: TlsSocket) -> bytes:
+def received(server: BoundedTlsSocket) -> bytes:
     """All that is there, as a loop reads it."""
     found, buffer = bytearray(), memoryview(bytearray(1 << 20))
     while True:
@@ -190,12 +190,12 @@ def test_the_end_of_tls_is_told(pair: Pair) -> None:
 
 def test_a_handshake_has_an_end(tls_dir: Path) -> None:
     near, far = socket.socketpair()
-    with far, TlsSocket(near, server_context(tls_dir)) as server:
+    with far, BoundedTlsSocket(near, server_context(tls_dir)) as server:
         far.sendall(b"\x16\x03\x01\x00\x01\x00" * RECORDS)
         with pytest.raises(ssl.SSLError):
             server.do_handshake(time.monotonic() + SECONDS)
     near, far = socket.socketpair()
-    with far, TlsSocket(near, server_context(tls_dir)) as server, pytest.raises(TimeoutError):
+    with far, BoundedTlsSocket(near, server_context(tls_dir)) as server, pytest.raises(TimeoutError):
         server.do_handshake(time.monotonic())
 
 
@@ -211,7 +211,7 @@ def test_bytes_that_come_one_by_one_stretch_no_deadline(tls_dir: Path, record: b
             far.sendall(b"\0")
 
     thread = threading.Thread(target=dribble)
-    with far, TlsSocket(near, server_context(tls_dir)) as server:
+    with far, BoundedTlsSocket(near, server_context(tls_dir)) as server:
         thread.start()
         try:
             with pytest.raises((TimeoutError, ssl.SSLError)):

@@ -26,11 +26,11 @@ from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
-from tenant_sdk.products.forecast import ProductKey
+from tenant_sdk.products.half_checks import FACTOR
+from tenant_sdk.products.keys import ProductKey
 from tenant_sdk.products.mask_sources import ExecutorSource
 from tenant_sdk.products.masks import OneTimeMasks
 from tenant_sdk.products.ring_products import RingProducts
-from tenant_sdk.products.rounded import FACTOR
 from tenant_sdk.products.verification import LiveFingerprints
 from tenant_sdk.products.verifier import Verifier
 from tenant_sdk.session.opening import _agreed_scales

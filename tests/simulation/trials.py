@@ -107,11 +107,11 @@ def a_seed_serves_two_orders() -> Iterator[None]:
 
 @trial("without a mask")
 def some_rows_have_no_mask() -> Iterator[None]:
-    def request(original: Any, self: OneTimeMask) -> torch.Tensor:
+    def numbers(original: Any, self: OneTimeMask) -> torch.Tensor:
         mask: torch.Tensor = original(self)
         return mask.zero_() if len(mask) == 5 else mask
 
-    with wrapped(OneTimeMask, "request", request):
+    with wrapped(OneTimeMask, "numbers", numbers):
         yield
 
 

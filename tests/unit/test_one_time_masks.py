@@ -27,7 +27,8 @@ from raw_peers import SECONDS, eventually
 
 from shared.errors import ConfigurationError, ConnectionLost, RequestTimeout
 from shared.ring.mask_stream import MaskStream
-from tenant_sdk.products.forecast import MIN_ROWS, ProductKey
+from tenant_sdk.products.forecast import MIN_ROWS
+from tenant_sdk.products.keys import ProductKey
 from tenant_sdk.products.masks import BATCH_ROWS, ORDERS_AT_ONCE, ORDERS_UNDER_WAY, Mask, OneTimeMasks
 
 MIB = 1 << 20
@@ -85,7 +86,7 @@ def take(store: OneTimeMasks, key: ProductKey, rows: int) -> Mask:
 def use(store: OneTimeMasks, key: ProductKey, rows: int) -> torch.Tensor:
     """A whole request; its mask."""
     taken = take(store, key, rows)
-    mask = taken.request()
+    mask = taken.numbers()
     assert torch.equal(effect_of(taken, key, rows), product(key, mask))
     return mask
 
@@ -96,9 +97,9 @@ def use(store: OneTimeMasks, key: ProductKey, rows: int) -> torch.Tensor:
 def test_a_mask_hands_over_its_mask_once() -> None:
     with one_time_masks(MemorySource()) as store:
         taken = take(store, KEYS[0], 3)
-        taken.request()
+        taken.numbers()
         with pytest.raises(RuntimeError, match="twice"):
-            taken.request()
+            taken.numbers()
 
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -115,7 +116,7 @@ def test_a_mask_exists_nowhere_once_rows_were_added() -> None:
     source = MemorySource()
     with one_time_masks(source) as store:
         taken = take(store, KEYS[2], 13)  # a size of this test's own: tensors of others may still be about
-        mask = taken.request()
+        mask = taken.numbers()
         kept = mask.clone()
         mask += 1
         at_rest(store)  # the source has multiplied its own copy, and let go of it
@@ -145,7 +146,7 @@ def test_no_stretch_of_a_key_stream_serves_twice(
         for index, rows in requests:
             key = KEYS[index]
             taken = take(store, key, rows)
-            done.append((key, taken.request(), effect_of(taken, key, rows)))
+            done.append((key, taken.numbers(), effect_of(taken, key, rows)))
         return done
 
     with one_time_masks(source, budget=budget) as store, ThreadPoolExecutor(len(work)) as threads:
@@ -194,7 +195,7 @@ def test_rows_of_an_effect_that_failed_are_given_to_nobody() -> None:
     with one_time_masks(source) as store:
         source.error = RequestTimeout("no answer")
         failed = take(store, KEYS[0], 2)
-        lost = failed.request()
+        lost = failed.numbers()
         for _ in range(2):
             with pytest.raises(RequestTimeout, match="no answer"):
                 effect_of(failed, KEYS[0], 2)

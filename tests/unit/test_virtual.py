@@ -25,7 +25,7 @@ from shared.errors import ConnectionLost, NonFiniteError, RemoteWeightUnavailabl
 from shared.wire.header import Direction, RequestClass, member_indices
 from shared.wire.messages import GroupInfo, Member
 from tenant_sdk.connection.remote import PendingProduct
-from tenant_sdk.model.virtual import Group, VirtConv1D, VirtLinear, virtual_layer
+from tenant_sdk.model.virtual import RemoteGroup, VirtConv1D, VirtLinear, virtual_layer
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 INPUTS, WIDTHS = 6, (4, 3, 5)
@@ -73,7 +73,7 @@ class QkvLayers:
         self.real = [nn.Linear(INPUTS, width) for width in WIDTHS]
         self.memory = Memory([layer.weight.detach() for layer in self.real])
         members = tuple(Member(f"layer.{i}", width, f"w{i}") for i, width in enumerate(WIDTHS))
-        self.group = Group(0, GroupInfo(INPUTS, members), self.memory)
+        self.group = RemoteGroup(0, GroupInfo(INPUTS, members), self.memory)
         self.layers = [virtual_layer(self.group, i, layer) for i, layer in enumerate(self.real)]
 
     def asked(self) -> list[tuple[Direction, int]]:
@@ -382,7 +382,7 @@ def test_conv1d_is_a_conv1d() -> None:
     real = Conv1D(5, INPUTS)
     memory = Memory([real.weight.detach().T])
     member = Member("c_attn", 5, "c_attn.weight", transposed=True)
-    layer = virtual_layer(Group(0, GroupInfo(INPUTS, (member,)), memory), 0, real)
+    layer = virtual_layer(RemoteGroup(0, GroupInfo(INPUTS, (member,)), memory), 0, real)
     assert isinstance(layer, VirtConv1D)
     assert (layer.nx, layer.nf, layer.weight.shape) == (INPUTS, 5, (INPUTS, 5))
     x = rows()

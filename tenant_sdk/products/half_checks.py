@@ -1,4 +1,4 @@
-"""Checking rounded answers, of which only the upper bits travelled: no equation holds exactly for them.
+"""Checking half answers, of which only the upper bits travelled: no equation holds exactly for them.
 
 J secret vectors z_j of normal numbers, with f_j = W z_j, give J sums of every row, ``u . z_j - x . f_j /
 2^k``. There u is the revealed product in units of 2^k. Each sum is ``e . z_j``, where e are the row's
@@ -19,7 +19,7 @@ from shared.ring.mask_stream import MaskStream
 from shared.ring.upper_bits import cut_share
 from shared.wire.header import EXACT, SEED_BYTES
 from tenant_sdk.connection.channel import Entropy
-from tenant_sdk.products.forecast import ProductKey
+from tenant_sdk.products.keys import ProductKey
 from tenant_sdk.products.verification import IntegerProduct, transposed
 
 CHALLENGES = 32  # J
@@ -28,7 +28,7 @@ _DEVIATION = 256  # of the challenges, which are integers
 _DOUBTS = 10 * math.log(2)  # by a bound, which is far from tight: fewer are asked for again
 
 
-class RoundedFingerprint(NamedTuple):
+class HalfFingerprint(NamedTuple):
     """Secret normal numbers and their products with a weight, of one kind of product.
 
     Attributes:
@@ -67,7 +67,7 @@ def limit_of(challenges: torch.Tensor, sources: int) -> float:
     return cut_share(sources) * (float(squares.sum()) + spread)
 
 
-def make_rounded_fingerprint(
+def make_half_fingerprint(
     key: ProductKey,
     product: IntegerProduct,
     *,
@@ -76,7 +76,7 @@ def make_rounded_fingerprint(
     bound: int,
     sources: int,
     entropy: Entropy,
-) -> RoundedFingerprint:
+) -> HalfFingerprint:
     """The fingerprint of one kind.
 
     Args:
@@ -97,18 +97,18 @@ def make_rounded_fingerprint(
     dtype = torch.float32 if key.answer_bits == 16 else torch.float64
     challenges = drawn.view(CHALLENGES, planes * width).T.to(dtype).contiguous()
     unit = float(1 << EXACT - key.answer_bits)
-    return RoundedFingerprint(
+    return HalfFingerprint(
         challenges, (factors.T.double() / unit).to(dtype).contiguous(), limit_of(challenges, sources)
     )
 
 
-def expected_sums(fingerprint: RoundedFingerprint, integers: torch.Tensor) -> torch.Tensor:
+def expected_sums(fingerprint: HalfFingerprint, integers: torch.Tensor) -> torch.Tensor:
     """``x . f_j`` of the integers of rows: float32 [T, C] to [T, J]."""
     with torch.autocast("cpu", enabled=False):  # a doubt is not to depend on the size of products
         return integers.to(fingerprint.factors.dtype) @ fingerprint.factors
 
 
-def wrong_rows(fingerprint: RoundedFingerprint, products: torch.Tensor, expected: torch.Tensor) -> int:
+def wrong_rows(fingerprint: HalfFingerprint, products: torch.Tensor, expected: torch.Tensor) -> int:
     """How many rows of products [T, P N], in units, are further from right than rounding is."""
     with torch.autocast("cpu", enabled=False):
         sums = torch.addmm(expected, products.to(expected.dtype), fingerprint.challenges, beta=-1)

@@ -17,7 +17,7 @@ from ring_sessions import MASKINGS, ExecutorFactory, captured_requests, one_time
 import tenant_sdk
 from shared.errors import ConfigurationError, VerificationError
 from shared.wire.header import RINGS, Direction
-from tenant_sdk.products import rounded
+from tenant_sdk.products import half_checks
 from tenant_sdk.products.ring_products import RingProducts
 
 pytest_plugins = ("ring_fixtures",)
@@ -141,7 +141,7 @@ def step(executors: ExecutorFactory, proxy: Proxy) -> Any:
 
 
 def aim(change: Change, middle: InterceptingProxy, direction: Direction) -> None:
-    """Change rounded answers to requests of TARGET in one direction from now on."""
+    """Change half answers to requests of TARGET in one direction from now on."""
 
     def changed(message: Message, body: bytes) -> bytes:
         fields = message.fields
@@ -219,7 +219,7 @@ def test_honest_rows_beyond_the_limit_are_asked_for_again(
     sources: int, executors: ExecutorFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once: what is asked for again tells of rows. Here every row is; else those of weights of low rank."""
-    monkeypatch.setattr(rounded, "limit_of", lambda *_: -1.0)
+    monkeypatch.setattr(half_checks, "limit_of", lambda *_: -1.0)
     parties = executors("llama")[: 1 + sources]
     with one_time(*parties, answers="half", repeat_rate=0.0) as session:
         model = session.load_model(progress=False)

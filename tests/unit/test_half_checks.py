@@ -1,4 +1,4 @@
-"""The check of rounded answers: honest rows pass, and how wrong an answer may be that passes."""
+"""The check of half answers: honest rows pass, and how wrong an answer may be that passes."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 from memory_sources import Entropy
 
 from shared.ring.upper_bits import subtract_upper_bits, take_upper_bits
-from tenant_sdk.products.forecast import ProductKey
-from tenant_sdk.products.rounded import (
+from tenant_sdk.products.half_checks import (
     CHALLENGES,
     FACTOR,
-    RoundedFingerprint,
+    HalfFingerprint,
     draw_normal,
     expected_sums,
     limit_of,
-    make_rounded_fingerprint,
+    make_half_fingerprint,
     wrong_rows,
 )
+from tenant_sdk.products.keys import ProductKey
 
 INPUTS, OUTPUTS = 96, 160
 
 
-def rounded(sources: int = 1, *, rows: int = 200) -> tuple[RoundedFingerprint, torch.Tensor, torch.Tensor]:
+def rounded(sources: int = 1, *, rows: int = 200) -> tuple[HalfFingerprint, torch.Tensor, torch.Tensor]:
     """A fingerprint, revealed products in units, and the sums that the check expects of them."""
     generator = torch.Generator().manual_seed(0)
 
@@ -36,7 +36,7 @@ def rounded(sources: int = 1, *, rows: int = 200) -> tuple[RoundedFingerprint, t
     def product(_: ProductKey, given: torch.Tensor) -> torch.Tensor:
         return (given.long() @ weight).to(torch.int32)
 
-    fingerprint = make_rounded_fingerprint(
+    fingerprint = make_half_fingerprint(
         ProductKey(0, 1, 1, 16),  # type: ignore[arg-type]
         product,
         planes=1,
@@ -137,7 +137,7 @@ def test_challenges_are_normal_and_differ() -> None:
 
 def test_challenges_of_heavy_columns_are_smaller() -> None:
     """So that their products stay within the ring: here by a column whose squares add up to 2^50."""
-    made = make_rounded_fingerprint(
+    made = make_half_fingerprint(
         ProductKey(0, 1, 1, 16),  # type: ignore[arg-type]
         lambda _, rows: torch.zeros((len(rows), 4), dtype=torch.int32),
         planes=1,
