@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -159,18 +158,3 @@ def check_below(within: Path, called: Path, lies: Path) -> None:
         raise ConfigurationError(
             f"adapters are taken from below {within} alone, and {called} leads out of it: put a copy there"
         )
-
-
-@contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """A temporary sibling to write into, which takes the name ``path`` if the block ends without an error.
-
-    So whoever finds ``path`` finds all of it. Without an end (a crash) a hidden sibling is left.
-    """
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.partial-", dir=path.parent))
-    try:
-        yield temporary
-        temporary.rename(path)  # replaces an empty folder, refuses one that is not
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise

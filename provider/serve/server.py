@@ -31,6 +31,7 @@ from provider.serve.websocket_connection import OpenSession, WebsocketConnection
 from provider.session.tenant import Send, Service, TenantSession
 from shared.errors import ConfigurationError
 from shared.log_rate_limit import LogRateLimiter
+from shared.whole import whole_file
 
 log = logging.getLogger(__name__)
 
@@ -225,11 +226,9 @@ class Server:
     def write_ready_file(self, path: str | Path, **more: str) -> None:
         """Tell a supervisor, in one rename, that the port is open; ``more`` goes into the file too."""
         path = Path(path)
-        temporary = path.with_name(path.name + ".new")
         try:
-            temporary.unlink(missing_ok=True)  # a link would have another file written over
-            temporary.write_bytes(msgspec.json.encode({"url": self.url, "pid": os.getpid(), **more}))
-            temporary.replace(path)
+            with whole_file(path, 0o644) as file:
+                file.write_bytes(msgspec.json.encode({"url": self.url, "pid": os.getpid(), **more}))
         except OSError as error:
             raise ConfigurationError(f"cannot write the ready file {path}: {error.strerror}") from error
 

@@ -22,6 +22,7 @@ from provider.serve.descriptors import none_left
 from shared.encoded import UNREADABLE
 from shared.errors import AuthenticationError, ConfigurationError
 from shared.ownership import check_own, user_name
+from shared.whole import whole_file
 
 log = logging.getLogger(__name__)
 
@@ -207,37 +208,34 @@ class TokenFile:
             os.close(folder)
 
     def _write(self, tokens: _Tokens) -> None:
-        temporary = self._temporary
         try:
-            temporary.unlink(missing_ok=True)  # a file that exists would keep its mode
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                self._keep_owner(descriptor)
-                file.write(msgspec.json.format(msgspec.json.encode(tokens)))
-            temporary.replace(self.path)
+            with whole_file(self.path, self._mode()) as file:
+                self._keep_owner(file)
+                file.write_bytes(msgspec.json.format(msgspec.json.encode(tokens)))
         except OSError as error:
             raise ConfigurationError(f"cannot write {self.path}: {error.strerror}") from error
 
-    @property
-    def _temporary(self) -> Path:
-        return self.path.with_name(self.path.name + ".new")
-
-    def _keep_owner(self, descriptor: int) -> None:
-        """Give a file the owner, group and mode of the one that it will replace: an executor reads it."""
+    def _mode(self) -> int:
+        """Of the file that will be replaced."""
         try:
-            old, new = self.path.stat(), os.fstat(descriptor)
+            return stat.S_IMODE(self.path.stat().st_mode)
+        except FileNotFoundError:
+            return 0o600
+
+    def _keep_owner(self, file: Path) -> None:
+        """Give a file the owner and group of the one that it will replace: an executor reads it."""
+        try:
+            old, new = self.path.stat(), file.stat()
         except FileNotFoundError:
             return
         if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
             try:
-                os.fchown(descriptor, old.st_uid, old.st_gid)
+                os.chown(file, old.st_uid, old.st_gid)
             except PermissionError:
-                self._temporary.unlink(missing_ok=True)
                 owner = user_name(old.st_uid)
                 raise ConfigurationError(
                     f"{self.path} belongs to {owner}; run this as that user: sudo -u {owner} ..."
                 ) from None
-        os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
 
     def tenant_of(self, token: str) -> str | None:
         """The tenant that holds this token, or None. Time does not depend on which or whether.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shared.errors import ConfigurationError
+from shared.whole import whole_folder
 from tenant_sdk.drafts.decoding import Draft
 from tenant_sdk.drafts.folder import adapter_digest, save_draft
 from tenant_sdk.drafts.head import Vocabulary
@@ -30,7 +31,7 @@ from tenant_sdk.drafts.training import (
     frequent_tokens,
 )
 from tenant_sdk.session.session import Session
-from tenant_sdk.storage import check_new_folder, disk_errors, whole_folder
+from tenant_sdk.storage import check_new_folder, disk_errors
 from tenant_sdk.trust.attestation import base_model
 from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
 from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shared.errors import ConfigurationError
+from shared.whole import whole_file
 from tenant_sdk.drafts.head import WIDENING, DraftHead, Vocabulary
 from tenant_sdk.trust.attestation import base_model
 from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example
@@ -101,9 +102,8 @@ def _kept_hidden(folder: Path | None, part: Sequence[Example]) -> Tensor | None:
 
 def _keep_hidden(folder: Path | None, part: Sequence[Example], hidden: Tensor) -> None:
     if folder is not None:
-        partial = folder / "partial"
-        save_file({"hidden": hidden.contiguous()}, partial)
-        partial.replace(folder / _name(part))
+        with whole_file(folder / _name(part)) as file:
+            save_file({"hidden": hidden.contiguous()}, file)
 
 
 def frequent_tokens(features: Sequence[Features], vocabulary: int) -> Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 import msgspec
+
+from shared.whole import whole_file
 
 FILE, ENDED_FILE = "status.json", "ended.json"
 REMEMBERED = 256  # sequences that ended with an error of their own
@@ -93,6 +94,5 @@ def client_of(sequence: str) -> str:
 
 
 def _write(path: Path, record: msgspec.Struct) -> None:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_bytes(msgspec.json.encode(record))
-    os.replace(temporary, path)
+    with whole_file(path) as file:
+        file.write_bytes(msgspec.json.encode(record))

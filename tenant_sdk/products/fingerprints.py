@@ -25,6 +25,7 @@ from shared.errors import CheckpointError, ConfigurationError, ModelMismatch, Pl
 from shared.ownership import check_own
 from shared.ring.fixed_point import Bounds, quantize_weight, squared_norms
 from shared.ring.product import PlaneProducts
+from shared.whole import whole_file
 from shared.wire.header import RINGS, Direction, member_indices
 from shared.wire.messages import GroupInfo, Manifest, Member
 from tenant_sdk.products.keys import ProductKey
@@ -194,15 +195,10 @@ def write_fingerprints(
         _add(tensors, member.name, checkpoint.member_weight(member), RINGS[numerics])
     trusted = msgspec.json.encode(CheckpointContents.of(checkpoint)).decode()
     data = cipher.encrypt(save(tensors, {"format": _FORMAT, "numerics": numerics, "trusted": trusted}))
-    temporary = Path(f"{output}.partial-{os.urandom(4).hex()}")
-    try:
-        with disk_errors(output, "the fingerprints", "Then run again."):
-            output.parent.mkdir(parents=True, exist_ok=True)
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(data)
-            temporary.replace(output)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with disk_errors(output, "the fingerprints", "Then run again."):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(output) as file:
+            file.write_bytes(data)
     return key
 
 

@@ -19,6 +19,7 @@ from shared.hub import HUB
 from shared.options import Flag, check_options, described, fields_of, read_options, secret_ways
 from shared.ownership import check_own
 from shared.secrets import Secret
+from shared.whole import whole_file
 from tenant_sdk.connection.urls import LOCAL, is_local, party_name
 from tenant_sdk.session.options import SessionConfig
 from tenant_sdk.storage import disk_errors
@@ -124,10 +125,8 @@ def approve(path: Path) -> Path:
     approvals = _approvals() | {path_text(path): _digest(path)}
     with disk_errors(file, "the approval", "Then approve it again."):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = file.with_name(f".{file.name}.{os.getpid()}")
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as opened:
-            opened.write(msgspec.json.format(msgspec.json.encode(approvals)))
-        temporary.replace(file)
+        with whole_file(file) as written:
+            written.write_bytes(msgspec.json.format(msgspec.json.encode(approvals)))
     return path
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from shared.ownership import check_own
+from shared.whole import whole_file
 from shared.wire.messages import GroupInfo, member_identity
 
 log = logging.getLogger(__name__)
@@ -62,14 +61,8 @@ class WeightCache:
             for each in self._folder.relative_to(self._base).parts:
                 folder = folder / each
                 folder.mkdir(mode=0o700, exist_ok=True)
-            number, name = tempfile.mkstemp(dir=self._folder)
-            os.close(number)
-            try:
-                save_file({str(member): weight for member, weight in enumerate(weights)}, name)
-                os.replace(name, self._path(group))
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name)
+            with whole_file(self._path(group)) as file:
+                save_file({str(member): weight for member, weight in enumerate(weights)}, file)
         except (OSError, SafetensorError) as error:
             log.warning(
                 "kept weights are not written to %s, and asked for again the next time: %s",

@@ -29,6 +29,7 @@ from shared.errors import (
     counted,
     peer_text,
 )
+from shared.whole import whole_folder
 from tenant_sdk.model.naming import base_of
 from tenant_sdk.sequences.stack import CannotSplit
 from tenant_sdk.session.session import Session
@@ -38,7 +39,6 @@ from tenant_sdk.storage import (
     check_new_folder,
     disk_errors,
     free_megabytes,
-    whole_folder,
 )
 from tenant_sdk.tuning.adapters import (
     AdapterOptions,

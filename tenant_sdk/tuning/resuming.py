@@ -31,6 +31,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError
+from shared.whole import whole_file
 
 STATE = "training_state.safetensors"
 _FORMAT = 1
@@ -175,9 +176,8 @@ def _write(model: Any, folder: Path, step: int) -> None:
     patterns = {name: config.rank_pattern for name, config in _patterned(model) if config.rank_pattern}
     header = msgspec.json.encode(_Header(_FORMAT, step, patterns)).decode()
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    partial = folder / f".{STATE}.partial"
-    save_file(copies, partial, metadata={"state": header})
-    partial.replace(folder / STATE)
+    with whole_file(folder / STATE) as file:
+        save_file(copies, file, metadata={"state": header})
 
 
 @torch.no_grad()

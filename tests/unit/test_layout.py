@@ -48,6 +48,7 @@ SUBPACKAGES = {
         "hub",
         "experts",
         "stored",
+        "whole",
         "checkpoint",
         "ring",
         "transport",

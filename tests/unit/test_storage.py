@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
 
 from shared.errors import ConfigurationError, StorageError
+from shared.whole import whole_file, whole_folder
 from tenant_sdk.storage import (
     check_new_folder,
     disk_errors,
     free_megabytes,
-    whole_folder,
 )
 
 
@@ -94,3 +95,26 @@ def test_a_new_folder(tmp_path: Path) -> None:
 
 def test_free_space_of_a_folder_to_be() -> None:
     assert free_megabytes(Path("/not/yet")) == pytest.approx(free_megabytes(Path("/")), rel=0.1)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644])
+def test_a_file_is_whole_or_as_it_was(mode: int, tmp_path: Path) -> None:
+    """Whatever the umask is; a link is replaced, and what it leads to stays."""
+    other, path = tmp_path / "other", tmp_path / "file"
+    other.write_text("other")
+    path.symlink_to(other)
+
+    def interrupted() -> None:
+        with whole_file(path) as file:
+            file.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert path.read_text() == "other"
+    with whole_file(path, mode) as file:
+        file.write_text("whole")
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert (path.read_text(), path.is_symlink(), other.read_text()) == ("whole", False, "other")
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert sorted(tmp_path.iterdir()) == [path, other]
