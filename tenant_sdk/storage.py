@@ -18,6 +18,9 @@ from shared.errors import ConfigurationError, Message, StorageError
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
 _BLOCK_BYTES = 1 << 20
+# What reading a file of tensors raises, whoever wrote it: KeyError for types that torch lacks, ValueError,
+# TypeError and RuntimeError for shapes that are too large, although no number is in them.
+UNREADABLE_TENSORS = (OSError, SafetensorError, KeyError, ValueError, TypeError, RuntimeError)
 # What a disk does to a program that did nothing wrong; other errors of the system are let through.
 _DISK_ERRORS = {
     errno.ENOSPC,

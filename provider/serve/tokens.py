@@ -196,16 +196,24 @@ class TokenFile:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Around a change, from the reading of the file to its writing: no other command is in between."""
-        try:
-            folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise ConfigurationError(f"cannot write {self.path}: {error.strerror}") from error
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(folder)
+        """Around a change, from the reading of the file to its writing: no other command is in between.
+
+        The lock is on the file, which only its owner can open; where there is none yet, on its folder.
+        """
+        while True:
+            try:
+                locked = _opened(self.path)
+                if locked is None:
+                    locked = os.open(self.path.parent, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise ConfigurationError(f"cannot write {self.path}: {error.strerror}") from error
+            try:
+                fcntl.flock(locked, fcntl.LOCK_EX)
+                if _is_at(locked, self.path if self.path.exists() else self.path.parent):
+                    yield
+                    return
+            finally:
+                os.close(locked)
 
     def _write(self, tokens: _Tokens) -> None:
         try:
@@ -313,3 +321,19 @@ def sha256_of(token: str) -> str:
     """What the file has of a token, in hex."""
     # What is no text stands for itself: the token comes from an HTTP header of anyone's.
     return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()
+
+
+def _opened(path: Path) -> int | None:
+    """A descriptor of a file or a folder, for a lock; None: there is none."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether what was opened is still what is there: another command may have replaced it meanwhile."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from shared.encoded import UNREADABLE, read_within
 from shared.errors import ConfigurationError, Message, ModelMismatch
 from tenant_sdk.drafts.options import CARD
 from tenant_sdk.storage import ADAPTER_CONFIG
+
+log = logging.getLogger(__name__)
 
 _CARD_BYTES = 64 << 10
 _MOST_GUESSES = 16
@@ -37,13 +40,21 @@ class DraftCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 def draft_folders(folder: Path) -> Sequence[Path]:
     """The drafts of a folder, itself or those below it, by name; hidden ones are being written."""
-    if (folder / CARD).is_file():
+    if _has_card(folder):
         return [folder]
     try:
         below = sorted(folder.iterdir())
     except OSError:
         return []
-    return [each for each in below if not each.name.startswith(".") and (each / CARD).is_file()]
+    return [each for each in below if not each.name.startswith(".") and _has_card(each)]
+
+
+def _has_card(folder: Path) -> bool:
+    try:
+        return (folder / CARD).is_file()
+    except OSError as error:  # the folder is another user's
+        log.warning("no draft is looked for in %s: %s", folder, error.strerror)
+        return False
 
 
 def read_card(folder: Path) -> DraftCard:

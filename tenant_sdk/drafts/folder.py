@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import torch
 from peft import get_peft_model_state_dict
-from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from tenant_sdk.drafts.options import CARD
 from tenant_sdk.drafts.passes import check_suited
 from tenant_sdk.model.naming import plain_name
 from tenant_sdk.session.session import Session
+from tenant_sdk.storage import UNREADABLE_TENSORS
 from tenant_sdk.trust.attestation import base_model
 
 WEIGHTS = "draft.safetensors"
@@ -187,7 +187,7 @@ def read_weights(folder: Path, card: DraftCard, vocabulary: int, width: int) -> 
     most = 4 * sum(each.numel() for each in expected.values()) + 8 * vocabulary + _HEADER_BYTES
     try:
         tensors = load(read_within(file, most))
-    except (OSError, ValueError, SafetensorError) as error:
+    except UNREADABLE_TENSORS as error:
         raise _damaged(file, str(error)) from error
     tokens = tensors.pop(_TOKENS, torch.empty(0))
     if {name: each.shape for name, each in tensors.items()} != {

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shared.errors import ConfigurationError
-from shared.whole import whole_folder
+from shared.whole import whole_file, whole_folder
 from tenant_sdk.drafts.decoding import Draft
 from tenant_sdk.drafts.folder import adapter_digest, save_draft
 from tenant_sdk.drafts.head import Vocabulary
@@ -37,7 +37,7 @@ from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
 from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example
 from tenant_sdk.tuning.data import Reader, Say, chat_prompt, has_chat_template, prompt_tokens
 from tenant_sdk.tuning.finetuning import digest_of
-from tenant_sdk.tuning.generation import answer_ids, context_of
+from tenant_sdk.tuning.generation import answer_ids, context_of, ignores_padding, together
 from tenant_sdk.tuning.records import prompts_of
 from tenant_sdk.tuning.sampling import Sampling, ends_of
 
@@ -215,22 +215,22 @@ def _answers(
 ) -> list[Example]:
     """The model's own answers to prompts; those that lie in a folder are not written again."""
     found = list[Example]()
-    room = context_of(model) - max(map(len, prompts), default=0)
-    if prompts and room < options.answer_tokens:
+    longest = max(map(len, prompts), default=0) + options.answer_tokens
+    if prompts and longest > context_of(model):
         raise ConfigurationError("the longest prompt and {answer_tokens} do not fit into the model's context")
-    for at in range(0, len(prompts), options.batch_size):
-        part = prompts[at : at + options.batch_size]
+    padded, done = ignores_padding(model, longest), 0
+    for part in together(prompts, padded=padded, most=options.batch_size):
         file = kept / f"answers-{digest_of(repr(part).encode())}.json"
         if file.exists():
             answers: list[list[int]] = json.loads(file.read_text())
         else:
             answers = answer_ids(model, tokenizer, part, Sampling(max_new_tokens=options.answer_tokens))
-            partial = kept / "partial"
-            partial.write_text(json.dumps(answers))
-            partial.replace(file)
+            with whole_file(file) as written:
+                written.write_text(json.dumps(answers))
         for prompt, answer in zip(part, answers, strict=True):
-            found.append({"input_ids": prompt + answer, "labels": [IGNORE_INDEX] * len(prompt) + answer})
-        progress(min(at + len(part), len(prompts)), len(prompts))
+            found.append({"input_ids": [*prompt, *answer], "labels": [IGNORE_INDEX] * len(prompt) + answer})
+        done += len(part)
+        progress(done, len(prompts))
     return found
 
 

@@ -10,6 +10,8 @@ from transformers import GenerationConfig
 from shared.compat import cache_name, generation_steps
 from shared.errors import ConfigurationError
 from tenant_sdk.drafts.options import VIRTUAL_TOKENS
+from tenant_sdk.sequences.contexts import activated
+from tenant_sdk.sequences.positions import steady_length
 from tenant_sdk.sequences.text_cache import forgets
 from tenant_sdk.trust.attestation import base_model
 
@@ -26,6 +28,11 @@ def check_suited(model: Any) -> None:
     adapter = getattr(model, "active_peft_config", None)
     if adapter is not None and adapter.is_prompt_learning:
         raise ConfigurationError(VIRTUAL_TOKENS)
+    if activated(model):
+        raise ConfigurationError(
+            "a draft does not go with adapters that tokens of the prompt activate (aLoRA): leave out "
+            "the draft"
+        )
     model = base_model(model)
     if getattr(model, "_is_stateful", False):  # transformers refuses assisted generation for these, too
         raise ConfigurationError(
@@ -54,7 +61,8 @@ class Passes:
         self._outputs: Any = None
         self._rows = self._length = 0
         config = model.config.get_text_config(decoder=True)
-        self._positions: int | None = getattr(config, "max_position_embeddings", None)
+        most = (getattr(config, "max_position_embeddings", None), steady_length(model))
+        self._positions = min((each for each in most if each is not None), default=None)
 
     @property
     def cache(self) -> Any:
@@ -63,7 +71,7 @@ class Passes:
 
     @property
     def room(self) -> int:
-        """Guesses for which the model has positions."""
+        """Guesses for which the model has positions, and the same ones as without guesses."""
         if self._positions is None:
             return 1 << 30
         return max(0, self._positions - self._length - 1)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
@@ -24,6 +23,7 @@ from torch.nn import functional
 from shared.errors import ConfigurationError
 from shared.whole import whole_file
 from tenant_sdk.drafts.head import WIDENING, DraftHead, Vocabulary
+from tenant_sdk.storage import UNREADABLE_TENSORS
 from tenant_sdk.trust.attestation import base_model
 from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example
 from tenant_sdk.tuning.data import collate
@@ -96,7 +96,7 @@ def _kept_hidden(folder: Path | None, part: Sequence[Example]) -> Tensor | None:
         return None
     try:
         return load_file(folder / _name(part))["hidden"]
-    except (SafetensorError, OSError, KeyError):  # this process was killed while it was written
+    except UNREADABLE_TENSORS:  # this process was killed while it was written
         return None
 
 

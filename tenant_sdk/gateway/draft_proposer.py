@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from shared.errors import ConfigurationError, SymbiosisError
@@ -19,7 +18,7 @@ from tenant_sdk.drafts.card import DraftCard, draft_folders, read_card
 from tenant_sdk.drafts.folder import check_base, digest_of_tensors, read_weights
 from tenant_sdk.drafts.head import DraftHead, Vocabulary, guess
 from tenant_sdk.gateway.connection import session_here
-from tenant_sdk.storage import ADAPTER_WEIGHTS
+from tenant_sdk.storage import ADAPTER_WEIGHTS, UNREADABLE_TENSORS
 
 FOLDER = "draft"  # in vLLM's ``additional_config``
 _DIGESTS = 1024  # of adapters, which are remembered
@@ -117,7 +116,7 @@ class Proposer:
         adapter = self._runner.requests[sequence].lora_request
         try:
             digest = "" if adapter is None else self._digest(adapter.lora_path)
-        except (OSError, SafetensorError):  # the adapter has just been removed
+        except UNREADABLE_TENSORS:  # the adapter has just been removed
             digest = ""
         return self._read(digest, changed)
 

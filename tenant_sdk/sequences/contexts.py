@@ -21,6 +21,7 @@ from shared.wire.messages import GroupInfo
 from tenant_sdk.sequences.encrypted_file import EncryptedFile
 from tenant_sdk.sequences.kv_budget import KvBudget
 from tenant_sdk.sequences.kv_layers import DiskLayer, HostLayer
+from tenant_sdk.sequences.positions import steady_length
 from tenant_sdk.sequences.prefill import MOST, Demand
 from tenant_sdk.sequences.text_cache import TextCache, guard
 
@@ -80,7 +81,7 @@ class LongContext:
         options: dict[str, Any] = {}
         # Some models would lose the state of such layers at the end of a chunk.
         if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
-            options |= self._chunk(base, groups, cache)
+            options |= self._chunk(model, groups, cache)
         if self.kv != "device":
             self._place(cache, base.config)
             guard(base)
@@ -105,19 +106,22 @@ class LongContext:
         if _unsuited(model) is not None:
             return options
         cache = before.get(cache_name())
-        if cache is None or not cache.keep(ids):
+        if _other_positions(model, 1, ids.shape[1]) or cache is None or not cache.keep(ids):
             cache = options.get(cache_name()) or TextCache(config=_base(model).config)
         guard(_base(model))
         return {**options, cache_name(): cache}
 
     def _chunk(self, model: Any, groups: Sequence[GroupInfo], cache: DynamicCache) -> dict[str, int]:
-        config = model.config.get_text_config(decoder=True)
+        base = _base(model)
+        config = base.config.get_text_config(decoder=True)
         context = self.context or getattr(config, "max_position_embeddings", None) or _CONTEXT
+        if activated(model) or _other_positions(model, 1, context):
+            return {}
         eager = getattr(config, "_attn_implementation", None) == "eager"
         heads = _most(config, "num_attention_heads") if eager else 0
         windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
         kept = [min(context, window + MOST) if window else context for window in windows]
-        copies = self.batch_size * max(kept, default=context) * _copied(model, config)
+        copies = self.batch_size * max(kept, default=context) * _copied(base, config)
         demand = Demand(groups, _most(config, "hidden_size"), heads, self.batch_size, copies)
         memory = 2**30 + copies if self.memory_gib is None else int(self.memory_gib * 2**30)
         chunk = demand.chunk(memory, context)
@@ -178,6 +182,21 @@ def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
+def _other_positions(model: Any, part: int, whole: int) -> bool:
+    """Whether the beginning of a text, of so many tokens, has other positions than it has in the whole."""
+    steady = steady_length(_base(model))
+    return steady is not None and part <= steady < whole
+
+
+def activated(model: Any) -> bool:
+    """Whether an adapter changes only what follows some tokens of the prompt (aLoRA).
+
+    PEFT counts these rows from the end of each pass, as if each pass read the whole prompt.
+    """
+    adapter = getattr(model, "active_peft_config", None)
+    return getattr(adapter, "alora_invocation_tokens", None) is not None
+
+
 def _unsuited(model: Any) -> str | None:
     """Why keys and values of a model cannot be placed."""
     adapter = getattr(model, "active_peft_config", None)
@@ -215,6 +234,10 @@ def prefill(
         raise ConfigurationError("a prompt that is read ahead has at least two tokens")
     if _unsuited(model) is not None:
         raise ConfigurationError(f"this prompt cannot be read ahead: {_unsuited(model)}")
+    if activated(model) or _other_positions(model, input_ids.shape[1] - 1, input_ids.shape[1]):
+        raise ConfigurationError(
+            "this prompt cannot be read ahead: what the model computes of it depends on its last token, too"
+        )
     cache = options.setdefault(cache_name(), TextCache(config=_base(model).config))
     guard(_base(model))
     # Without a mask generate infers one, now and when it goes on.

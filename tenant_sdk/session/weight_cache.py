@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from shared.ownership import check_own
 from shared.whole import whole_file
 from shared.wire.messages import GroupInfo, member_identity
+from tenant_sdk.storage import UNREADABLE_TENSORS
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class WeightCache:
         check_own(path)
         try:
             tensors = load_file(path)
-        except (OSError, SafetensorError):
+        except UNREADABLE_TENSORS:
             return None
         weights = [tensors.get(str(member), torch.empty(0)) for member in range(len(group.members))]
         fit = all(

@@ -16,6 +16,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, T
 from transformers.generation.streamers import BaseStreamer
 
 from shared.errors import ConfigurationError, Message, counted
+from tenant_sdk.sequences.positions import steady_length
 from tenant_sdk.sequences.text_cache import forgets
 from tenant_sdk.terminal import visible
 from tenant_sdk.trust.attestation import base_model
@@ -220,16 +221,18 @@ def generate_answers(
     Args:
         options: see ``answer_prompts``.
     """
-    for part in _together(prompts, padded=_ignores_padding(model)):
+    longest = max(map(len, prompts), default=0) + sampling.most_tokens
+    for part in together(prompts, padded=ignores_padding(model, longest)):
         more = options(len(part), max(map(len, part)) + sampling.most_tokens)
         ids = answer_ids(model, tokenizer, part, sampling, more)
         yield from (text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True))
 
 
-def _ignores_padding(model: Any) -> bool:
-    """Whether an answer is the same if padding stands before its prompt.
+def ignores_padding(model: Any, longest: int) -> bool:
+    """Whether an answer is the same if padding stands before its prompt, beside texts of so many tokens.
 
-    Virtual tokens stand before the padding, and PEFT counts it in positions; recurrent layers may compute it.
+    Virtual tokens stand before the padding, and PEFT counts it in positions; recurrent layers may compute it;
+    and positions may depend on the longest text.
     """
     adapter = getattr(model, "active_peft_config", None)
     base: Any = base_model(model)
@@ -237,15 +240,18 @@ def _ignores_padding(model: Any) -> bool:
         (adapter is not None and adapter.is_prompt_learning)
         or getattr(base, "_is_stateful", False)
         or not forgets(DynamicCache(config=base.config))
+        or ((steady := steady_length(base)) is not None and longest > steady)
     )
 
 
-def _together(prompts: Sequence[Sequence[int]], *, padded: bool) -> Iterator[Sequence[Sequence[int]]]:
+def together(
+    prompts: Sequence[Sequence[int]], *, padded: bool, most: int = _AT_ONCE
+) -> Iterator[Sequence[Sequence[int]]]:
     """Prompts that are answered together, in order; without padding, they have one length."""
     same = [prompts] if padded else [[*each] for _, each in itertools.groupby(prompts, key=len)]
     for each in same:
-        for at in range(0, len(each), _AT_ONCE):
-            yield each[at : at + _AT_ONCE]
+        for at in range(0, len(each), most):
+            yield each[at : at + most]
 
 
 @torch.no_grad()

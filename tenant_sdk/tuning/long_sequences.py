@@ -21,6 +21,7 @@ from tenant_sdk.sequences.chunked_loss import ChunkedLoss, Loss, items_of, shift
 from tenant_sdk.sequences.encrypted_file import EncryptedFile
 from tenant_sdk.sequences.measuring import FRACTION, free_disk, memory_left, shapes_of
 from tenant_sdk.sequences.planning import GIB, MemoryPlan, Place, plan_step
+from tenant_sdk.sequences.positions import steady_length
 from tenant_sdk.sequences.stack import CannotSplit, Stack, instead
 from tenant_sdk.sequences.windows import Batch, ReferenceStore, Run, Stores, WindowedLoss
 from tenant_sdk.trust.attestation import base_model
@@ -32,7 +33,6 @@ APART = 0.03  # relative; masks round gradients to 5e-3, bfloat16 to 2e-2, and a
 _CUT = ("labels", "shift_labels", "num_items_in_batch", "input_ids", "inputs_embeds")
 _PER_TOKEN = ("attention_mask", "position_ids")
 _IGNORED = ("use_cache", "return_dict", "logits_to_keep", "output_attentions", "output_hidden_states")
-_BY_LENGTH = ("dynamic", "longrope")  # rotary tables that the length of the whole sequence changes
 _TUNING = "_long_tuning"  # of a model: who changed it
 
 
@@ -318,9 +318,7 @@ def _compare(tuning: LongTuning, plan: MemoryPlan, model: nn.Module, ids: torch.
     if not plan.chunked_loss:
         return
     name = type(tuning._model).__name__
-    if plan.window is not None and any(
-        kind in str(getattr(each, "rope_type", None)) for each in model.modules() for kind in _BY_LENGTH
-    ):
+    if plan.window is not None and steady_length(tuning._model) is not None:
         raise CannotSplit(
             f"{name} has positions that depend on the length of the whole: windows would differ"
         )

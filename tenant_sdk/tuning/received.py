@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from peft import PeftConfig, PeftModel, PeftType, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.auto import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -39,7 +39,7 @@ from shared.errors import ConfigurationError, ModelMismatch, SymbiosisError
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.storage import ADAPTER_CONFIG as CONFIG
 from tenant_sdk.storage import ADAPTER_WEIGHTS as WEIGHTS
-from tenant_sdk.storage import check_adapter_folder, copy_file
+from tenant_sdk.storage import UNREADABLE_TENSORS, check_adapter_folder, copy_file
 from tenant_sdk.trust.attestation import base_model
 from tenant_sdk.tuning.adapter_config import MAX_JSON_BYTES, read_adapter_config
 from tenant_sdk.tuning.adapters import no_untrue_warnings
@@ -223,7 +223,7 @@ def _check_weights(file: Path, meta: _MetaAdapter, own_modules: Collection[str])
                     raise _no_part(file, name)
                 else:
                     tensors[name] = torch.empty_like(values, device="meta")
-    except (SafetensorError, OSError) as error:
+    except UNREADABLE_TENSORS as error:
         raise ConfigurationError(f"cannot read {file}: {error}") from error
     extra, missing = meta.place(tensors, file)
     missing += [name for name in meta.expected if meta.is_base(name) and name not in biases]

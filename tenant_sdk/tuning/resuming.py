@@ -22,7 +22,7 @@ import msgspec
 import torch
 from peft import AdaLoraConfig, AdaLoraModel, PeftModel
 from peft.tuners.tuners_utils import BaseTuner
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import TrainerCallback
@@ -32,6 +32,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError
 from shared.whole import whole_file
+from tenant_sdk.storage import UNREADABLE_TENSORS
 
 STATE = "training_state.safetensors"
 _FORMAT = 1
@@ -224,7 +225,7 @@ def _read(
                 tensors[name] = stored.get_tensor(name)
                 if tensors[name].dtype != like[name].dtype:
                     raise _other(file, f"{name} is {tensors[name].dtype} there and {like[name].dtype} here")
-    except (OSError, SafetensorError, *UNREADABLE) as error:
+    except (*UNREADABLE_TENSORS, *UNREADABLE) as error:
         raise ConfigurationError(f"{file} cannot be read: {error}; remove the folder") from error
     return header, tensors
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -32,6 +33,7 @@ from provider import serve_in_process
 from shared.errors import ConfigurationError, ModelMismatch, SymbiosisError
 from tenant_sdk.command_line.output import NAMES
 from tenant_sdk.drafts import decoding
+from tenant_sdk.drafts.card import draft_folders
 from tenant_sdk.drafts.decoding import Draft, DraftPace
 from tenant_sdk.drafts.folder import WEIGHTS, load_draft
 from tenant_sdk.drafts.head import DraftHead, Vocabulary
@@ -344,7 +346,19 @@ def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> No
     save_file(tensors, folder / WEIGHTS)
 
 
+def odd_tensor(folder: Path, dtype: str, shape: list[int], size: int) -> None:
+    """One more tensor, which safetensors takes and torch does not."""
+    header = json.dumps({"odd": {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}).encode()
+    (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+
+
 DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a type that torch lacks": (lambda folder: odd_tensor(folder, "F4", [8], 4), "is damaged"),
+    "a shape without numbers": (lambda folder: odd_tensor(folder, "F32", [0, 1 << 63], 0), "is damaged"),
+    "a shape that overflows": (
+        lambda folder: odd_tensor(folder, "F32", [0, 1 << 62, 1 << 62], 0),
+        "is damaged",
+    ),
     "no card": (lambda folder: (folder / CARD).unlink(), "holds no draft"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "is damaged"),
     "half a card": (lambda folder: (folder / CARD).write_text("{"), "is damaged"),
@@ -372,6 +386,22 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
         "token ids",
     ),
 }
+
+
+def test_folders_that_cannot_be_read_hold_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as lost+found, or another user's."""
+    for name in ("good", "lost+found"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / CARD).touch()
+    is_file = Path.is_file
+
+    def closed(self: Path, **more: Any) -> bool:
+        if self.parent.name == "lost+found":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return is_file(self, **more)
+
+    monkeypatch.setattr(Path, "is_file", closed)
+    assert draft_folders(tmp_path) == [tmp_path / "good"]
 
 
 @pytest.mark.parametrize("fault", DAMAGED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import hmac
 import json
@@ -13,6 +14,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,22 @@ def test_only_its_owner_reads_it(tokens: TokenFile) -> None:
     tokens.add("bob")
     assert stat.S_IMODE(tokens.path.stat().st_mode) == 0o600
     assert [path.name for path in tokens.path.parent.iterdir()] == ["tokens.json"]
+
+
+def test_changes_wait_for_each_other(tokens: TokenFile) -> None:
+    """Also the first ones, which make the file. Who can read the folder alone holds nobody up."""
+    folder = os.open(tokens.path.parent, os.O_RDONLY)
+    tokens.add("first")
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    names = [f"tenant-{number}" for number in range(12)]
+    with ThreadPoolExecutor(12) as threads:
+        given = [*threads.map(TokenFile(tokens.path).add, names)]
+        os.close(folder)
+    assert [tokens.tenant_of(token) for token in given] == names
+    tokens.path.unlink()
+    with ThreadPoolExecutor(12) as threads:
+        given = [*threads.map(TokenFile(tokens.path).add, names)]
+    assert [TokenFile(tokens.path).tenant_of(token) for token in given] == names
 
 
 def test_a_new_token_replaces_the_old_one(tokens: TokenFile) -> None:
