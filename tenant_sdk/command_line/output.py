@@ -141,9 +141,12 @@ def print_stats(session: Session, config: SessionConfig, to: Console) -> None:
         "noise-bank": "with banks of masks that serve many rows each",
         "plain": "nothing; the executor saw every activation",
     }[config.privacy]
-    checked = f"{stats.verified_rows:,} of {stats.rows:,} rows" if stats.verified_rows else "nothing"
-    if 0 < stats.verified_rows < stats.rows and config.when_verified == "always":
-        checked += "; the others were used to make the fingerprints for these checks"
+    verified, others = f"{stats.verified_rows:,}", stats.rows - stats.verified_rows
+    checked = f"{verified} of {stats.rows:,} rows" if stats.verified_rows else "nothing"
+    if others and stats.verified_rows and config.when_verified == "always":
+        checked = (
+            f"all {verified} rows of the model; {others:,} others made the fingerprints for these checks"
+        )
     to.print(
         f"session: {counted(stats.requests, 'request')}, {counted(stats.rows, 'row')}, "
         f"{stats.bytes_sent / 1e6:.1f} MB sent, {stats.bytes_received / 1e6:.1f} MB received, "
