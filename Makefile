@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # As many workers as processors: second threads of the processes that tests start would only wait.
 # Where the two rings differ.
-RING := $(addprefix tests/integration/test_,$(addsuffix .py,bit_identity unused_answers tampering fingerprints bad_input rounded_answers)) \
+RING := $(addprefix tests/integration/test_,$(addsuffix .py,bit_identity unused_answers tampering fingerprints bad_input half_answers)) \
   $(wildcard tests/integration/test_ring_*.py)
 test quick release coverage architectures fuzz: export OMP_NUM_THREADS ?= 1
 # Every program is executed (tests/prepared.py).
