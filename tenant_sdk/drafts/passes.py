@@ -61,8 +61,10 @@ class Passes:
         self._outputs: Any = None
         self._rows = self._length = 0
         config = model.config.get_text_config(decoder=True)
-        most = (getattr(config, "max_position_embeddings", None), steady_length(model))
-        self._positions = min((each for each in most if each is not None), default=None)
+        names = ("max_position_embeddings", "original_max_position_embeddings")
+        most: list[int | None] = [getattr(config, name, None) for name in names]
+        most.append(steady_length(model))
+        self._positions = min((each for each in most if each), default=None)
 
     @property
     def cache(self) -> Any:
@@ -108,6 +110,11 @@ class Passes:
             raise ConfigurationError(
                 f"{type(self._model).__name__} computed {logits.shape[1]} of {rows} tokens: leave out the "
                 "draft"
+            )
+        if rows > 1 and getattr(self._outputs, cache_name(), self.cache) is not self.cache:
+            raise ConfigurationError(
+                f"{type(self._model).__name__} began anew with other keys and values, in which wrong guesses "
+                "would stay: leave out the draft"
             )
         return logits
 

@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 import transformers
-from drafting import guessing
+from drafting import Knowing, guessing
 from test_answers_together import Numbers
 from test_long_generation import _PLAIN
 
@@ -77,6 +77,21 @@ def test_answers_are_those_of_prompts_alone(kind: str) -> None:
         for each in prompts
     ]
     assert drafted == alone
+
+
+def test_a_model_that_begins_anew_at_a_length() -> None:
+    """As Phi-3 does, whatever its positions are: guesses end there."""
+    options = {**_PLAIN, "original_max_position_embeddings": STEADY}
+    torch.manual_seed(0)
+    model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**options)).eval()
+    model.generation_config.eos_token_id = None
+    ids = torch.randint(3, 120, (1, STEADY - 12), generator=torch.Generator().manual_seed(1))
+    expected = model.generate(ids, max_new_tokens=TOKENS, do_sample=False)
+    for draft in (guessing(model), Knowing(model, expected, ids.shape[1] + 1)):
+        assert torch.equal(
+            model.generate(ids, max_new_tokens=TOKENS, do_sample=False, custom_generate=draft), expected
+        )
+        assert draft.passes < TOKENS or draft.tokens == draft.passes
 
 
 @pytest.mark.parametrize("kind", STABLE)
