@@ -64,7 +64,7 @@ class Passes:
         names = ("max_position_embeddings", "original_max_position_embeddings")
         most: list[int | None] = [getattr(config, name, None) for name in names]
         most.append(steady_length(model))
-        self._positions = min((each for each in most if each), default=None)
+        self._positions = min((each for each in most if each is not None), default=None)
 
     @property
     def cache(self) -> Any:
