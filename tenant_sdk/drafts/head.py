@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from shared.errors import ConfigurationError, Message
 from tenant_sdk.model.remote_weight import RemoteWeight
@@ -107,6 +108,22 @@ def guess(head: DraftHead, vocabulary: Vocabulary, state: Tensor, token: Tensor,
         token = vocabulary.likeliest(head.read(state))
         guesses.append(token)
     return torch.stack(guesses, 1) if guesses else token.new_empty(len(token), 0)
+
+
+def trunks_of(model: Any) -> list[PreTrainedModel]:
+    """Parts of a model that return the hidden states that its output head reads, the inner ones first.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    parts = (model.get_decoder(), getattr(model, "model", None), model.base_model)
+    found = [each for each in parts if isinstance(each, PreTrainedModel) and each is not model]
+    if not found:
+        raise ConfigurationError(
+            f"{type(model).__name__} has no part that computes its last hidden states, as a draft needs it: "
+            "leave out the draft"
+        )
+    return list(dict.fromkeys(found))
 
 
 def head_of(model: Any) -> tuple[Tensor, Tensor | None]:

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from shared.errors import ConfigurationError
 from shared.whole import whole_file
-from tenant_sdk.drafts.head import WIDENING, DraftHead, Vocabulary
+from tenant_sdk.drafts.head import WIDENING, DraftHead, Vocabulary, trunks_of
 from tenant_sdk.storage import UNREADABLE_TENSORS
 from tenant_sdk.trust.attestation import base_model
 from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example
@@ -76,7 +76,9 @@ def collect(
         hidden = _kept_hidden(kept, part)
         if hidden is None:
             inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-            hidden = base.base_model(**inputs, use_cache=False).last_hidden_state.to("cpu", torch.bfloat16)
+            hidden = trunks_of(base)[-1](**inputs, use_cache=False).last_hidden_state.to(
+                "cpu", torch.bfloat16
+            )
             _keep_hidden(kept, part, hidden)
         for example, states in zip(part, hidden, strict=True):
             learned = torch.tensor(example["labels"]) != IGNORE_INDEX

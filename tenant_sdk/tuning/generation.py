@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 import time
@@ -232,7 +233,7 @@ def ignores_padding(model: Any, longest: int) -> bool:
     """Whether an answer is the same if padding stands before its prompt, beside texts of so many tokens.
 
     Virtual tokens stand before the padding, and PEFT counts it in positions; recurrent layers may compute it;
-    and positions may depend on the longest text.
+    models that are told no positions may count it; and positions may depend on the longest text.
     """
     adapter = getattr(model, "active_peft_config", None)
     base: Any = base_model(model)
@@ -240,6 +241,7 @@ def ignores_padding(model: Any, longest: int) -> bool:
         (adapter is not None and adapter.is_prompt_learning)
         or getattr(base, "_is_stateful", False)
         or not forgets(DynamicCache(config=base.config))
+        or "position_ids" not in inspect.signature(base.forward).parameters
         or ((steady := steady_length(base)) is not None and longest > steady)
     )
 

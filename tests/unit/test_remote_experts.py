@@ -22,7 +22,7 @@ from shared.wire.protocol import MAX_GROUPS
 from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.model.experts import Experts, Padding, RemoteExperts, _tokens
 from tenant_sdk.model.mixtures import plan_experts
-from tenant_sdk.model.virtual import DRAFT_TOKENS, Group
+from tenant_sdk.model.virtual import DRAFT_TOKENS, RemoteGroup
 
 EXPERTS, INPUTS, OUTPUTS = 4, 6, 5
 CPU = torch.device("cpu")
@@ -69,7 +69,9 @@ class Mixture:
         self.weight = torch.randn((EXPERTS, OUTPUTS, INPUTS), generator=generator)
         self.memory = Memory(self.weight)
         members = [Member(f"mlp.experts.up_proj.{e}", OUTPUTS, "", expert=e) for e in range(EXPERTS)]
-        groups = [Group(e, GroupInfo(INPUTS, (member,)), self.memory) for e, member in enumerate(members)]
+        groups = [
+            RemoteGroup(e, GroupInfo(INPUTS, (member,)), self.memory) for e, member in enumerate(members)
+        ]
         self.experts = Experts("mlp.experts.up_proj", groups, padding)
         self.stand_in = RemoteExperts(self.experts, self.weight.shape, torch.float32, CPU, False)
         self.x = torch.randn((sum(COUNTS), INPUTS), generator=generator)
@@ -370,7 +372,7 @@ def mixed() -> nn.Module:
     ],
 )
 def test_experts_that_are_not_the_models_are_refused(infos: list[GroupInfo]) -> None:
-    groups = [Group(at, info, Memory(torch.empty(0))) for at, info in enumerate(infos)]
+    groups = [RemoteGroup(at, info, Memory(torch.empty(0))) for at, info in enumerate(infos)]
     with pytest.raises(ModelMismatch, match=r"at the executor|does not have"):
         plan_experts(mixed(), groups)
     many = mixed()
@@ -378,7 +380,7 @@ def test_experts_that_are_not_the_models_are_refused(infos: list[GroupInfo]) -> 
     many["mlp"].down_proj = nn.Parameter(torch.empty((1 << 40, 5, 6), device="meta"))
     with pytest.raises(ModelMismatch, match=r"has 1099511627776 experts|does not have"):
         plan_experts(many, groups)
-    right = [Group(at, served(at), Memory(torch.empty(0))) for at in range(2)]
+    right = [RemoteGroup(at, served(at), Memory(torch.empty(0))) for at in range(2)]
     assert [each.groups for each in plan_experts(mixed(), right)] == [right]
     assert not plan_experts(mixed(), right, exclude=["mlp.down_proj"])
 
