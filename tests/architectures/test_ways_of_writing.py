@@ -1,6 +1,6 @@
 """Causal models of transformers write the same together, in chunks and with a draft as alone.
 
-    pytest -m architectures tests/architectures/test_generation.py -n 2
+    pytest -m architectures tests/architectures/test_ways_of_writing.py -n 2
 
 So an architecture that counts positions in a way of its own, or keeps a state, is noticed before a tenant is.
 """
