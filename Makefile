@@ -90,6 +90,7 @@ release: install gateway clients ## run everything: all tests, the other ring, e
 	$(BIN)/python -m $(PYTEST) -m 'not architectures' $(ARGS)
 	TEST_RING=ring-fine $(BIN)/python -m $(PYTEST) $(RING)
 	$(BIN)/python tests/architectures/sweep.py
+	$(BIN)/python -m $(PYTEST) -m architectures tests/architectures/test_ways_of_writing.py
 	$(BIN)/symbiosis-audit run --report out/audit
 	.ci/lowest-versions
 	.ci/newest-versions
@@ -107,6 +108,7 @@ coverage: install ## run the tests under branch coverage; a table of subpackages
 
 architectures: install ## every architecture of transformers, tiny, end to end; a table of all in out/architectures
 	$(BIN)/python tests/architectures/sweep.py $(ARGS)
+	$(BIN)/python -m $(PYTEST) -m architectures tests/architectures/test_ways_of_writing.py
 
 check: install ## lint, check the format and the types
 	$(BIN)/ruff check .
