@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -36,8 +37,9 @@ class Numbers:
         return [" ".join(map(str, row)) for row in rows]
 
 
-def model_of(kind: str) -> Any:
-    class_name, config_name, options = _KINDS[kind]
+def model_of(kind: str, kinds: Mapping[str, tuple[str, str, dict[str, Any]]] = _KINDS) -> Any:
+    """A tiny model with weights of chance, which ends no text."""
+    class_name, config_name, options = kinds[kind]
     torch.manual_seed(0)
     model = getattr(transformers, class_name)(getattr(transformers, config_name)(**options)).eval()
     model.generation_config.eos_token_id = None  # it would end texts at any time

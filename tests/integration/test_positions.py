@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from drafting import Knowing, guessing
-from test_answers_together import Numbers
+from test_answers_together import Numbers, model_of
 from test_long_generation import _PLAIN
 
 from shared.errors import ConfigurationError
@@ -44,18 +44,10 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 STABLE = ("phi3", "llama")  # the other kind remembers the longest text, and computes later ones otherwise
 
 
-def model_of(kind: str) -> Any:
-    class_name, config_name, options = KINDS[kind]
-    torch.manual_seed(0)
-    model = getattr(transformers, class_name)(getattr(transformers, config_name)(**options)).eval()
-    model.generation_config.eos_token_id = None  # it would end texts at any time
-    return model
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_those_of_prompts_alone(kind: str) -> None:
     """With padding, in chunks of sixteen, and with four guesses a pass, of which few are right."""
-    model, chance = model_of(kind), torch.Generator().manual_seed(5)
+    model, chance = model_of(kind, KINDS), torch.Generator().manual_seed(5)
     assert steady_length(model) == STEADY
     prompts = [torch.randint(3, 120, (length,), generator=chance).tolist() for length in LENGTHS]
     sampling = Sampling(max_new_tokens=TOKENS)
@@ -97,7 +89,7 @@ def test_a_model_that_begins_anew_at_a_length() -> None:
 @pytest.mark.parametrize("kind", STABLE)
 def test_a_conversation_that_grows(kind: str) -> None:
     """With what is kept of the text before, it goes on as if all of it was read anew."""
-    model, options, ids = model_of(kind), dict[str, Any](), torch.full((1, 20), 7)
+    model, options, ids = model_of(kind, KINDS), dict[str, Any](), torch.full((1, 20), 7)
     for _ in range(4):
         options = LongContext().resumed(model, GROUPS, ids, ids.shape[1] + 9, options)
         expected = model.generate(ids, max_new_tokens=9, do_sample=False)
@@ -107,7 +99,7 @@ def test_a_conversation_that_grows(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", STABLE)
 def test_a_prompt_that_is_read_ahead(kind: str) -> None:
-    model = model_of(kind)
+    model = model_of(kind, KINDS)
     for length in (STEADY - 9, STEADY, STEADY + 9):
         ids = torch.randint(3, 120, (1, length), generator=torch.Generator().manual_seed(length))
         options = prefill(model, ids, None, {})
@@ -120,7 +112,7 @@ def test_a_prompt_that_is_read_ahead(kind: str) -> None:
 def test_short_prompts_are_still_read_in_chunks() -> None:
     """And those of models whose positions never change."""
     for kind, context, chunks in (("llama", STEADY, True), ("llama", STEADY + 1, False)):
-        options = LongContext(memory_gib=SMALL, context=context).options(model_of(kind), GROUPS)
+        options = LongContext(memory_gib=SMALL, context=context).options(model_of(kind, KINDS), GROUPS)
         assert ("prefill_chunk_size" in options) == chunks
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_PLAIN))
     assert steady_length(plain) is None
