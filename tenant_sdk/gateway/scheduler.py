@@ -206,12 +206,11 @@ class Scheduler(Base):  # type: ignore[misc]
             if not self._time_budget.spend(client_of(name), grammar.seconds) and not grammar.ended:
                 grammar.ended = "computing what the constraints of your key allow takes too long"
             grammar.seconds = 0.0
+        waited_for = self._grammars.keys() & self.requests.keys()  # by clients that have not hung up
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
-        spent = {
-            name: each.ended for name, each in self._grammars.items() if each.ended and name in self.requests
-        }
+        spent = {name: ended for name in waited_for if (ended := self._grammars[name].ended)}
         kept = self._grammars_of(self.requests)
         texts = {name: (client_of(name), each.text) for name, each in kept.items()}
         long = too_long(texts, TEXT_BYTES, TEXTS_BYTES)

@@ -177,6 +177,7 @@ def ended(sizes: dict[str, int]) -> list[str]:
         name: SimpleNamespace(structured_output_request=SimpleNamespace(grammar=each))
         for name, each in grammars.items()
     } | {"plain": SimpleNamespace(structured_output_request=None)}
+    scheduler._grammars = {}
     scheduler.kv_cache_manager = SimpleNamespace(evict_blocks=lambda _: None)
     scheduler._time_budget, scheduler._written, scheduler.finish_requests = TimeBudget(1, 1), {}, finish
     scheduler._ended, scheduler._folder, scheduler.num_spec_tokens = reasons, Path(mkdtemp()), 0
