@@ -17,7 +17,7 @@ from shared.whole import whole_file, whole_folder
 from tenant_sdk.drafts.decoding import Draft
 from tenant_sdk.drafts.folder import adapter_digest, save_draft
 from tenant_sdk.drafts.head import Vocabulary
-from tenant_sdk.drafts.length import DraftLength, tokens_a_pass
+from tenant_sdk.drafts.length import DraftLength
 from tenant_sdk.drafts.options import KEPT_PARTS, DraftOptions
 from tenant_sdk.drafts.passes import check_suited
 from tenant_sdk.drafts.training import (
@@ -71,20 +71,17 @@ class DraftReport:
 
     Attributes:
         acceptance: see ``DraftCard``.
+        tokens_a_pass: see ``DraftGain``.
         alone: seconds of a pass without guesses, here and now.
         whole: of a pass with all guesses, and of making them.
         requests: that wait for each other in a pass; each takes a round trip.
     """
 
     acceptance: tuple[float, ...]
+    tokens_a_pass: float
     alone: float
     whole: float
     requests: float
-
-    @property
-    def tokens_a_pass(self) -> float:
-        """Tokens that a pass writes, by held-out text."""
-        return tokens_a_pass(self.acceptance)
 
     @property
     def faster(self) -> float:
@@ -154,7 +151,7 @@ def make_draft(
             vocabulary.tokens,
             model,
             session,
-            acceptance=result.acceptance,
+            acceptance=result.gain.acceptance,
             learned_tokens=learned,
             held_out_tokens=sum(int(each.learned.sum()) for each in held_out),
         )
@@ -253,9 +250,10 @@ def _measured(
     """Time passes with and without guesses."""
     ids = torch.tensor([example["input_ids"][:_TIMED_PROMPT]], device=model.device)
     head, seconds, requests = result.head.to(model.device), dict[int, float](), 0.0
-    most = len(result.acceptance)
+    acceptance = result.gain.acceptance
+    most = len(acceptance)
     for guesses in (0, most):
-        length = DraftLength(result.acceptance, GUESSES, guesses)
+        length = DraftLength(acceptance, GUESSES, guesses)
         draft = Draft(head, vocabulary, length)
         options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None}
         tokens = 1 + _TIMED_PASSES * (1 + guesses)
@@ -264,4 +262,4 @@ def _measured(
         model.generate(input_ids=ids, custom_generate=draft, max_new_tokens=tokens, **options)
         seconds[guesses] = draft.seconds_a_pass
         requests = (session.stats.requests - before) / (1 + draft.passes - passes)
-    return DraftReport(result.acceptance, seconds[0], seconds[most], requests)
+    return DraftReport(acceptance, result.gain.tokens_a_pass, seconds[0], seconds[most], requests)

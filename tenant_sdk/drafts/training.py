@@ -156,15 +156,30 @@ def _reach(learned: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class DraftGain:
+    """How well a network guesses some text.
+
+    Attributes:
+        acceptance: see ``DraftCard``.
+        tokens_a_pass: that greedy writing of this text takes, with all guesses. It is less than the sum of the
+            shares promises, because a pass near the end of a text has little left to write, and because passes
+            begin where the pass before guessed wrong.
+    """
+
+    acceptance: tuple[float, ...]
+    tokens_a_pass: float
+
+
+@dataclass(frozen=True)
 class TrainingResult:
     """A trained network.
 
     Attributes:
-        acceptance: of held-out text; see ``DraftCard``.
+        gain: in held-out text.
     """
 
     head: DraftHead
-    acceptance: tuple[float, ...]
+    gain: DraftGain
 
 
 class Trainer:
@@ -196,7 +211,7 @@ class Trainer:
         self._head.to(vocabulary.device)
 
     def train(self, held_out: Places) -> TrainingResult:
-        """All passes over the places; then the shares of right guesses in held-out text."""
+        """All passes over the places; then the gain in held-out text."""
         starts = self._places.starts
         steps = self._epochs * math.ceil(len(starts) / BATCH)
         optimizer = torch.optim.AdamW(self._head.parameters(), lr=_RATE, weight_decay=_DECAY)
@@ -217,7 +232,7 @@ class Trainer:
                 step += 1
                 self._progress(step, steps, guessed[0].item())
         self._head.eval().requires_grad_(False)
-        return TrainingResult(self._head, acceptance(self._head, self._vocabulary, held_out))
+        return TrainingResult(self._head, gain(self._head, self._vocabulary, held_out))
 
     def _losses(self, at: Tensor) -> list[Tensor]:
         """Cross entropy of each guess with the model's own distribution, from some places.
@@ -242,8 +257,8 @@ class Trainer:
 
 
 @torch.no_grad()
-def acceptance(head: DraftHead, vocabulary: Vocabulary, places: Places) -> tuple[float, ...]:
-    """The shares of passes in which the first, second, ... guess and those before are the model's choice.
+def gain(head: DraftHead, vocabulary: Vocabulary, places: Places) -> DraftGain:
+    """What a network makes of texts that the model would write.
 
     The model's choice is its most likely token behind the text. Places behind a token that is not its choice
     do not count: greedy text does not have them.
@@ -257,6 +272,7 @@ def acceptance(head: DraftHead, vocabulary: Vocabulary, places: Places) -> tuple
     )
     agrees = functional.pad(places.ids[1:] == chosen[:-1], (1, 0))  # the token is the model's choice
     right, counted = torch.zeros(GUESSES), torch.zeros(GUESSES)
+    run = torch.zeros(len(places.ids), dtype=torch.int64)  # right guesses from a place, one after the other
     for at in places.starts.split(BATCH):
         state = places.states(at, vocabulary)
         for guess in range(GUESSES):
@@ -270,9 +286,31 @@ def acceptance(head: DraftHead, vocabulary: Vocabulary, places: Places) -> tuple
             counted[guess] += len(at)
             right[guess] += found.sum()
             at, state = at[found], state[found]
+            run[at] += 1
     if not counted[0]:
         raise ConfigurationError(
             "a draft needs held-out text that the model would write itself: answers of the model, or texts "
             "that the adapter has learned"
         )
-    return tuple((right / counted.clamp(min=1)).cumprod(0).tolist())
+    acceptance = tuple((right / counted.clamp(min=1)).cumprod(0).tolist())
+    return DraftGain(acceptance, _tokens_a_pass((places.learned & agrees).tolist(), run.tolist()))
+
+
+def _tokens_a_pass(written: Sequence[bool], run: Sequence[int]) -> float:
+    """The mean of a walk through texts, from pass to pass.
+
+    Args:
+        written: by token: it belongs to a text that is walked through. A text's first token is its prompt's.
+        run: by place, of the token before the newest one: how many guesses are right.
+    """
+    tokens, passes, newest = 0, 0, 0
+    while newest + 1 < len(written):
+        if not (written[newest] and written[newest + 1]):
+            newest += 1
+            continue
+        right, passes = run[newest - 1] if newest else 0, passes + 1
+        ahead = newest + 1
+        while ahead + 1 < len(written) and written[ahead + 1] and ahead < newest + 1 + right:
+            ahead += 1
+        tokens, newest = tokens + ahead - newest, ahead
+    return tokens / passes if passes else 1.0

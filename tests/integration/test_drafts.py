@@ -40,7 +40,9 @@ from tenant_sdk.drafts.head import DraftHead, Vocabulary
 from tenant_sdk.drafts.length import DraftLength
 from tenant_sdk.drafts.making import DraftCallbacks, make_draft
 from tenant_sdk.drafts.options import CARD, DraftOptions
+from tenant_sdk.drafts.training import GUESSES, Places, collect, gain
 from tenant_sdk.session.session import Session
+from tenant_sdk.tuning.conversations import IGNORE_INDEX
 
 TOKENS = 24
 
@@ -317,6 +319,24 @@ def test_a_trained_draft_saves_passes(
     assert torch.equal(written(model, ids, custom_generate=draft, **options), written(model, ids, **options))
     assert draft.tokens > 1.1 * draft.passes
     assert f"{draft.tokens / draft.passes:.2f} tokens a pass" in str(draft)
+
+
+def test_the_promised_gain_is_that_of_writing(
+    made: tuple[Path, DraftOptions], session: Session, model: Any, tokenizer: Any
+) -> None:
+    """Hidden states are kept in bfloat16, so a guess may be another one where two are almost as likely."""
+    trained = load_draft(made[0], model, session)
+    everything = Vocabulary.of(model, torch.arange(model.get_output_embeddings().weight.shape[0]))
+    draft = Draft(trained._head, everything, DraftLength((0.5,) * GUESSES, GUESSES, GUESSES))
+    examples = []
+    for prompt in ("In the morning the king", "And then they went", "He said that his"):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        text = written(model, ids, custom_generate=draft, eos_token_id=None, pad_token_id=0)[0].tolist()
+        labels = [IGNORE_INDEX] * ids.shape[1] + text[ids.shape[1] :]
+        examples.append({"input_ids": text, "labels": labels})
+    found = gain(trained._head, everything, Places(collect(model, examples, 1)))
+    assert found.tokens_a_pass == pytest.approx(draft.tokens / draft.passes, rel=0.06)
+    assert 1.0 < found.tokens_a_pass < 1 + sum(found.acceptance)
 
 
 def test_the_card(made: tuple[Path, DraftOptions], session: Session) -> None:

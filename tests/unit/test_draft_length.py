@@ -72,7 +72,7 @@ def test_the_best_number_has_the_most_tokens_a_second() -> None:
 
 
 def test_the_distance_from_which_it_pays() -> None:
-    report = DraftReport(SHARES, 0.1, 0.46, 100)
+    report = DraftReport(SHARES, tokens_a_pass(SHARES), 0.1, 0.46, 100)
     assert report.pays_from > 0
     # At that distance both ways write as many tokens a second.
     alone, whole = (each + report.requests * report.pays_from for each in (report.alone, report.whole))
@@ -88,7 +88,7 @@ def test_the_distance_from_which_it_pays() -> None:
     ],
 )
 def test_a_draft_that_pays_here_or_nowhere(shares: tuple[float, ...], whole: float, distance: float) -> None:
-    report = DraftReport(shares, 0.1, whole, 100)
+    report = DraftReport(shares, tokens_a_pass(shares), 0.1, whole, 100)
     assert report.pays_from == distance
     assert report.faster <= report.tokens_a_pass
 
