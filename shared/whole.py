@@ -10,25 +10,52 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-@contextmanager
-def whole_file(path: Path, mode: int = 0o600) -> Iterator[Path]:
-    """A temporary sibling to write into, which takes the name ``path`` if the block ends without an error.
+def write_whole(path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, int] | None = None) -> None:
+    """Write a file that others read as it was, or as it is now, never in between.
 
-    Others read ``path`` as it was, or all of the new file. Only this user can read the sibling, which stays,
-    hidden, if the process is killed.
+    The folder may belong to another user, who could put a link in the place of any file there. So everything
+    goes through the open file, and nothing through its name.
 
     Args:
         path: in a folder that exists; a link there is replaced, and not followed.
-        mode: of the file.
+        data: all of the file.
+        mode: of the file. Until the file is complete, only this user can read it.
+        owner: user and group of the file, if they are not this process's.
+
+    Raises:
+        OSError: it cannot be written, or given away; ``path`` is as it was.
     """
+    with _sibling(path) as (descriptor, _), open(descriptor, "wb", closefd=False) as file:
+        if owner is not None:
+            os.fchown(descriptor, *owner)
+        file.write(data)
+        os.fchmod(descriptor, mode)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A temporary sibling for a library to write, which takes the name ``path`` at the block's end.
+
+    After an error, ``path`` is as it was. Only for folders of this user, because the library opens the
+    sibling by its name. Only this user can read the file. If the process is killed, the sibling stays,
+    hidden.
+
+    Args:
+        path: in a folder that exists; a link there is replaced, and not followed.
+    """
+    with _sibling(path) as (_, temporary):
+        yield temporary
+
+
+@contextmanager
+def _sibling(path: Path) -> Iterator[tuple[int, Path]]:
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.partial-", dir=path.parent)
-    os.close(descriptor)
     temporary = Path(name)
     try:
-        yield temporary
-        temporary.chmod(mode)
+        yield descriptor, temporary
         temporary.replace(path)
     finally:
+        os.close(descriptor)
         temporary.unlink(missing_ok=True)
 
 

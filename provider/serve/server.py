@@ -31,7 +31,7 @@ from provider.serve.websocket_connection import OpenSession, WebsocketConnection
 from provider.session.tenant import Send, Service, TenantSession
 from shared.errors import ConfigurationError
 from shared.log_rate_limit import LogRateLimiter
-from shared.whole import whole_file
+from shared.whole import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -227,8 +227,8 @@ class Server:
         """Tell a supervisor, in one rename, that the port is open; ``more`` goes into the file too."""
         path = Path(path)
         try:
-            with whole_file(path, 0o644) as file:
-                file.write_bytes(msgspec.json.encode({"url": self.url, "pid": os.getpid(), **more}))
+            ready = msgspec.json.encode({"url": self.url, "pid": os.getpid(), **more})
+            write_whole(path, ready, 0o644)
         except OSError as error:
             raise ConfigurationError(f"cannot write the ready file {path}: {error.strerror}") from error
 

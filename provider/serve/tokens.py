@@ -22,7 +22,7 @@ from provider.serve.descriptors import none_left
 from shared.encoded import UNREADABLE
 from shared.errors import AuthenticationError, ConfigurationError
 from shared.ownership import check_own, user_name
-from shared.whole import whole_file
+from shared.whole import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -217,33 +217,22 @@ class TokenFile:
 
     def _write(self, tokens: _Tokens) -> None:
         try:
-            with whole_file(self.path, self._mode()) as file:
-                self._keep_owner(file)
-                file.write_bytes(msgspec.json.format(msgspec.json.encode(tokens)))
-        except OSError as error:
-            raise ConfigurationError(f"cannot write {self.path}: {error.strerror}") from error
-
-    def _mode(self) -> int:
-        """Of the file that will be replaced."""
-        try:
-            return stat.S_IMODE(self.path.stat().st_mode)
-        except FileNotFoundError:
-            return 0o600
-
-    def _keep_owner(self, file: Path) -> None:
-        """Give a file the owner and group of the one that it will replace: an executor reads it."""
-        try:
-            old, new = self.path.stat(), file.stat()
-        except FileNotFoundError:
-            return
-        if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
+            data = msgspec.json.format(msgspec.json.encode(tokens))
+            if not self.path.exists():
+                write_whole(self.path, data)
+                return
+            old = self.path.stat()  # its owner, group and mode stay: an executor reads it
             try:
-                os.chown(file, old.st_uid, old.st_gid)
+                write_whole(self.path, data, stat.S_IMODE(old.st_mode) & 0o777, (old.st_uid, old.st_gid))
             except PermissionError:
+                if old.st_uid == os.geteuid():
+                    raise
                 owner = user_name(old.st_uid)
                 raise ConfigurationError(
                     f"{self.path} belongs to {owner}; run this as that user: sudo -u {owner} ..."
                 ) from None
+        except OSError as error:
+            raise ConfigurationError(f"cannot write {self.path}: {error.strerror}") from error
 
     def tenant_of(self, token: str) -> str | None:
         """The tenant that holds this token, or None. Time does not depend on which or whether.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shared.errors import ConfigurationError
-from shared.whole import whole_file, whole_folder
+from shared.whole import whole_folder, write_whole
 from tenant_sdk.drafts.decoding import Draft
 from tenant_sdk.drafts.folder import adapter_digest, save_draft
 from tenant_sdk.drafts.head import Vocabulary
@@ -222,8 +222,7 @@ def _answers(
             answers: list[list[int]] = json.loads(file.read_text())
         else:
             answers = answer_ids(model, tokenizer, part, Sampling(max_new_tokens=options.answer_tokens))
-            with whole_file(file) as written:
-                written.write_text(json.dumps(answers))
+            write_whole(file, json.dumps(answers).encode())
         for prompt, answer in zip(part, answers, strict=True):
             found.append({"input_ids": [*prompt, *answer], "labels": [IGNORE_INDEX] * len(prompt) + answer})
         done += len(part)

@@ -161,9 +161,8 @@ class DraftGain:
 
     Attributes:
         acceptance: see ``DraftCard``.
-        tokens_a_pass: that greedy writing of this text takes, with all guesses. It is less than the sum of the
-            shares promises, because a pass near the end of a text has little left to write, and because passes
-            begin where the pass before guessed wrong.
+        tokens_a_pass: of greedy writing of this text, with all guesses. It is less than the shares promise,
+            because a pass near the end of a text has little left to write.
     """
 
     acceptance: tuple[float, ...]

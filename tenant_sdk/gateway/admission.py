@@ -11,15 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shared.errors import (
-    ConnectError,
-    ConnectionLost,
-    ModelMismatch,
-    RequestRefused,
-    RequestTimeout,
-    VerificationError,
-    WireError,
-)
+from shared.errors import ModelMismatch, RequestRefused, SymbiosisError, VerificationError, WireError
+from tenant_sdk.connection.replicas.retrying import may_come_back
 from tenant_sdk.gateway.client_fairness import Reservations
 
 MAX_ADAPTERS = 1024  # names, of all clients
@@ -58,9 +51,7 @@ class Failure(enum.StrEnum):
             return cls.WRONG
         if isinstance(error, RequestRefused):
             return cls.AWAY if error.retry_after is not None else cls.HERE
-        if isinstance(error, (ConnectionLost, ConnectError, RequestTimeout)):
-            return cls.AWAY
-        return cls.HERE
+        return cls.AWAY if isinstance(error, SymbiosisError) and may_come_back(error) else cls.HERE
 
 
 def failure_refusal(failure: str, message: str, retry_after: int) -> Refusal:

@@ -30,7 +30,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, SymbiosisError
-from shared.whole import whole_file
+from shared.whole import write_whole
 from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
 from tenant_sdk.gateway.admission import MAX_ADAPTERS, Authenticator, Queue, Refusal
 from tenant_sdk.gateway.client_fairness import Reservations
@@ -230,8 +230,7 @@ class Endpoints:
         names = ", ".join([self._models.model_name(), *gateway.served])
         gateway.say(f"serving {names} at {url}/v1; {url}/ shows how it goes")
         if gateway.ready_file is not None:
-            with whole_file(gateway.ready_file, 0o644) as file:
-                file.write_text(url)
+            write_whole(gateway.ready_file, url.encode(), 0o644)
 
     # -- adapters ----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from shared.whole import whole_file
+from shared.whole import write_whole
 
 FILE, ENDED_FILE = "status.json", "ended.json"
 REMEMBERED = 256  # sequences that ended with an error of their own
@@ -94,5 +94,4 @@ def client_of(sequence: str) -> str:
 
 
 def _write(path: Path, record: msgspec.Struct) -> None:
-    with whole_file(path) as file:
-        file.write_bytes(msgspec.json.encode(record))
+    write_whole(path, msgspec.json.encode(record))

@@ -25,7 +25,7 @@ from shared.errors import CheckpointError, ConfigurationError, ModelMismatch, Pl
 from shared.ownership import check_own
 from shared.ring.fixed_point import Bounds, quantize_weight, squared_norms
 from shared.ring.product import PlaneProducts
-from shared.whole import whole_file
+from shared.whole import write_whole
 from shared.wire.header import RINGS, Direction, member_indices
 from shared.wire.messages import GroupInfo, Manifest, Member
 from tenant_sdk.products.keys import ProductKey
@@ -197,8 +197,7 @@ def write_fingerprints(
     data = cipher.encrypt(save(tensors, {"format": _FORMAT, "numerics": numerics, "trusted": trusted}))
     with disk_errors(output, "the fingerprints", "Then run again."):
         output.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(output) as file:
-            file.write_bytes(data)
+        write_whole(output, data)
     return key
 
 

@@ -276,7 +276,7 @@ class OneTimeMasks:
         self._under_way = 0
         self._forecast = Forecast()
         self._fill_when_idle, self._clock, self._taken_at = fill_when_idle, clock, 0.0
-        self._idle = True  # until the first request, and after a source failed
+        self._suspended = True  # until the first request, and after a source failed
         self._closed = False
         self._warned = not budget_bytes  # whoever gives none knows
         self._satisfied = False  # nothing under way, and nothing to order
@@ -321,7 +321,7 @@ class OneTimeMasks:
                 if batch.remaining == 0:
                     batches.popleft()  # or its effects would stay in memory until the kind is asked for again
                 missing -= count
-            self._idle, self._taken_at = False, self._clock()
+            self._suspended, self._taken_at = False, self._clock()
         return OneTimeMask(masks[0] if len(masks) == 1 else torch.cat(masks), parts)
 
     def note_request(self, key: ProductKey, rows: int) -> None:
@@ -399,13 +399,13 @@ class OneTimeMasks:
         with self._changed:
             self._under_way -= 1
             if effect.cancelled() or effect.exception() is not None:
-                self._idle = True  # whoever needs the effect gets the error; do not ask on and on
+                self._suspended = True  # whoever needs the effect gets the error; do not ask on and on
             self._changed.notify_all()
 
     def _fetch_ahead(self) -> None:
         with self._changed:
             while not self._closed:
-                if not self._idle and self._under_way < ORDERS_UNDER_WAY * len(self._sources):
+                if not self._suspended and self._under_way < ORDERS_UNDER_WAY * len(self._sources):
                     order = self._next_order()
                     if order is not None:
                         try:
@@ -470,6 +470,8 @@ class OneTimeMasks:
         if size > self._remaining_bytes:
             for key in self._forecast.evictable(self._stock, self.batch_rows):
                 self._store[key].popleft()
+                if size <= self._remaining_bytes:
+                    break
         return size <= self._remaining_bytes
 
     def forked(self) -> None:

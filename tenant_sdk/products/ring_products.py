@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -378,10 +378,11 @@ class RingProducts:
         if not (same and right):
             self._check_failed(key)
 
-    def _check_failed(self, key: ProductKey) -> None:
-        if self._verifier is not None:
-            # At once: what fails later must not make this forgotten.
-            raise self._refuse_further(self._verifier.error(key))
+    def _check_failed(self, key: ProductKey) -> NoReturn:
+        if self._verifier is None:
+            raise RuntimeError("an answer is wrong that no verifier checks")
+        # At once: what fails later must not make this forgotten.
+        raise self._refuse_further(self._verifier.error(key))
 
     def _check(self, key: ProductKey) -> _Check:
         """What to check the next request of a kind with."""

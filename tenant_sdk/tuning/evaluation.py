@@ -96,6 +96,8 @@ def perplexity(
     """
     was_training = model.training
     model.eval()
+    # The loss of a mixture's router, which some configurations add, is not that of the tokens.
+    router = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
     nats, predicted = 0.0, 0
     # Neighbours in length: less padding.
     ordered = sorted(examples, key=lambda example: len(example["input_ids"]))
@@ -104,7 +106,7 @@ def perplexity(
         batch = ordered[at : at + batch_size]
         count = sum(map(trained_tokens, batch))
         inputs = {name: tensor.to(model.device) for name, tensor in collate(batch).items()}
-        nats += float(model(**inputs).loss) * count
+        nats += float(model(**inputs, **router).loss) * count
         predicted += count
     model.train(was_training)
     return math.exp(nats / predicted)

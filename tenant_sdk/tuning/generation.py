@@ -13,7 +13,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, TextStreamer, set_seed
+from transformers import (
+    DynamicCache,
+    EosTokenCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TextStreamer,
+    set_seed,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from shared.errors import ConfigurationError, Message, counted
@@ -60,6 +68,25 @@ class _Interrupted(StoppingCriteria):
         """See StoppingCriteria; ``[B]``, of which there is one here."""
         self.found = self._asked()
         return torch.full((input_ids.shape[0],), self.found, device=input_ids.device)
+
+
+class _Lengths(StoppingCriteria):
+    """Other criteria together; remembers at which length each of several texts ended.
+
+    ``generate`` goes on with a text that has ended until all have. It fills up with padding if the model has
+    an end token, else with further text.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, prompt: int) -> None:
+        self._criteria, self._prompt = criteria, prompt
+        self.by_row: dict[int, int] = {}
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """See StoppingCriteria; ``[B]``."""
+        ended: Any = self._criteria(input_ids, scores, **kwargs)
+        for row in ended.nonzero().flatten().tolist():
+            self.by_row.setdefault(row, input_ids.shape[1] - self._prompt)
+        return ended  # type: ignore[no-any-return]
 
 
 def in_a_loop(tokens: list[int]) -> bool:
@@ -204,7 +231,7 @@ def answer_prompts(
     set_seed(sampling.seed)
 
     def more(count: int, length: int) -> Mapping[str, Any]:
-        loop = StoppingCriteriaList([] if sampling.allow_loops else [_Loop(length - sampling.most_tokens)])
+        loop = [] if sampling.allow_loops else [_Loop(length - sampling.most_tokens)]
         return {**options(count, length), "stopping_criteria": loop}
 
     return generate_answers(model, tokenizer, prompts, sampling, more)
@@ -264,7 +291,7 @@ def answer_ids(
     sampling: Sampling,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[list[int]]:
-    """Continuations of prompts, which are written at once: ids, up to the one that ends a text.
+    """Continuations of prompts, which are written at once: ids, up to the one with which a text ends.
 
     Args:
         prompts: of several lengths only if the model ignores padding.
@@ -279,18 +306,18 @@ def answer_ids(
     was_training = model.training
     model.eval()
     config.use_cache = True  # which packing switches off
+    criteria = StoppingCriteriaList(options.get("stopping_criteria", ()))
+    if config.eos_token_id:
+        criteria.append(EosTokenCriteria(config.eos_token_id))
+    if sampling.stop:
+        criteria.append(StopStringCriteria(tokenizer, list(sampling.stop)))
+        config.stop_strings = None
+    lengths = _Lengths(criteria, longest)
     out = model.generate(
         input_ids=ids,
         attention_mask=attended,
         generation_config=config,
-        tokenizer=tokenizer if sampling.stop else None,
-        **options,
+        **{**options, "stopping_criteria": StoppingCriteriaList([lengths])},
     )
     model.train(was_training)
-    ends = set(config.eos_token_id or ())
-    return [_up_to(row, ends) for row in out[:, longest:].tolist()]
-
-
-def _up_to(ids: list[int], ends: set[int]) -> list[int]:
-    """Ids up to the first end, which stays."""
-    return ids[: next((at + 1 for at, each in enumerate(ids) if each in ends), len(ids))]
+    return [row[: lengths.by_row.get(at, len(row))] for at, row in enumerate(out[:, longest:].tolist())]

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from commands import BASE_MODEL
 from drafting import with_adapter
 from test_long_generation import _PLAIN, ZOO
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tenant_sdk.tuning.adapters import METHODS
-from tenant_sdk.tuning.generation import generate_answers
+from tenant_sdk.tuning.data import prompt_tokens
+from tenant_sdk.tuning.generation import answer_prompts, generate_answers
 from tenant_sdk.tuning.sampling import Sampling
 
 TOKENS = 16
@@ -65,3 +68,22 @@ def test_of_models(kind: str) -> None:
 def test_of_adapters(method: str) -> None:
     """Virtual tokens stand before the padding, and PEFT counts the padding in positions."""
     check_together(with_adapter(model_of("llama"), method))
+
+
+@pytest.mark.parametrize("ends", ["with a word as padding", "without an end token"])
+def test_a_text_that_ends_before_others_stays_as_it_is(ends: str) -> None:
+    """`generate` goes on with a text that has ended until all have."""
+    model = AutoModelForCausalLM.from_pretrained(BASE_MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(BASE_MODEL)
+    if ends == "without an end token":
+        model.generation_config.eos_token_id = tokenizer.eos_token = None
+    model.generation_config.pad_token_id = 40
+    prompts = [prompt_tokens(tokenizer, text) for text in ("And in the beginning", "The king", "A dog")]
+    sampling = Sampling(max_new_tokens=24, stop=(",",))
+    alone = [next(answer_prompts(model, tokenizer, [each], sampling, no_options)) for each in prompts]
+    assert list(answer_prompts(model, tokenizer, prompts, sampling, no_options)) == alone
+    assert len({len(tokenizer(text).input_ids) for text in alone}) > 1
+
+
+def no_options(*_: int) -> dict[str, Any]:
+    return {}

@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import RING, Executor
 from trainings import LONGER, Letters, learned_record, options, records, train
-from transformers import LlamaConfig, TrainerCallback
+from transformers import LlamaConfig, MixtralConfig, MixtralForCausalLM, TrainerCallback
 from transformers.integrations import integration_utils
 
 import tenant_sdk
@@ -52,6 +52,22 @@ def test_reading(tmp_path: Path) -> None:
             text_tokens(tmp_path, read_text(tmp_path / "file"), Letters())
     with pytest.raises(ConfigurationError, match="No such file"):
         read_text(tmp_path / "missing")
+
+
+def test_the_loss_of_a_router_does_not_count() -> None:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, router_aux_loss_coef=5.0,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config)
+    examples = [
+        {"input_ids": [1, 2, 3, 4, 5], "labels": [1, 2, 3, 4, 5]},
+        {"input_ids": [6, 7], "labels": [6, 7]},
+    ]
+    right = perplexity(model, examples, 2)
+    model.config.output_router_logits = True
+    assert perplexity(model, examples, 2) == right
 
 
 def test_perplexity_weighs_every_predicted_token_the_same(session: tenant_sdk.Session) -> None:

@@ -221,7 +221,7 @@ def test_owner_group_and_mode_stay(tokens: TokenFile, monkeypatch: pytest.Monkey
     def refuse(*_: object) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(os, "chown", refuse)
+    monkeypatch.setattr(os, "fchown", refuse)
     with pytest.raises(ConfigurationError, match="belongs to user 12345; run this as that user"):
         tokens.add("carol")
     assert tokens.path.read_bytes() == before

@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 
 from shared.errors import (
+    AuthenticationError,
     ConfigurationError,
+    ConnectError,
     ConnectionLost,
     NonFiniteError,
+    ProtocolVersionError,
     RequestTimeout,
     SymbiosisError,
+    TlsError,
     VerificationError,
 )
 from tenant_sdk.gateway import http_frontend as in_front
@@ -233,6 +237,11 @@ def test_what_could_be_read_otherwise_is_refused(body: bytes) -> None:
         (RequestTimeout("late"), 503),
         (VerificationError("wrong"), 502),
         (NonFiniteError("nan"), 500),
+        (ConnectError("no route"), 503),
+        (TlsError("begins again", retry_after=1.0), 503),
+        (TlsError("expired"), 500),
+        (AuthenticationError("no such token"), 500),
+        (ProtocolVersionError("too old"), 500),
     ],
 )
 def test_failures(error: SymbiosisError, status: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 from safetensors import SafetensorError
 
 from shared.errors import ConfigurationError, StorageError
-from shared.whole import whole_file, whole_folder
+from shared.whole import whole_file, whole_folder, write_whole
 from tenant_sdk.storage import (
     check_new_folder,
     disk_errors,
@@ -97,9 +97,8 @@ def test_free_space_of_a_folder_to_be() -> None:
     assert free_megabytes(Path("/not/yet")) == pytest.approx(free_megabytes(Path("/")), rel=0.1)
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o644])
-def test_a_file_is_whole_or_as_it_was(mode: int, tmp_path: Path) -> None:
-    """Whatever the umask is; a link is replaced, and what it leads to stays."""
+def test_a_file_of_a_library_is_whole_or_as_it_was(tmp_path: Path) -> None:
+    """A link is replaced, and what it leads to stays."""
     other, path = tmp_path / "other", tmp_path / "file"
     other.write_text("other")
     path.symlink_to(other)
@@ -112,9 +111,43 @@ def test_a_file_is_whole_or_as_it_was(mode: int, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert path.read_text() == "other"
-    with whole_file(path, mode) as file:
+    with whole_file(path) as file:
         file.write_text("whole")
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert (path.read_text(), path.is_symlink(), other.read_text()) == ("whole", False, "other")
-    assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert sorted(tmp_path.iterdir()) == [path, other]
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644])
+def test_a_written_file_is_whole_or_as_it_was(
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the umask is. Users of the folder put links everywhere, and nothing goes through these."""
+    other, path = tmp_path / "other", tmp_path / "folder" / "file"
+    other.write_text("other")
+    path.parent.mkdir()
+    fchmod = os.fchmod
+
+    def swapped(descriptor: int, mode: int) -> None:
+        (sibling,) = path.parent.glob(".*")
+        assert stat.S_IMODE(sibling.stat().st_mode) == 0o600
+        sibling.unlink()
+        sibling.symlink_to(other)
+        fchmod(descriptor, mode)
+
+    write_whole(path, b"whole", mode)
+    assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("whole", mode)
+    before = other.stat()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fchmod", swapped)
+        write_whole(path, b"more", mode | 0o006, (os.getuid(), os.getgid()))
+    assert other.read_text() == "other"
+    assert other.stat() == before
+    path.unlink()
+    path.symlink_to(other)
+    write_whole(path, b"again", mode)
+    assert (path.read_text(), path.is_symlink(), other.read_text()) == ("again", False, "other")
+    with pytest.raises(TypeError):
+        write_whole(path, "no bytes", mode)  # type: ignore[arg-type]
+    assert path.read_text() == "again"
+    assert list(path.parent.iterdir()) == [path]
