@@ -70,7 +70,7 @@ def say_kept(session: Session) -> None:
 
 @contextmanager
 def bars(units: Mapping[str, str]) -> Iterator[Callable[[str, int, int], None]]:
-    """Bars of progress; without a terminal, one line for each stage.
+    """Bars of progress; without a terminal, lines, about ten for each stage.
 
     Args:
         units: of stages by their names.
@@ -79,14 +79,15 @@ def bars(units: Mapping[str, str]) -> Iterator[Callable[[str, int, int], None]]:
         A function that gets the name of a stage, the number of units that are done, and of all.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    told = set[str]()
+    tenths = dict[str, int]()
     with Progress(*columns, console=STATUS, disable=not STATUS.is_terminal) as progress:
         stages = {name: progress.add_task(name, total=None, visible=False) for name in units}
 
         def show(name: str, done: int, total: int) -> None:
-            if name not in told and not STATUS.is_terminal:
-                STATUS.print(f"{name}: {counted(total, units[name])}")
-            told.add(name)
+            if not STATUS.is_terminal and (tenth := 10 * done // max(total, 1)) != tenths.get(name):
+                so_far = f"{done} of " if name in tenths else ""
+                STATUS.print(f"{name}: {so_far}{counted(total, units[name])}")
+                tenths[name] = tenth
             progress.update(stages[name], completed=done, total=total, visible=True)
 
         yield show

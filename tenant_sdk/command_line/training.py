@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 50
-_SHOWN_SAMPLES, _SHOWN_TEXT = 3, 200  # held-out prompts, and characters of each
+_SHOWN_SAMPLES = 3  # held-out prompts
+_SHOWN_LINES, _SHOWN_TEXT = 6, 200  # of each, and characters of a line
 
 
 class ShownTraining:
@@ -35,7 +36,7 @@ class ShownTraining:
         self._bar = Progress(*columns, console=STATUS, disable=not STATUS.is_terminal)
         self._steps = self._bar.add_task("training", total=None, told="", visible=False)
         self._checks = self._bar.add_task("held-out loss", total=None, told="", visible=False)
-        self._loss, self._checked = "", False
+        self._loss, self._checked, self._new = "", False, False
         self._losses: list[float] = []
         self._held_out: list[float] = []
         self._samples: Sequence[Sample] = ()
@@ -56,7 +57,10 @@ class ShownTraining:
             self._losses.append(now.loss)
         if now.held_out is not None and self._held_out[-1:] != [now.held_out]:
             self._held_out.append(now.held_out)
-        held_out = "" if now.held_out is None else f"held-out {now.held_out:.4f}"
+            self._new = True
+        # A bar keeps the last measurement. A line has only what was measured since the line before.
+        shown = now.held_out is not None and (self._new or STATUS.is_terminal)
+        held_out = f"held-out {now.held_out:.4f}" if shown else ""
         speed = f"{now.tokens_per_second:,.0f} tokens/s, {now.bytes_per_second / 1e6:,.1f} MB/s"
         left = "" if now.seconds_left is None else f"{timedelta(seconds=round(now.seconds_left))} left"
         text = ", ".join(filter(None, (self._loss, held_out, speed, left)))
@@ -64,6 +68,7 @@ class ShownTraining:
         self._bar.update(self._steps, completed=now.step, total=now.steps, visible=True, told=text)
         if now.loss is not None and not STATUS.is_terminal:
             STATUS.print(f"step {now.step} of {now.steps}: {text}")
+            self._new = False
 
     def checking(self, done: int, total: int) -> None:
         """The held-out loss is measured."""
@@ -93,6 +98,12 @@ def plotted(values: Sequence[float], width: int = _WIDTH) -> str:
     return "".join(_BARS[round((each - low) / ((high - low) or 1) * (len(_BARS) - 1))] for each in means)
 
 
+def _last_lines(prompt: str) -> list[str]:
+    """Of a prompt, as a template renders it; one at least."""
+    lines = [line for line in prompt.splitlines() if line.strip()]
+    return [_end(line) for line in lines[-_SHOWN_LINES:]] or [""]
+
+
 def _end(text: str) -> str:
     """The end of a text, on one line."""
     line = " ".join(text.split())
@@ -120,7 +131,10 @@ def print_samples(samples: Sequence[Sample]) -> None:
     if len(samples) > _SHOWN_SAMPLES:
         RESULTS.print(f"{len(samples)} held-out prompts were answered; the first {_SHOWN_SAMPLES}:")
     for sample in samples[:_SHOWN_SAMPLES]:
-        RESULTS.print(f"[bold]held-out[/]  {escape(_end(sample.prompt))}")
+        first, *others = _last_lines(sample.prompt)
+        RESULTS.print(f"[bold]held-out[/]  {escape(first)}")
+        for line in others:
+            RESULTS.print(f"{'':<10}{escape(line)}")
         answers = (("expected", sample.expected), ("base", sample.base), ("adapter", sample.adapted))
         for name, answer in answers:
             if answer is not None:

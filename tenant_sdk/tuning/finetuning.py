@@ -64,7 +64,8 @@ from tenant_sdk.tuning.trainer import Run, Trained, shown_losses, train
 
 _FEW = 32  # tokens that show how a model attends
 _NO_BASE = Message(
-    "the adapter's card does not say where its base is found; {base} records that",
+    "the adapter's card will not say where its base is found; {base} records that, and so does "
+    "`base_model_name_or_path` in the adapter's adapter_config.json, which you can edit later",
     base=Placeholder("FOLDER|hub:NAME[@REVISION]"),
 )
 _CHECKS = 5  # of the held-out loss in a training, unless another number is given
@@ -215,6 +216,8 @@ def finetune(
     model = _with_adapter(training, model, examples, steps, fresh=adapter_folder is None)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say(f"{training.method} adapter with {trained:,} trained parameters{other_ranks(model)}")
+    if not base_of(model).name:
+        say(_NO_BASE)
     _check_space(output, state_bytes(model))
     _fit(training, model, max(len(example["input_ids"]) for example in [*examples, *held_out]), say)
 
@@ -241,8 +244,6 @@ def finetune(
     checkpoints.remove()
     if held_out and training.samples:  # when nothing can be lost any more
         report = _answered(report, model, tokenizer, held_out, training, callbacks)
-    if not base_of(model).name:
-        say(_NO_BASE)
     callbacks.trained(model)
     return report
 
@@ -485,7 +486,7 @@ def _figures(
     if not method.prompt_like:
         del chosen["virtual_tokens"]
     later = ("answered", "right_base", "right_adapter")
-    figures = chosen | {"tokens": tokens} | asdict(report)
+    figures = chosen | {"tokens_of_data": tokens} | asdict(report)
     figures = {name: value for name, value in figures.items() if name not in later}
     if resumed_at := figures.pop("resumed_at"):
         figures |= {"resumed_at_step": resumed_at, "seconds_since_resumed": figures.pop("seconds")}
