@@ -33,6 +33,7 @@ from shared.checkpoint import Checkpoint
 from shared.errors import ConnectionLost
 from shared.ring.product import group_planes
 from shared.wire.header import Direction, Operation
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.remote import PendingProduct
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "base_model"
@@ -92,7 +93,9 @@ class Tenant(threading.Thread):
         row = torch.zeros((1, columns), dtype=torch.int32)
         row[0, place] = secret
         everyone = (1 << len(self.session.manifest.groups[group].members)) - 1
-        pending = self.session.executor.submit(Operation.PRODUCT, group, Direction.FORWARD, everyone, [row])
+        pending = self.session.executor.submit(
+            Operation.PRODUCT, ProductKey(group, Direction.FORWARD, everyone), [row]
+        )
         return Asked(pending, group, place, secret)
 
     def _take(self, asked: list[Asked]) -> None:

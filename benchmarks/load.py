@@ -23,6 +23,7 @@ import torch
 import tenant_sdk
 from shared.errors import SymbiosisError
 from shared.wire.header import Direction, Operation, RequestClass
+from tenant_sdk.connection.keys import ProductKey
 
 
 class Tenant(threading.Thread):
@@ -96,9 +97,8 @@ class Tenant(threading.Thread):
                 part = min(window, rows - at)
                 blocks = [torch.zeros((part, width), dtype=self.remote.wire_dtype) for width in widths]
                 asked = time.perf_counter()
-                self.remote.submit(
-                    Operation.PRODUCT, group, direction, members, blocks, request_class
-                ).result()
+                key = ProductKey(group, direction, members)
+                self.remote.submit(Operation.PRODUCT, key, blocks, request_class).result()
                 waited += time.perf_counter() - asked
                 self.rows += part
                 if self.plan.get("think"):

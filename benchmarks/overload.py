@@ -51,6 +51,7 @@ from shared.wire.header import (
     parse_header,
 )
 from shared.wire.messages import ErrorInfo, Hello, decode, encode
+from tenant_sdk.connection.keys import ProductKey
 
 WIDTH = 512
 REQUEST_ROWS, QUOTA = 16, 64  # rows of a request, and of a tenant in flight
@@ -195,7 +196,7 @@ def beside(load: Load, session: tenant_sdk.Session) -> tuple[list[float], Counte
     row = torch.ones((1, WIDTH), dtype=torch.int32)
     while not ours.poll():
         began = time.monotonic()
-        session.executor.submit(Operation.PRODUCT, 0, Direction.FORWARD, 7, [row]).result()
+        session.executor.submit(Operation.PRODUCT, ProductKey(0, Direction.FORWARD, 7), [row]).result()
         times.append(time.monotonic() - began)
         time.sleep(0.01)
     counts: Counter[str] = ours.recv()

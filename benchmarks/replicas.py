@@ -26,6 +26,7 @@ from common import Executor, executor, write_model
 import tenant_sdk
 from shared.errors import SymbiosisError
 from shared.wire.header import Direction, Operation
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.remote import RemoteExecutor
 
 PHASES = ("before", "during", "after")
@@ -61,7 +62,9 @@ class Tenant(threading.Thread):
                     return
                 began = time.perf_counter()
                 try:
-                    remote.submit(Operation.PRODUCT, group, Direction.FORWARD, members, [block]).result()
+                    remote.submit(
+                        Operation.PRODUCT, ProductKey(group, Direction.FORWARD, members), [block]
+                    ).result()
                 except SymbiosisError as error:
                     self.failed[error.code] += 1
                 self.times.append((began, time.perf_counter() - began))

@@ -40,6 +40,7 @@ import tenant_sdk
 from provider.serve.tokens import TokenFile
 from shared.memory import keep_freed_memory
 from shared.wire.header import Direction, Operation
+from tenant_sdk.connection.keys import ProductKey
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -216,7 +217,7 @@ def measure_round_trips(running: Executor, tls: Path, work: Path, rounds: int) -
                 product = product_seconds(running)
                 for _ in range(repeats):
                     started = time.perf_counter()
-                    remote.submit(Operation.PRODUCT, 1, Direction.FORWARD, 1, [x]).result()
+                    remote.submit(Operation.PRODUCT, ProductKey(1, Direction.FORWARD, 1), [x]).result()
                     timings.append(time.perf_counter() - started)
                 product = (product_seconds(running) - product) / repeats
                 echoes: list[float] = []

@@ -37,6 +37,7 @@ from provider.serve.certificates import write_certificates
 from provider.serve.tokens import TokenFile
 from shared.memory import keep_freed_memory
 from shared.wire.header import Direction, Operation, RequestClass
+from tenant_sdk.connection.keys import ProductKey
 
 WIDTH, GROUP = 768, 1  # 3 KiB a row; a square layer, so that rows can be answers
 SIZES = {"3 KiB": (1, 200, 0.60), "3 MiB": (1024, 10, 0.35)}  # rows, round trips a round, aim
@@ -46,14 +47,13 @@ console = Console(width=None if sys.stdout.isatty() else 120)
 def trips(session: tenant_sdk.Session, rows: int) -> dict[str, Callable[[], object]]:
     """The two ways to ask."""
     remote, x = session.executor, torch.randn(rows, WIDTH)
-    channel = remote.connection.channel
+    channel, key = remote.connection.channel, ProductKey(GROUP, Direction.FORWARD, 1)
 
     def through_channel() -> None:
-        asked = Operation.EFFECT, GROUP, Direction.FORWARD, 1, [x], RequestClass.UNDECLARED
-        remote.submit_piece(channel, *asked).result()
+        remote.submit_piece(channel, Operation.EFFECT, key, [x], RequestClass.UNDECLARED).result()
 
     def through_session() -> None:
-        remote.submit(Operation.EFFECT, GROUP, Direction.FORWARD, 1, [x]).result()
+        remote.submit(Operation.EFFECT, key, [x]).result()
 
     return {"channel": through_channel, "session": through_session}
 

@@ -52,7 +52,7 @@ from shared.errors import ConnectionLost
 from shared.wire.header import Direction, Operation
 from shared.wire.messages import Limits
 from tenant_sdk import NoiseBankOptions
-from tenant_sdk.products.keys import ProductKey
+from tenant_sdk.connection.keys import ProductKey
 
 PROCESS_REPLIES = 50_000  # fewer are here sooner than another process has imported torch
 

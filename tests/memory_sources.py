@@ -12,9 +12,9 @@ from shared.errors import ConnectionLost
 from shared.ring.mask_stream import MaskStream
 from shared.ring.product import PlaneProducts
 from shared.ring.upper_bits import take_upper_bits
-from shared.wire.header import EXACT, Direction, RequestClass
+from shared.wire.header import Direction, RequestClass
 from shared.wire.protocol import GroupShape
-from tenant_sdk.products.keys import ProductKey
+from tenant_sdk.connection.keys import ProductKey
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 SHAPES = [GroupShape(8, (4,), planes=1), GroupShape(6, (8, 5), planes=1)]
@@ -93,17 +93,9 @@ class MemorySource:
         self._limit = limit
 
     def seed_effect(
-        self,
-        group: int,
-        direction: Direction,
-        members: int,
-        rows: int,
-        seed: bytes,
-        request_class: RequestClass,
-        answer_bits: int = EXACT,
+        self, key: ProductKey, rows: int, seed: bytes, request_class: RequestClass
     ) -> torch.Tensor:
         """See SeedSource."""
-        key = ProductKey(group, direction, members, answer_bits)
         self.orders.append(Order(key, rows, seed))
         assert self.gate.wait(800)
         if self.closed:
@@ -111,9 +103,9 @@ class MemorySource:
         if self.error is not None:
             raise self.error
         assert 0 < rows <= self._limit
-        return take_upper_bits(product(key, MaskStream(seed).draw(rows, columns(key))), answer_bits)
+        return take_upper_bits(product(key, MaskStream(seed).draw(rows, columns(key))), key.answer_bits)
 
-    def max_rows(self, group: int, direction: Direction, members: int, answer_bits: int = EXACT) -> int:
+    def max_rows(self, key: ProductKey) -> int:
         """See SeedSource."""
         return self._limit
 

@@ -15,7 +15,7 @@ import torch
 import tenant_sdk
 from shared.wire.header import Direction
 from tenant_sdk.connection.handshake import client_context
-from tenant_sdk.products.keys import ProductKey
+from tenant_sdk.connection.keys import ProductKey
 
 CLONE_NEWPID = 0x20000000
 

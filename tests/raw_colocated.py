@@ -20,6 +20,7 @@ from raw_peers import ERROR, HELLO, SECONDS, WELCOME, Fields, header
 
 import tenant_sdk
 from shared.wire.header import Direction, Operation
+from tenant_sdk.connection.keys import ProductKey
 
 MILLISECONDS = int(SECONDS * 1000)
 
@@ -98,9 +99,8 @@ class RawTenant:
 
 def ones_product(session: tenant_sdk.Session, rows: int = 1) -> torch.Tensor:
     """The first member of group 0, times rows of ones."""
-    return session.executor.submit(
-        Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones(rows, 64)]
-    ).result()[0]
+    key = ProductKey(0, Direction.FORWARD, 1)
+    return session.executor.submit(Operation.PRODUCT, key, [torch.ones(rows, 64)]).result()[0]
 
 
 def memories(pid: int | str = "self") -> int:

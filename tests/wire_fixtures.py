@@ -17,6 +17,7 @@ from raw_peers import Peer, eventually, metric, open_raw
 import tenant_sdk
 from shared.checkpoint import Checkpoint
 from shared.wire.header import Direction, Operation
+from tenant_sdk.connection.keys import ProductKey
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def goes_on(llama: Executor, witness: tenant_sdk.Session, weight: torch.Tensor) 
     sessions = metric(llama, "symbiosis_connections")
     yield
     x = torch.randn((3, 64), generator=torch.Generator().manual_seed(1))
-    (y,) = witness.executor.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x]).result()
+    (y,) = witness.executor.submit(Operation.PRODUCT, ProductKey(0, Direction.FORWARD, 1), [x]).result()
     torch.testing.assert_close(y, x @ weight.T)
     # Fewer, if a session of an earlier test was still ending when this one began.
     eventually(lambda: metric(llama, "symbiosis_connections") <= sessions)

@@ -11,8 +11,9 @@ import peft
 import torch
 
 from shared.compat import cache_name
-from shared.wire.header import Direction, Operation
+from shared.wire.header import Direction, Operation, RequestClass
 from tenant_sdk.connection.channel import Channel
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.session.session import Session
 
@@ -121,15 +122,13 @@ def watch(session: Session, truth: GroundTruth) -> None:
     def sending(
         channel: Channel,
         operation: Operation,
-        group: int,
-        direction: Direction,
-        member_bits: int,
+        key: ProductKey,
         rows: list[torch.Tensor],
-        *options: Any,
+        request_class: RequestClass,
     ) -> PendingProduct:
         if operation == Operation.PRODUCT:
-            truth.sent.append(SentRequest(group, direction, len(rows[0])))
-        return send(channel, operation, group, direction, member_bits, rows, *options)
+            truth.sent.append(SentRequest(key.group, key.direction, len(rows[0])))
+        return send(channel, operation, key, rows, request_class)
 
     products.submit, executor.submit_piece = asking, sending  # type: ignore[method-assign, assignment]
 

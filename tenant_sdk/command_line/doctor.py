@@ -43,6 +43,7 @@ from tenant_sdk.connection.handshake import (
     why_untrusted,
 )
 from tenant_sdk.connection.key_exchange import agreed, hybrid
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
 from tenant_sdk.connection.replicas.reconnecting import single_replica
 from tenant_sdk.connection.urls import LOCAL, over_tls, split_url
@@ -466,7 +467,7 @@ def _product(remote: RemoteExecutor, group: int, rows: int, member_bits: int = 0
     shape = remote.shapes[group]
     member_bits = member_bits or (1 << len(shape.outputs)) - 1
     x = torch.randn(rows, shape.inputs)
-    return remote.submit(Operation.EFFECT, group, Direction.FORWARD, member_bits, [x])
+    return remote.submit(Operation.EFFECT, ProductKey(group, Direction.FORWARD, member_bits), [x])
 
 
 def _speed(remote: RemoteExecutor) -> Iterator[CheckResult]:

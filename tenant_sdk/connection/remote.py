@@ -16,9 +16,7 @@ from shared.wire.header import (
     BYTES,
     DTYPE_CODES,
     DTYPE_NAMES,
-    EXACT,
     RINGS,
-    Direction,
     Header,
     Operation,
     RequestClass,
@@ -28,6 +26,7 @@ from shared.wire.protocol import GroupShape, RequestWidths
 from shared.wire.websocket import Incoming, tensor_bytes
 from tenant_sdk.connection.channel import Channel, Pending, copy_error
 from tenant_sdk.connection.clock import CLOCK, Clock
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.replicas.parts import PartConnections
 from tenant_sdk.connection.replicas.reconnecting import FindReplicas, ReconnectingConnection
 from tenant_sdk.connection.stats import Stats
@@ -132,24 +131,18 @@ class RemoteExecutor:
     def submit(
         self,
         operation: Operation,
-        group: int,
-        direction: Direction,
-        member_bits: int,
+        key: ProductKey,
         blocks: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
-        answer_bits: int = EXACT,
     ) -> PendingProduct:
         """Ask the executor for a product; nothing is masked here. See ``submit_pieces``.
 
         Args:
             operation: PRODUCT, or EFFECT for the product of a mask.
-            group: id in the manifest.
-            direction: forward or backward.
-            member_bits: bit mask of members.
+            key: of the product.
             blocks: on the CPU: [T, D] forward; backward one [T, O_m] for each member. They must not
                 change until the result is here.
             request_class: how urgent it is.
-            answer_bits: of each number of an answer on the ring, one of ``shared.wire.header.ANSWER_BITS``.
 
         Returns:
             Whose result are writable tensors in the blocks' dtype that nobody else holds: one [T, O_m] for
@@ -158,17 +151,13 @@ class RemoteExecutor:
         Raises:
             ValueError: blocks of other shapes, or without rows.
         """
-        plan = self.shapes[group].plan(direction, member_bits)
-        check_shapes(blocks, plan.request_widths)
-        rows = blocks[0].shape[0]
-        pieces = self.pieces(group, direction, member_bits, rows, answer_bits)
+        check_shapes(blocks, self._plan(key).request_widths)
+        pieces = self.pieces(key, blocks[0].shape[0])
 
         def part_of(piece: slice) -> list[torch.Tensor]:
             return [block[piece] for block in blocks]
 
-        sent = self.submit_pieces(
-            operation, group, direction, member_bits, pieces, part_of, request_class, answer_bits
-        )
+        sent = self.submit_pieces(operation, key, pieces, part_of, request_class)
         if len(pieces) == 1:
             return sent[0]
 
@@ -180,68 +169,52 @@ class RemoteExecutor:
     def submit_pieces(
         self,
         operation: Operation,
-        group: int,
-        direction: Direction,
-        member_bits: int,
+        key: ProductKey,
         pieces: list[slice],
         blocks_of: Callable[[slice], list[torch.Tensor]],
         request_class: RequestClass = RequestClass.UNDECLARED,
-        answer_bits: int = EXACT,
     ) -> list[PendingProduct]:
         """Ask the executor for a product, with a request for each piece, in order and on one connection.
 
         What the connection takes is sent at once: while a piece travels or is multiplied, the next is made.
 
         Args:
-            operation, group, direction, member_bits, request_class, answer_bits: see ``submit``.
+            operation, key, request_class: see ``submit``.
             pieces: of the rows, see ``pieces``.
             blocks_of: makes the blocks that are sent of a piece; called in the order of the pieces.
 
         Returns:
             One for each piece.
         """
-        channel = self._parts.of(group).channel
+        channel = self._parts.of(key.group).channel
         return [
-            self.submit_piece(
-                channel,
-                operation,
-                group,
-                direction,
-                member_bits,
-                blocks_of(piece),
-                request_class,
-                answer_bits,
-            )
-            for piece in pieces
+            self.submit_piece(channel, operation, key, blocks_of(piece), request_class) for piece in pieces
         ]
 
     def submit_piece(
         self,
         channel: Channel,
         operation: Operation,
-        group: int,
-        direction: Direction,
-        member_bits: int,
+        key: ProductKey,
         blocks: list[torch.Tensor],
         request_class: RequestClass,
-        answer_bits: int = EXACT,
     ) -> PendingProduct:
         """Send one request as it is; see ``submit``."""
         started = time.perf_counter()
-        shape, rows, dtype = self.shapes[group], blocks[0].shape[0], blocks[0].dtype
-        plan = shape.plan(direction, member_bits)
+        shape, rows, dtype = self.shapes[key.group], blocks[0].shape[0], blocks[0].dtype
+        plan = self._plan(key)
         wire = [block.to(self.wire_dtype).contiguous() for block in blocks]
 
         request = Header(
-            operation, direction, DTYPE_CODES[self.wire_dtype], group, rows=rows, members=member_bits,
-            request_class=request_class, answer_bits=answer_bits,
+            operation, key.direction, DTYPE_CODES[self.wire_dtype], key.group, rows=rows,
+            members=key.member_bits, request_class=request_class, answer_bits=key.answer_bits,
         )  # fmt: skip
 
         def ask(channel: Channel) -> Pending:
             return channel.submit(lambda protocol: protocol.product(request, shape), wire)
 
         # A list, from which it is taken: the rows are let go as soon as the answer is there.
-        answers = [self._parts.of(group).ask(channel, ask)]
+        answers = [self._parts.of(key.group).ask(channel, ask)]
         channel.push()
         spent = time.perf_counter() - started
 
@@ -250,7 +223,7 @@ class RemoteExecutor:
             results = answers.pop()().blocks(plan.answer_widths)
             if dtype != self.wire_dtype:
                 results = [result.to(dtype) for result in results]
-            answer_bytes = rows * plan.answer_columns * self._item_bits(answer_bits) // 8
+            answer_bytes = rows * plan.answer_columns * self._item_bits(key.answer_bits) // 8
             self._count(operation, rows, plan, answer_bytes, spent + time.perf_counter() - started)
             return results
 
@@ -275,17 +248,17 @@ class RemoteExecutor:
             stats.bytes_sent += rows * plan.request_columns * itemsize
             stats.bytes_received += answer_bytes
 
-    def pieces(
-        self, group: int, direction: Direction, member_bits: int, rows: int, answer_bits: int = EXACT
-    ) -> list[slice]:
+    def _plan(self, key: ProductKey) -> RequestWidths:
+        return self.shapes[key.group].plan(key.direction, key.member_bits)
+
+    def pieces(self, key: ProductKey, rows: int) -> list[slice]:
         """What a request of so many rows is cut into, in order and about equally large.
 
         No larger than the executor takes; and small enough for upload, product and download of one request
         to go on at once, if there is something in between that takes time.
         """
-        row_bytes = self._row_bytes(group, direction, member_bits, answer_bits)
-        max_rows = self.max_rows(group, direction, member_bits, answer_bits)
-        if piece_bytes := self._parts.of(group).latest.piece_bytes:
+        row_bytes, max_rows = self._row_bytes(key), self.max_rows(key)
+        if piece_bytes := self._parts.of(key.group).latest.piece_bytes:
             max_rows = min(max_rows, max(PIECE_ROWS, piece_bytes // row_bytes))
         if rows <= max_rows:
             return [slice(0, rows)]
@@ -293,41 +266,37 @@ class RemoteExecutor:
         each = min(max_rows, -(-each // PIECE_ROWS) * PIECE_ROWS)  # products are made in tiles of rows
         return [slice(at, min(at + each, rows)) for at in range(0, rows, each)]
 
-    def _row_bytes(self, group: int, direction: Direction, member_bits: int, answer_bits: int) -> int:
+    def _row_bytes(self, key: ProductKey) -> int:
         """Of a row or its answer, whichever is larger."""
-        plan = self.shapes[group].plan(direction, member_bits)
-        answer = plan.answer_columns * self._item_bits(answer_bits) // 8
+        plan = self._plan(key)
+        answer = plan.answer_columns * self._item_bits(key.answer_bits) // 8
         return max(plan.request_columns * self.wire_dtype.itemsize, answer)
 
-    def max_rows(self, group: int, direction: Direction, member_bits: int, answer_bits: int = EXACT) -> int:
+    def max_rows(self, key: ProductKey) -> int:
         """How many rows one request of this kind may have, from the executor's limits."""
-        row_bytes = self._row_bytes(group, direction, member_bits, answer_bits)
         limits = self.manifest.limits
-        return max(1, min(limits.max_rows, limits.max_message_bytes // row_bytes))
+        return max(1, min(limits.max_rows, limits.max_message_bytes // self._row_bytes(key)))
 
     def seed_effect(
         self,
-        group: int,
-        direction: Direction,
-        member_bits: int,
+        key: ProductKey,
         rows: int,
         seed: bytes,
         request_class: RequestClass = RequestClass.UNDECLARED,
-        answer_bits: int = EXACT,
     ) -> torch.Tensor:
         """The product of the mask that a seed expands to (``shared.ring.mask_stream``).
 
         ``rows`` is at most ``max_rows``. The result is as ``take_upper_bits`` makes it.
         """
         request = Header(
-            Operation.SEED_EFFECT, direction, DTYPE_CODES[self.wire_dtype], group, rows=rows,
-            members=member_bits, request_class=request_class, answer_bits=answer_bits,
+            Operation.SEED_EFFECT, key.direction, DTYPE_CODES[self.wire_dtype], key.group, rows=rows,
+            members=key.member_bits, request_class=request_class, answer_bits=key.answer_bits,
         )  # fmt: skip
 
         def ask(channel: Channel) -> Pending:
-            return channel.submit(lambda protocol: protocol.product(request, self.shapes[group]), seed)
+            return channel.submit(lambda protocol: protocol.product(request, self.shapes[key.group]), seed)
 
-        connection = self._parts.of(group)
+        connection = self._parts.of(key.group)
         answer = _payload(connection.answer(connection.channel, ask))
         self.stats.add(
             effect_requests=1,

@@ -16,8 +16,8 @@ from shared.ring.upper_bits import take_upper_bits
 from shared.wire.header import SEED_BYTES, RequestClass
 from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.channel import Entropy
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.products.bank_options import NoiseBankOptions
-from tenant_sdk.products.keys import ProductKey
 from tenant_sdk.products.mask_sources import MaskSource
 from tenant_sdk.products.masks import Mask, MaskGenerator
 
@@ -80,7 +80,7 @@ class BankMasks(MaskGenerator):
     def _make(self, key: ProductKey) -> tuple[torch.Tensor, torch.Tensor]:
         plan = self._shapes[key.group].plan(key.direction, key.member_bits)
         masks = MaskStream(self._entropy(SEED_BYTES)).draw(self._options.masks, plan.request_columns)
-        (effects,) = self._source.effect(*key.product, [masks])
+        (effects,) = self._source.effect(key.exact, [masks])
         return masks, effects
 
     def forked(self) -> None:

@@ -28,7 +28,7 @@ from shared.ring.product import PlaneProducts
 from shared.whole import write_whole
 from shared.wire.header import RINGS, Direction, member_indices
 from shared.wire.messages import GroupInfo, Manifest, Member
-from tenant_sdk.products.keys import ProductKey
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.products.verification import (
     Fingerprint,
     IntegerProduct,

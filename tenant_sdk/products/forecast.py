@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from tenant_sdk.products.keys import ProductKey
+from tenant_sdk.connection.keys import ProductKey
 
 SPARE_BATCHES = 4  # in an order that nobody waits for
 MIN_ROWS = 4

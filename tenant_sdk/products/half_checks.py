@@ -19,7 +19,7 @@ from shared.ring.mask_stream import MaskStream
 from shared.ring.upper_bits import cut_share
 from shared.wire.header import EXACT, SEED_BYTES
 from tenant_sdk.connection.channel import Entropy
-from tenant_sdk.products.keys import ProductKey
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.products.verification import IntegerProduct, transposed
 
 CHALLENGES = 32  # J

@@ -13,9 +13,10 @@ from shared.ring.fixed_point import bounds
 from shared.ring.mask_stream import MaskStream
 from shared.ring.product import PlaneProducts, group_planes
 from shared.ring.upper_bits import take_upper_bits
-from shared.wire.header import DTYPE_NAMES, EXACT, RINGS, Direction, Operation, RequestClass, member_indices
+from shared.wire.header import DTYPE_NAMES, RINGS, Direction, Operation, RequestClass, member_indices
 from shared.wire.messages import Manifest
-from shared.wire.protocol import GroupShape
+from shared.wire.protocol import GroupShape, RequestWidths
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.trust.attestation import trusted_checkpoint
 
@@ -23,9 +24,7 @@ from tenant_sdk.trust.attestation import trusted_checkpoint
 class MaskSource(Protocol):
     """Computes bias-free products of masks; shapes as in ``RemoteExecutor.submit``."""
 
-    def effect(
-        self, group: int, direction: Direction, member_bits: int, masks: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def effect(self, key: ProductKey, masks: list[torch.Tensor]) -> list[torch.Tensor]:
         """The product of float32 masks."""
         ...
 
@@ -38,19 +37,12 @@ class SeedSource(Protocol):
     """Computes the effects of masks that it expands from seeds; ring numerics."""
 
     def seed_effect(
-        self,
-        group: int,
-        direction: Direction,
-        member_bits: int,
-        rows: int,
-        seed: bytes,
-        request_class: RequestClass,
-        answer_bits: int = EXACT,
+        self, key: ProductKey, rows: int, seed: bytes, request_class: RequestClass
     ) -> torch.Tensor:
         """See ``RemoteExecutor.seed_effect``."""
         ...
 
-    def max_rows(self, group: int, direction: Direction, member_bits: int, answer_bits: int = EXACT) -> int:
+    def max_rows(self, key: ProductKey) -> int:
         """How many rows one call may ask for."""
         ...
 
@@ -71,28 +63,19 @@ class ExecutorSource:
         self._remote = remote
         self._owned = owned
 
-    def effect(
-        self, group: int, direction: Direction, member_bits: int, masks: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def effect(self, key: ProductKey, masks: list[torch.Tensor]) -> list[torch.Tensor]:
         """See MaskSource."""
-        return self._remote.submit(Operation.EFFECT, group, direction, member_bits, masks).result()
+        return self._remote.submit(Operation.EFFECT, key, masks).result()
 
     def seed_effect(
-        self,
-        group: int,
-        direction: Direction,
-        member_bits: int,
-        rows: int,
-        seed: bytes,
-        request_class: RequestClass,
-        answer_bits: int = EXACT,
+        self, key: ProductKey, rows: int, seed: bytes, request_class: RequestClass
     ) -> torch.Tensor:
         """See SeedSource."""
-        return self._remote.seed_effect(group, direction, member_bits, rows, seed, request_class, answer_bits)
+        return self._remote.seed_effect(key, rows, seed, request_class)
 
-    def max_rows(self, group: int, direction: Direction, member_bits: int, answer_bits: int = EXACT) -> int:
+    def max_rows(self, key: ProductKey) -> int:
         """See SeedSource."""
-        return self._remote.max_rows(group, direction, member_bits, answer_bits)
+        return self._remote.max_rows(key)
 
     def close(self) -> None:
         """See MaskSource."""
@@ -131,15 +114,13 @@ class LocalSource(OwnCheckpoint):
         # The executor multiplies with weights rounded to its numerics, so the effect must too.
         self._served_dtype = DTYPE_NAMES.get(manifest.numerics, torch.float32)
 
-    def effect(
-        self, group: int, direction: Direction, member_bits: int, masks: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def effect(self, key: ProductKey, masks: list[torch.Tensor]) -> list[torch.Tensor]:
         """See MaskSource."""
         weights = [
-            self._checkpoint.member_weight(self._groups[group].members[i]).to(self._served_dtype).float()
-            for i in member_indices(member_bits)
+            self._checkpoint.member_weight(self._groups[key.group].members[i]).to(self._served_dtype).float()
+            for i in member_indices(key.member_bits)
         ]
-        if direction == Direction.FORWARD:
+        if key.direction == Direction.FORWARD:
             return [masks[0] @ weight.T for weight in weights]
         total = masks[0] @ weights[0]
         for mask, weight in zip(masks[1:], weights[1:], strict=True):
@@ -163,28 +144,20 @@ class LocalRing(OwnCheckpoint):
         self._lock = threading.Lock()
 
     def seed_effect(
-        self,
-        group: int,
-        direction: Direction,
-        member_bits: int,
-        rows: int,
-        seed: bytes,
-        request_class: RequestClass,
-        answer_bits: int = EXACT,
+        self, key: ProductKey, rows: int, seed: bytes, request_class: RequestClass
     ) -> torch.Tensor:
         """See SeedSource."""
-        shape = GroupShape.of(self._groups[group], self._numerics)
-        mask = MaskStream(seed).draw(rows, shape.plan(direction, member_bits).request_columns)
-        return take_upper_bits(self.effect(group, direction, member_bits, [mask])[0], answer_bits)
+        mask = MaskStream(seed).draw(rows, self._plan(key).request_columns)
+        return take_upper_bits(self.effect(key, [mask])[0], key.answer_bits)
 
-    def effect(
-        self, group: int, direction: Direction, member_bits: int, masks: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def effect(self, key: ProductKey, masks: list[torch.Tensor]) -> list[torch.Tensor]:
         """See MaskSource."""
-        plan = GroupShape.of(self._groups[group], self._numerics).plan(direction, member_bits)
-        out = torch.empty((len(masks[0]), plan.answer_columns), dtype=torch.int32)
-        self._of(group)[0].matmul(direction, member_bits, masks[0], out)
+        out = torch.empty((len(masks[0]), self._plan(key).answer_columns), dtype=torch.int32)
+        self._of(key.group)[0].matmul(key.direction, key.member_bits, masks[0], out)
         return [out]
+
+    def _plan(self, key: ProductKey) -> RequestWidths:
+        return GroupShape.of(self._groups[key.group], self._numerics).plan(key.direction, key.member_bits)
 
     def scales(self, group: int) -> torch.Tensor:
         """Of all members of a group: float32 [O]."""
@@ -203,7 +176,7 @@ class LocalRing(OwnCheckpoint):
                 self._made[group] = PlaneProducts(planes, [m.outputs for m in info.members]), scales
             return self._made[group]
 
-    def max_rows(self, group: int, direction: Direction, member_bits: int, answer_bits: int = EXACT) -> int:
+    def max_rows(self, key: ProductKey) -> int:
         """See SeedSource: as many as one product may sensibly have."""
         return 1 << 16
 

@@ -19,8 +19,8 @@ from shared.ring.mask_stream import MaskStream
 from shared.wire.header import EXACT, SEED_BYTES, RequestClass
 from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.channel import Entropy
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.products.forecast import Forecast, Order
-from tenant_sdk.products.keys import ProductKey
 from tenant_sdk.products.mask_sources import SeedSource
 
 log = logging.getLogger(__name__)
@@ -362,7 +362,7 @@ class OneTimeMasks:
 
     def _max_rows(self, key: ProductKey) -> int:
         # As many as may be asked for again with all bits.
-        return min(source.max_rows(*key.exact) for source in self._sources)
+        return min(source.max_rows(key.exact) for source in self._sources)
 
     def _row_bytes(self, key: ProductKey) -> int:
         plan = self._shapes[key.group].plan(key.direction, key.member_bits)
@@ -372,7 +372,7 @@ class OneTimeMasks:
         """Have every source multiply the mask of a fresh seed."""
         seeds = [self._entropy(SEED_BYTES) for _ in self._sources]
         effects = [
-            pool.submit(source.seed_effect, *key.product, rows, seed, request_class, key.answer_bits)
+            pool.submit(source.seed_effect, key, rows, seed, request_class)
             for pool, source, seed in zip(self._pools, self._sources, seeds, strict=True)
         ]
 
@@ -381,7 +381,7 @@ class OneTimeMasks:
                 if self._closed:
                     raise ConnectionLost("the session is closed")
                 requests = [
-                    pool.submit(source.seed_effect, *key.product, rows, seed, request_class)
+                    pool.submit(source.seed_effect, key.exact, rows, seed, request_class)
                     for pool, source, seed in zip(self._pools, self._sources, seeds, strict=True)
                 ]
             return _results(requests)

@@ -20,6 +20,7 @@ import torch
 from shared.forks import ForkGuard, register_for_fork
 from shared.wire.header import Direction, Operation, RequestClass, member_indices
 from tenant_sdk.connection.channel import Entropy
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
 from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.products.mask_sources import MaskSource
@@ -99,7 +100,8 @@ class NoiseBank(PrivacyMode):
             effects = [torch.stack([bank.effects[i] for i in indices]).sum(0)]
         masked = [torch.addmm(block, choice, mask) for block, mask in zip(rows, masks, strict=True)]
         spent = time.perf_counter() - started
-        pending = self._remote.submit(Operation.PRODUCT, group, direction, member_bits, masked, request_class)
+        key = ProductKey(group, direction, member_bits)
+        pending = self._remote.submit(Operation.PRODUCT, key, masked, request_class)
 
         def finish() -> list[torch.Tensor]:
             results = pending.result()
@@ -165,10 +167,12 @@ class NoiseBank(PrivacyMode):
         count = len(shape.outputs)
         if direction == Direction.FORWARD:
             masks = [self._normal(shape.inputs)]
-            effects = self._source.effect(group, direction, (1 << count) - 1, masks)
+            effects = self._source.effect(ProductKey(group, direction, (1 << count) - 1), masks)
         else:
             masks = [self._normal(width) for width in shape.outputs]
-            effects = [self._source.effect(group, direction, 1 << i, [masks[i]])[0] for i in range(count)]
+            effects = [
+                self._source.effect(ProductKey(group, direction, 1 << i), [masks[i]])[0] for i in range(count)
+            ]
         return _Bank(masks, effects, self._clock())
 
     def _normal(self, width: int) -> torch.Tensor:

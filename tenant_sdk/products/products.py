@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from shared.wire.header import Direction, Operation, RequestClass
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
 
 
@@ -71,7 +72,8 @@ class PlainProducts(PrivacyMode):
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> PendingProduct:
         """See PrivacyMode."""
-        return self._remote.submit(Operation.PRODUCT, group, direction, member_bits, rows, request_class)
+        key = ProductKey(group, direction, member_bits)
+        return self._remote.submit(Operation.PRODUCT, key, rows, request_class)
 
 
 class WrappedProducts:

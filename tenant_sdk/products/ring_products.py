@@ -26,10 +26,10 @@ from shared.wire.header import EXACT, Direction, Operation, RequestClass, member
 from shared.wire.messages import GroupInfo
 from shared.wire.protocol import RequestWidths
 from tenant_sdk.connection.channel import copy_error
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor, check_shapes
 from tenant_sdk.products.answer_bits import AnswerBits
 from tenant_sdk.products.half_checks import HalfFingerprint, expected_sums, wrong_rows
-from tenant_sdk.products.keys import ProductKey
 from tenant_sdk.products.masks import Mask, MaskGenerator
 from tenant_sdk.products.verification import Fingerprint, transposed
 from tenant_sdk.products.verifier import Verifier
@@ -180,7 +180,7 @@ class RingProducts:
             spent += time.perf_counter() - started
             return [request]
 
-        pieces = self._remote.pieces(*key.product, count, key.answer_bits)
+        pieces = self._remote.pieces(key, count)
         started = time.perf_counter()
         ready: list[list[torch.Tensor]] = []
         if len(pieces) > 1 and not all(
@@ -190,9 +190,7 @@ class RingProducts:
                 hide_piece(piece) for piece in pieces
             ]  # all, or one that cannot be sent might follow others
         next_piece = (lambda _: ready.pop(0)) if ready else hide_piece
-        sent = self._remote.submit_pieces(
-            Operation.PRODUCT, *key.product, pieces, next_piece, request_class, key.answer_bits
-        )
+        sent = self._remote.submit_pieces(Operation.PRODUCT, key, pieces, next_piece, request_class)
         if group not in self._unpredictable:
             self._masks.note_request(key, count)
 
@@ -366,7 +364,7 @@ class RingProducts:
         """
         if piece.sent is None or piece.expected is None or check.exact is None:
             return  # answers are not checked
-        (whole,) = self._remote.submit(Operation.PRODUCT, *key.product, [piece.sent]).result()
+        (whole,) = self._remote.submit(Operation.PRODUCT, key.exact, [piece.sent]).result()
         effects = piece.mask.exact_effects()
         same = torch.equal(take_upper_bits(whole, key.answer_bits), answer)
         for part, cut_effects in piece.mask.effects():
@@ -420,7 +418,7 @@ class RingProducts:
         """The products of a fingerprint's integers, under a mask like any: int32 [n, C] to [n, 2 N]."""
         mask = self._masks.take(key, len(rows))
         request = mask.numbers().add_(rows)
-        (answer,) = self._remote.submit(Operation.PRODUCT, *key.product, [request]).result()
+        (answer,) = self._remote.submit(Operation.PRODUCT, key.exact, [request]).result()
         for part, effects in mask.effects():
             for effect in effects:
                 answer[part].sub_(effect)

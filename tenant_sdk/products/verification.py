@@ -20,7 +20,7 @@ from shared.ring.mask_stream import MaskStream
 from shared.wire.header import SEED_BYTES, Direction
 from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.channel import Entropy
-from tenant_sdk.products.keys import ProductKey
+from tenant_sdk.connection.keys import ProductKey
 
 _DIGITS = 4
 TRIAL_ROWS = 40  # a falsified fingerprint passes with probability 2^-40

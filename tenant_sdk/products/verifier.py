@@ -10,8 +10,8 @@ from shared.errors import VerificationError
 from shared.wire.header import member_indices
 from shared.wire.messages import GroupInfo
 from tenant_sdk.connection.channel import Entropy
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.products.half_checks import HalfFingerprint, make_half_fingerprint
-from tenant_sdk.products.keys import ProductKey
 from tenant_sdk.products.verification import (
     Fingerprint,
     FingerprintRefuted,

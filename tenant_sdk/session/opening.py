@@ -300,7 +300,7 @@ def _local_products(sources: list[Source]) -> IntegerProduct | None:
     local = next((source for source in sources if isinstance(source, LocalRing)), None)
     if local is None:
         return None
-    return lambda kind, rows: local.effect(*kind.product, [rows])[0]
+    return lambda kind, rows: local.effect(kind, [rows])[0]
 
 
 def _live_fingerprints(privacy: str, shapes: list[GroupShape], local: IntegerProduct | None) -> Fingerprints:

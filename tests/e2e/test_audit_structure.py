@@ -88,7 +88,7 @@ def test_seeds_that_the_provider_gets_too(tmp_path: Path, monkeypatch: pytest.Mo
         self._entropy = lambda size: drawn.append(draw(size)) or drawn[-1]
         order(self, kind, rows, *more)
         self._entropy = draw
-        self._provider.seed_effect(*kind, rows, drawn[0])
+        self._provider.seed_effect(kind, rows, drawn[0])
 
     monkeypatch.setattr(ring_products.RingProducts, "__init__", knowing)
     monkeypatch.setattr(masks.OneTimeMasks, "_order", telling)

@@ -28,6 +28,7 @@ from torch import nn
 from shared.errors import ConnectError, ConnectionLost, RequestTimeout
 from shared.wire.header import Direction, Operation
 from tenant_sdk.connection.channel import Channel
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.replicas.reconnecting import single_replica
 
@@ -233,5 +234,7 @@ def test_closing_while_a_connection_is_opened_again(
         monkeypatch.setattr(remote.connection, "_find", single_replica(open_slowly, name))
         remote.connection.channel.close()
         with ThreadPoolExecutor(1) as threads, pytest.raises(ConnectionLost):
-            remote.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones((1, 64))]).result()
+            remote.submit(
+                Operation.PRODUCT, ProductKey(0, Direction.FORWARD, 1), [torch.ones((1, 64))]
+            ).result()
     assert opened[0].broken

@@ -32,6 +32,7 @@ from raw_peers import (
 
 from shared.errors import ConnectError, ConnectionLost, RequestRefused, RequestTimeout, WireError
 from shared.wire.header import Direction, Operation
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.replicas.reconnecting import single_replica
 
@@ -52,7 +53,7 @@ def test_an_executor_that_stops_and_one_that_is_killed(
 
         def work(session: Any) -> None:
             x = torch.ones((4, 64))
-            session.executor.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x]).result()
+            session.executor.submit(Operation.PRODUCT, ProductKey(0, Direction.FORWARD, 1), [x]).result()
 
         work(patient)
         work(impatient)

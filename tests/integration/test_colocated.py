@@ -191,12 +191,13 @@ def test_a_tenant_that_is_killed_with_memory_mapped(one: TransportServers, all_w
     script = (
         "import sys, torch, tenant_sdk\n"
         "from shared.wire.header import Direction, Operation\n"
+        "from tenant_sdk.connection.keys import ProductKey\n"
         "session = tenant_sdk.connect(sys.argv[1], token=sys.argv[2], privacy='plain')\n"
-        "x = torch.ones(20000, 64)\n"
-        "session.executor.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x]).result()\n"
+        "x, key = torch.ones(20000, 64), ProductKey(0, Direction.FORWARD, 1)\n"
+        "session.executor.submit(Operation.PRODUCT, key, [x]).result()\n"
         "print('there', flush=True)\n"
         "while True:\n"
-        "    session.executor.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x]).result()\n"
+        "    session.executor.submit(Operation.PRODUCT, key, [x]).result()\n"
     )
     command = [sys.executable, "-c", script, one.local.url, one.token]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as tenant:

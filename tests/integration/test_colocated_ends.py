@@ -49,6 +49,7 @@ from shared.wire.messages import Limits
 from tenant_sdk.command_line.doctor import examine
 from tenant_sdk.command_line.options import Target
 from tenant_sdk.connection.colocated import Areas, open_colocated
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.session.profiles import Secret
 
 pytest_plugins = ("transport_fixtures", "wire_fixtures")
@@ -310,7 +311,7 @@ def test_many_requests_in_flight_and_waited_for_in_any_order(one: TransportServe
         pending = []
         for i in range(300):
             x = torch.full((1 + i % 3 * 1000, 64), 1.0)
-            pending.append(remote.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x]))
+            pending.append(remote.submit(Operation.PRODUCT, ProductKey(0, Direction.FORWARD, 1), [x]))
         for answer in reversed(pending):
             (payload,) = answer.result()
             torch.testing.assert_close(payload[-1:], expected)

@@ -36,6 +36,7 @@ from test_noise_bank import FORWARD, MemoryExecutor, blocks_for, make_bank
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import Operation, RequestClass
 from tenant_sdk import ConnectionLost, NoiseBankOptions
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
 from tenant_sdk.products.bank_masks import BankMasks
 from tenant_sdk.products.masks import MaskGenerator, NoMasks, OneTimeMasks
@@ -48,9 +49,8 @@ IDS = torch.arange(3, 11).view(1, 8)
 class MemoryBank(MemorySource):
     """Effects of masks, too."""
 
-    def effect(self, *key: Any) -> list[torch.Tensor]:
-        *key, (masks,) = key
-        return [product(type(KEYS[0])(*key), masks)]
+    def effect(self, key: ProductKey, masks: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [product(key, masks[0])]
 
 
 def open_channels() -> list[WebsocketChannel]:
@@ -95,10 +95,11 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
         torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-3, atol=1e-3)
         linear = model.model.layers[0].self_attn.q_proj
         layer, rows, remote = linear._group, torch.arange(128.0).view(2, 64), session.executor
+        key = ProductKey(0, FORWARD, 1)
         under_way = remote.submit_piece(
-            remote.connection.channel, Operation.PRODUCT, 0, FORWARD, 1, [rows], RequestClass.UNDECLARED
+            remote.connection.channel, Operation.PRODUCT, key, [rows], RequestClass.UNDECLARED
         )
-        remote.submit(Operation.PRODUCT, 0, FORWARD, 1, [rows + 128]).result()  # the one before is sent
+        remote.submit(Operation.PRODUCT, key, [rows + 128]).result()  # the one before is sent
         channels, requests = open_channels(), session.stats.requests
         before = [bytes_sent(channel._sock) for channel in channels]
 

@@ -20,8 +20,8 @@ from vectors import check_vectors as wire
 from shared.ring.rows import unmask_and_dequantize
 from shared.ring.upper_bits import subtract_upper_bits, take_upper_bits
 from shared.wire.header import Direction
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.products.half_checks import HalfFingerprint, expected_sums, limit_of, wrong_rows
-from tenant_sdk.products.keys import ProductKey
 
 QKV, OUTPUT, DOWN = 0, 1, 3  # groups of the first block
 REQUESTS = 4  # of each kind of session

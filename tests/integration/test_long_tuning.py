@@ -80,7 +80,7 @@ def test_nobody_waits_for_its_tokens(
     submit = RemoteExecutor.submit
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked.append(args[5] if len(args) > 5 else kwargs["request_class"])
+        asked.append(args[3] if len(args) > 3 else kwargs["request_class"])
         return submit(self, *args, **kwargs)
 
     monkeypatch.setattr(RemoteExecutor, "submit", watched)

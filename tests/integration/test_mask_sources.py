@@ -15,6 +15,7 @@ from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ModelMismatch
 from shared.wire.header import Direction, Operation, RequestClass
 from tenant_sdk import NoiseBankOptions
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
 from tenant_sdk.products.mask_sources import ExecutorSource, LocalSource
 
@@ -68,8 +69,8 @@ def test_local_effects_are_the_executors(
                 chosen = [info.members[i].outputs for i in range(count) if members >> i & 1]
                 for direction, widths in ((FORWARD, [info.inputs]), (BACKWARD, chosen)):
                     masks = [torch.randn(3, width, generator=generator) for width in widths]
-                    got = local.effect(group, direction, members, masks)
-                    expected = theirs.effect(group, direction, members, masks)
+                    key = ProductKey(group, direction, members)
+                    got, expected = local.effect(key, masks), theirs.effect(key, masks)
                     assert [g.shape for g in got] == [e.shape for e in expected]
                     for mine, other in zip(got, expected, strict=True):
                         assert relative_error(mine, other) < tolerance
@@ -85,7 +86,7 @@ def test_local_effects_use_the_weights_as_the_executor_rounds_them(
     member = manifest.groups[3].members[0]
     rounded = Checkpoint(folder).member_weight(member).to(torch.bfloat16).float()
     masks = torch.randn((3, manifest.groups[3].inputs), generator=torch.Generator().manual_seed(0))
-    (got,) = source.effect(3, FORWARD, 1, [masks])
+    (got,) = source.effect(ProductKey(3, FORWARD, 1), [masks])
     assert relative_error(got, masks @ rounded.T) < 1e-6  # float32, one product
 
 
@@ -133,17 +134,15 @@ def test_rows_on_the_wire_are_masked_in_both_directions(
         def watched(
             self: RemoteExecutor,
             operation: Operation,
-            group: int,
-            direction: Direction,
-            members: int,
+            key: ProductKey,
             blocks: list[torch.Tensor],
             request_class: RequestClass = RequestClass.UNDECLARED,
             *,
             log: list[tuple[Direction, torch.Tensor]] = log,
         ) -> PendingProduct:
             if operation == Operation.PRODUCT:
-                log.append((direction, torch.cat(blocks, 1)))
-            return submit(self, operation, group, direction, members, blocks, request_class)
+                log.append((key.direction, torch.cat(blocks, 1)))
+            return submit(self, operation, key, blocks, request_class)
 
         monkeypatch.setattr(RemoteExecutor, "submit", watched)
         with llama.connect(privacy=privacy) as session:

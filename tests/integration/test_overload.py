@@ -35,6 +35,7 @@ from shared.wire.header import Direction, Operation, RequestClass
 from shared.wire.websocket import Incoming
 from tenant_sdk import Session
 from tenant_sdk.connection.channel import Channel
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.remote import PendingProduct
 
 WIDTH = 64
@@ -118,7 +119,9 @@ def ask(
 ) -> torch.Tensor:
     """A forward product of a group's first member."""
     executor = session.executor
-    return executor.submit(Operation.PRODUCT, group, Direction.FORWARD, 1, [rows], request_class).result()[0]
+    return executor.submit(
+        Operation.PRODUCT, ProductKey(group, Direction.FORWARD, 1), [rows], request_class
+    ).result()[0]
 
 
 def integers(seed: int, rows: int = 1) -> torch.Tensor:
@@ -260,7 +263,7 @@ def test_other_refusals_are_not_repeated(shop: Callable[..., Shop]) -> None:
     here = shop()
     with here.executor("plain").connect() as session:
         with pytest.raises(RequestRefused, match="too_large"):
-            session.executor.seed_effect(0, Direction.FORWARD, 1, 1 << 20, bytes(32))
+            session.executor.seed_effect(ProductKey(0, Direction.FORWARD, 1), 1 << 20, bytes(32))
         assert session.stats.refusals == 0
 
 
@@ -317,7 +320,7 @@ class Windows:
     def _submit(self, kind: tuple[int, Direction, int, torch.Tensor, RequestClass]) -> Asked:
         group, direction, members, rows, request_class = kind
         pending = self._session.executor.submit(
-            Operation.PRODUCT, group, direction, members, [rows], request_class
+            Operation.PRODUCT, ProductKey(group, direction, members), [rows], request_class
         )
         return Asked(pending, self._base.compute(group, direction, members, [rows])[0])
 

@@ -29,8 +29,8 @@ from shared.wire.header import Direction, Operation, RequestClass, member_indice
 from tenant_sdk import Session
 from tenant_sdk.connection import websocket_channel
 from tenant_sdk.connection.channel import Channel
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
-from tenant_sdk.products.keys import ProductKey
 from tenant_sdk.products.mask_sources import ExecutorSource
 
 pytest_plugins = ("ring_fixtures", "transport_fixtures")
@@ -129,7 +129,7 @@ def test_pieces_over_every_transport(
                 before = session.stats.requests
                 assert same(product(session, key), expected)
                 assert session.stats.requests - before == (PIECES if on else 1)
-                bare = session.executor.submit(Operation.PRODUCT, *key.product, [integers])
+                bare = session.executor.submit(Operation.PRODUCT, key, [integers])
                 assert same(bare.result(), base.compute(*key.product, [integers]))
 
 
@@ -239,7 +239,7 @@ def test_effects_in_other_parts_than_pieces(
         monkeypatch.setattr(ExecutorSource, "max_rows", lambda *_: limit)
         before = session.stats.effect_requests
         assert same(product(session, key), expected)
-        sizes = [piece.stop - piece.start for piece in session.executor.pieces(*key.product, ROWS)]
+        sizes = [piece.stop - piece.start for piece in session.executor.pieces(key, ROWS)]
         assert session.stats.effect_requests - before == 2 * sum(-(-size // limit) for size in sizes)
 
 

@@ -31,6 +31,7 @@ from provider.session.tenant import Service
 from shared.errors import ConfigurationError, ConnectError, ConnectionLost, RequestRefused
 from shared.wire.header import RINGS, Direction, Operation
 from tenant_sdk import Session
+from tenant_sdk.connection.keys import ProductKey
 
 ROW = bytes(256)
 
@@ -66,7 +67,7 @@ def service_of(llama: Executor, lane: Callable[[BaseExecutor], ProcessLane]) -> 
 def ask(session: Session, rows: int = 1) -> torch.Tensor:
     """A product of rows of ones."""
     x = torch.ones((rows, 64))
-    return session.executor.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x]).result()[0]
+    return session.executor.submit(Operation.PRODUCT, ProductKey(0, Direction.FORWARD, 1), [x]).result()[0]
 
 
 def get(url: str, path: str) -> tuple[int, str]:

@@ -22,6 +22,7 @@ from provider.serve.tokens import TokenFile
 from shared.errors import AuthenticationError, ConnectError, WireError
 from shared.log_rate_limit import LogRateLimiter
 from shared.wire.header import Direction, Operation
+from tenant_sdk.connection.keys import ProductKey
 
 
 class Served:
@@ -69,7 +70,7 @@ def serving(
 
 def ask(session: tenant_sdk.Session) -> None:
     rows = [torch.ones((1, 64), dtype=torch.int32)]
-    session.executor.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, rows).result()
+    session.executor.submit(Operation.PRODUCT, ProductKey(0, Direction.FORWARD, 1), rows).result()
 
 
 @pytest.mark.parametrize("transport", ["url", "local_url"])

@@ -25,8 +25,8 @@ from torch import nn
 import tenant_sdk
 from shared.errors import ModelMismatch, VerificationError, WireError
 from shared.wire.header import RINGS, Direction
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.model.virtual import VirtLinear
-from tenant_sdk.products.keys import ProductKey
 from tenant_sdk.products.mask_sources import ExecutorSource
 from tenant_sdk.products.verification import Fingerprint
 from tenant_sdk.products.verifier import Verifier

@@ -33,6 +33,7 @@ from provider.serve.tokens import TokenFile
 from shared.errors import AuthenticationError, ConfigurationError
 from shared.wire.header import Direction, Operation
 from tenant_sdk.command_line.main import app as tenant_app
+from tenant_sdk.connection.keys import ProductKey
 
 
 class Clock:
@@ -251,7 +252,7 @@ def test_changes_take_effect_without_a_restart(llama: Executor, tls_dir: Path, t
             executor.connect()
         # A token is asked for when a session begins; sessions that are open stay.
         x = torch.ones((1, 64))
-        (y,) = session.executor.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x]).result()
+        (y,) = session.executor.submit(Operation.PRODUCT, ProductKey(0, Direction.FORWARD, 1), [x]).result()
         assert y.shape == (1, 64)
     assert server.drain(SECONDS)
 

@@ -25,6 +25,7 @@ from security.recordings.transcript import TranscriptError, read_transcript
 from shared.errors import ConfigurationError, RequestRefused
 from shared.wire.header import Direction, Operation
 from tenant_sdk.command_line.main import app
+from tenant_sdk.connection.keys import ProductKey
 
 
 class Recorded:
@@ -88,7 +89,7 @@ def test_everything_that_was_sent_is_there(recorded: Recorded) -> None:
         submit = session.executor.submit_piece
 
         def watched(*request: Any) -> Any:
-            sent.append(torch.cat(request[5], 1).clone())
+            sent.append(torch.cat(request[3], 1).clone())
             return submit(*request)
 
         session.executor.submit_piece = watched  # type: ignore[method-assign]
@@ -113,7 +114,9 @@ def test_a_request_that_failed_is_there_too(recorded: Recorded, monkeypatch: pyt
     with recorded.connect() as session:
 
         def ask() -> list[torch.Tensor]:
-            return session.executor.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [rows]).result()
+            return session.executor.submit(
+                Operation.PRODUCT, ProductKey(0, Direction.FORWARD, 1), [rows]
+            ).result()
 
         ask()
         with monkeypatch.context() as patch:

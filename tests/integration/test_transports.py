@@ -34,6 +34,7 @@ from shared.wire.header import DTYPE_CODES, Direction, Header, Operation, Reques
 from shared.wire.messages import Limits
 from shared.wire.protocol import GroupShape, TenantProtocol
 from tenant_sdk.connection.channel import Channel
+from tenant_sdk.connection.keys import ProductKey
 
 pytest_plugins = ("transport_fixtures", "wire_fixtures")
 
@@ -53,9 +54,8 @@ def ring_everywhere(everywhere: Start, checkpoint: Callable[[str], Path]) -> Tra
 def product(session: tenant_sdk.Session, *blocks: torch.Tensor, **options: Any) -> list[torch.Tensor]:
     """Of group 0, whose members are q, k and v: 64 to 64, 32 and 32."""
     given = {"direction": Direction.FORWARD, "members": 1} | options
-    return session.executor.submit(
-        Operation.PRODUCT, 0, given["direction"], given["members"], list(blocks)
-    ).result()
+    key = ProductKey(0, given["direction"], given["members"])
+    return session.executor.submit(Operation.PRODUCT, key, list(blocks)).result()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -217,10 +217,13 @@ def held(everywhere: Start, folder: Path) -> tuple[TransportServers, HeldLane]:
     return everywhere(folder, service=slow), lanes[0]
 
 
+KEY = ProductKey(0, Direction.FORWARD, 1)
+
+
 def ask_for_ever(session: tenant_sdk.Session, channel: Channel) -> None:
     while True:
         session.executor.submit_piece(
-            channel, Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones(1, 64)], RequestClass.UNDECLARED
+            channel, Operation.PRODUCT, KEY, [torch.ones(1, 64)], RequestClass.UNDECLARED
         ).result()
 
 

@@ -38,6 +38,7 @@ from shared.wire.header import RINGS, Direction, Operation
 from shared.wire.messages import encode
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.handshake import client_context, open_connection
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.replicas.reconnecting import single_replica
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
@@ -250,7 +251,7 @@ def welcome(websocket: Peer) -> None:
 
 def ask(remote: RemoteExecutor, rows: torch.Tensor) -> torch.Tensor:
     """The product of group 1, whose only member has 6 outputs."""
-    (result,) = remote.submit(Operation.PRODUCT, 1, Direction.FORWARD, 1, [rows]).result()
+    (result,) = remote.submit(Operation.PRODUCT, ProductKey(1, Direction.FORWARD, 1), [rows]).result()
     return result
 
 

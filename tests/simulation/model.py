@@ -21,7 +21,7 @@ from shared.ring.product import group_planes
 from shared.ring.rows import quantize_and_mask, unmask_and_dequantize, write_products
 from shared.wire.header import EXACT, RINGS, Direction, member_indices
 from shared.wire.messages import GroupInfo, Limits, Manifest, Member
-from tenant_sdk.products.keys import ProductKey
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.products.ring_products import RingGroup
 
 WIDTHS = ((16, (16, 8, 8)), (24, (40,)), (16, (16,)))  # inputs and outputs of the groups' members

@@ -23,11 +23,11 @@ from simulation.model import Model
 from simulation.network import Network
 from simulation.substitutes import SimulatedClock
 from tenant_sdk.connection.channel import Channel
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
 from tenant_sdk.products.half_checks import FACTOR
-from tenant_sdk.products.keys import ProductKey
 from tenant_sdk.products.mask_sources import ExecutorSource
 from tenant_sdk.products.masks import OneTimeMasks
 from tenant_sdk.products.ring_products import RingProducts

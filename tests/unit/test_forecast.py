@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.wire.header import Direction
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.products.forecast import Forecast, Order
-from tenant_sdk.products.keys import ProductKey
 
 A, B, C, D = (ProductKey(group, Direction.FORWARD, 1) for group in range(4))
 PLENTY = 1 << 40

@@ -9,6 +9,7 @@ import torch
 from memory_sources import Entropy
 
 from shared.ring.upper_bits import subtract_upper_bits, take_upper_bits
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.products.half_checks import (
     CHALLENGES,
     FACTOR,
@@ -19,7 +20,6 @@ from tenant_sdk.products.half_checks import (
     make_half_fingerprint,
     wrong_rows,
 )
-from tenant_sdk.products.keys import ProductKey
 
 INPUTS, OUTPUTS = 96, 160
 

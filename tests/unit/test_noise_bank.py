@@ -20,6 +20,7 @@ from shared.errors import ConfigurationError, RequestRefused
 from shared.wire.header import Direction, Operation, RequestClass, member_indices
 from shared.wire.protocol import GroupShape
 from tenant_sdk import NoiseBankOptions
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.products.noise_bank import NoiseBank
@@ -76,24 +77,20 @@ class MemoryExecutor:
     def submit(
         self,
         operation: Operation,
-        group: int,
-        direction: Direction,
-        members: int,
+        key: ProductKey,
         blocks: list[torch.Tensor],
         request_class: RequestClass,
     ) -> PendingProduct:
         assert operation == Operation.PRODUCT
         self.sent.append([block.clone() for block in blocks])
-        return PendingProduct(lambda: self.true_product(direction, members, blocks))
+        return PendingProduct(lambda: self.true_product(key.direction, key.member_bits, blocks))
 
-    def effect(
-        self, group: int, direction: Direction, members: int, masks: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def effect(self, key: ProductKey, masks: list[torch.Tensor]) -> list[torch.Tensor]:
         assert self.gate.wait(800)
         if self.refuse_effects:
             raise RequestRefused("busy", "come back later")
         self.effects += 1
-        return self.true_product(direction, members, masks)
+        return self.true_product(key.direction, key.member_bits, masks)
 
     def close(self) -> None:
         """Nothing to do."""

@@ -27,8 +27,8 @@ from raw_peers import SECONDS, eventually
 
 from shared.errors import ConfigurationError, ConnectionLost, RequestTimeout
 from shared.ring.mask_stream import MaskStream
+from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.products.forecast import MIN_ROWS
-from tenant_sdk.products.keys import ProductKey
 from tenant_sdk.products.masks import BATCH_ROWS, ORDERS_AT_ONCE, ORDERS_UNDER_WAY, Mask, OneTimeMasks
 
 MIB = 1 << 20

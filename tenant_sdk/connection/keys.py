@@ -1,4 +1,4 @@
-"""The key of interchangeable masks and effects. No I/O, no clock."""
+"""The key of a product. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from shared.wire.header import EXACT, Direction
 
 
 class ProductKey(NamedTuple):
-    """Requests whose masks and effects are interchangeable, row by row."""
+    """What a request asks for. Masks and effects of one key are interchangeable, row by row.
+
+    Attributes:
+        group: id in the manifest.
+        direction: forward or backward.
+        member_bits: bit mask of members.
+        answer_bits: of each number of an answer on the ring, one of ``shared.wire.header.ANSWER_BITS``.
+    """
 
     group: int
     direction: Direction
     member_bits: int
-    answer_bits: int = EXACT  # of answers and effects
+    answer_bits: int = EXACT
 
     @property
     def product(self) -> tuple[int, Direction, int]:
