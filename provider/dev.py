@@ -21,7 +21,7 @@ from provider.serve.certificates import still_valid, write_certificates
 from provider.serve.listening import bound
 from provider.serve.tokens import TokenFile
 from shared.errors import AuthenticationError, ConfigurationError, Placeholder, SymbiosisError
-from shared.hub import checkpoint_folder
+from shared.hub import HUB, checkpoint_folder
 from shared.ownership import check_tree
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ Everything is ready. {one_operator}
 In another terminal, in this folder:
 
 symbiosis-tenant doctor --profile {profile}
-symbiosis-tenant finetune --profile {profile} --data {data} {options}--output {adapter}
+symbiosis-tenant finetune --profile {profile} --data {data} {options}--base {base} --output {adapter}
 {use}
 """
 _GENERATE = 'symbiosis-tenant generate --profile {profile} --adapter {adapter} --prompt "{prompt}"'
@@ -190,6 +190,8 @@ class Development:
         ]
         fixed = {"profile": self._profile, "adapter": self._folder / "adapter"}
         words = {name: shlex.quote(str(path)) for name, path in fixed.items()}
+        named = str(self._config.model_dir)
+        words["base"] = shlex.quote(named if named.startswith(HUB) else str(model.resolve()))
         small = model.resolve() == _EXAMPLES / "base_model"
         return {
             **words,

@@ -65,11 +65,11 @@ def read_card(folder: Path) -> DraftCard:
     """
     if not folder.is_dir():
         raise ConfigurationError(f"there is no such folder: {folder}; give the one that `draft` wrote")
-    if (folder / ADAPTER_CONFIG).exists() and not (folder / CARD).exists():
-        raise ConfigurationError(
-            Message("{} holds an adapter and no draft: give it with {adapter}", str(folder))
-        )
     try:
+        if (folder / ADAPTER_CONFIG).exists() and not (folder / CARD).exists():
+            raise ConfigurationError(
+                Message("{} holds an adapter and no draft: give it with {adapter}", str(folder))
+            )
         card = msgspec.json.decode(read_within(folder / CARD, _CARD_BYTES), type=DraftCard)
     except FileNotFoundError as error:
         raise ConfigurationError(f"{folder} holds no draft: there is no {CARD} in it") from error

@@ -241,7 +241,7 @@ def _tool_parser(options: GatewayOptions, tokenizer: Any, say: Callable[[str], N
         ConfigurationError: vLLM has none of this name.
     """
     if not shows_tools(tokenizer, options.chat_template):
-        say("this model's chat template shows it no tools: it does not know what those of a request are for")
+        say("this model's chat template leaves out the tools of a request, so the model does not see them")
     if not options.tool_parser:
         suitable = tool_parser(tokenizer, options.chat_template)
         if suitable and suitable not in QUICK:

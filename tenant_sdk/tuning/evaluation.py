@@ -73,11 +73,14 @@ def evaluate(
         say=callbacks.say,
     )
     examples, size = reader.read(files), options.batch_size
-    adapter = perplexity(model, examples, size, callbacks.reading) if hasattr(model, "peft_config") else None
-    base = None
+    adapter = base = None
+    if hasattr(model, "peft_config"):
+        adapter = perplexity(model, examples, size, callbacks.reading)
+        callbacks.say(f"perplexity of the adapter: {adapter:.2f}")
     with base_alone(model) as alone:
         if alone:
             base = perplexity(model, examples, size, callbacks.reading)
+            callbacks.say(f"perplexity of the base: {base:.2f}")
     samples = compare(model, tokenizer, examples, None, options.answer_tokens, callbacks.answering)
     return EvaluationReport(base, adapter, samples)
 

@@ -250,7 +250,9 @@ def generate_answers(
         options: see ``answer_prompts``.
     """
     longest = max(map(len, prompts), default=0) + sampling.most_tokens
-    for part in together(prompts, padded=ignores_padding(model, longest)):
+    # Some releases of transformers (5.19) count padding as text that is repeated.
+    padded = sampling.repetition_penalty == 1 and ignores_padding(model, longest)
+    for part in together(prompts, padded=padded):
         more = options(len(part), max(map(len, part)) + sampling.most_tokens)
         ids = answer_ids(model, tokenizer, part, sampling, more)
         yield from (text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True))

@@ -185,7 +185,7 @@ def _table(rows: Mapping[str, Any]) -> str:
 
 _NO_BASE = "FOLDER_OF_THE_BASE"
 _CARD = """\
-# A {method} adapter for {title}
+# Adapter for {title} ({method})
 
 Trained with Symbiosis: an executor computed the products of the base model's frozen layers, while text,
 adapter, gradients and optimizer stayed on the tenant's machine. The files are those of PEFT; `symbiosis.json`

@@ -160,10 +160,10 @@ def test_what_it_prints_fits_the_model(tmp_path: Path) -> None:
     for model, data, use in (
         (
             BASE_MODEL,
-            "note_fields_train.jsonl --steps 120 --rank 16 --learning-rate 0.005 --output",
+            "note_fields_train.jsonl --steps 120 --rank 16 --learning-rate 0.005 --base",
             "generate",
         ),
-        (plain, "note_fields_train.jsonl --output", "generate"),
+        (plain, f"note_fields_train.jsonl --base {plain} --output", "generate"),
         (chats, "chats_heldout.jsonl --epochs 1 --batch-size 4 --packing --learning-rate 0.002", "chat"),
     ):
         words = Development(ServeConfig(model_dir=model, dev=True, dev_dir=tmp_path / "dev"))._training()

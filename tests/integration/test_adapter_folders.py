@@ -117,7 +117,7 @@ def test_the_name_of_a_providers_folder_is_no_address(
     assert read(tmp_path, "adapter_config.json")["base_model_name_or_path"] == folder.name
     card = (tmp_path / "README.md").read_text()
     assert "base_model:" not in card
-    assert f"# A LORA adapter for {folder.name}" in card
+    assert f"# Adapter for {folder.name} (LORA)" in card
     assert "AutoModelForCausalLM.from_pretrained('FOLDER_OF_THE_BASE')" in card
     assert "(`ADAPTER` is this folder, `FOLDER_OF_THE_BASE` that of the base model)" in card
 

@@ -85,5 +85,20 @@ def test_a_text_that_ends_before_others_stays_as_it_is(ends: str) -> None:
     assert len({len(tokenizer(text).input_ids) for text in alone}) > 1
 
 
+def test_padding_is_no_text_that_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    generate, masks = model.generate, list[torch.Tensor]()
+
+    def watched(**options: Any) -> Any:
+        masks.append(options["attention_mask"])
+        return generate(**options)
+
+    monkeypatch.setattr(model, "generate", watched)
+    sampling = Sampling(max_new_tokens=4, repetition_penalty=1.5)
+    assert len(list(generate_answers(model, Numbers(), [[3, 4], [5, 6, 7], [8, 9, 10]], sampling))) == 3
+    assert [mask.shape[0] for mask in masks] == [1, 2]
+    assert all(mask.all() for mask in masks)
+
+
 def no_options(*_: int) -> dict[str, Any]:
     return {}
