@@ -105,7 +105,7 @@ def finetune(training: TrainingOptions, local: ModelOptions, connection: options
             lambda line: STATUS.print(escape(shown(line))),
             shows.step,
             lambda example: show_first(STATUS, tokenizer, example),
-            shows.checking,
+            shows.evaluating,
             shows.samples,
             models.append,
         )

@@ -35,8 +35,8 @@ class ShownTraining:
         )
         self._bar = Progress(*columns, console=STATUS, disable=not STATUS.is_terminal)
         self._steps = self._bar.add_task("training", total=None, told="", visible=False)
-        self._checks = self._bar.add_task("held-out loss", total=None, told="", visible=False)
-        self._loss, self._checked, self._new = "", False, False
+        self._evaluations = self._bar.add_task("held-out loss", total=None, told="", visible=False)
+        self._loss, self._evaluated, self._new = "", False, False
         self._losses: list[float] = []
         self._held_out: list[float] = []
         self._samples: Sequence[Sample] = ()
@@ -64,18 +64,18 @@ class ShownTraining:
         speed = f"{now.tokens_per_second:,.0f} tokens/s, {now.bytes_per_second / 1e6:,.1f} MB/s"
         left = "" if now.seconds_left is None else f"{timedelta(seconds=round(now.seconds_left))} left"
         text = ", ".join(filter(None, (self._loss, held_out, speed, left)))
-        self._bar.update(self._checks, visible=False)
+        self._bar.update(self._evaluations, visible=False)
         self._bar.update(self._steps, completed=now.step, total=now.steps, visible=True, told=text)
         if now.loss is not None and not STATUS.is_terminal:
             STATUS.print(f"step {now.step} of {now.steps}: {text}")
             self._new = False
 
-    def checking(self, done: int, total: int) -> None:
+    def evaluating(self, done: int, total: int) -> None:
         """The held-out loss is measured."""
-        self._bar.update(self._checks, completed=done, total=total, visible=True)
-        if not self._checked and not STATUS.is_terminal:
+        self._bar.update(self._evaluations, completed=done, total=total, visible=True)
+        if not self._evaluated and not STATUS.is_terminal:
             STATUS.print(f"measuring the held-out loss on {counted(total, 'example')}")
-        self._checked = True
+        self._evaluated = True
 
     def samples(self, samples: Sequence[Sample]) -> None:
         """Keep held-out prompts and their answers, until nothing is drawn any more."""

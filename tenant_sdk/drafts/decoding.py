@@ -143,7 +143,7 @@ class Draft:
         text = _Text(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
         with _last_hidden(model) as hidden:
             passes = Passes(model, model_kwargs)
-            text.take(passes.prompt(input_ids, generation_config)[:, -1:], None)
+            text.accept(passes.prompt(input_ids, generation_config)[:, -1:], None)
             state, before = hidden()[:, -1], self.passes
             self._due = self._clock()
             while not text.ended:
@@ -157,8 +157,8 @@ class Draft:
         self._keep_pace()
         started, size = self._clock(), min(self._length.next, passes.room)
         guesses = self._guess(state, text.ids[:, -1], size)
-        logits = passes.check(torch.cat([text.ids, guesses], 1), size + 1)
-        taken = text.take(logits, guesses)
+        logits = passes.logits(torch.cat([text.ids, guesses], 1), size + 1)
+        taken = text.accept(logits, guesses)
         passes.keep(taken)
         seconds = self._clock() - started
         self._length.passed(size, seconds)
@@ -174,7 +174,7 @@ class Draft:
         self._keep_pace()
         size = min(self._length.next, passes.room)
         guesses = self._guess(state, text.ids[:, -1], size)
-        passes.check(torch.cat([text.ids, guesses], 1), size + 1)
+        passes.logits(torch.cat([text.ids, guesses], 1), size + 1)
         passes.keep(0)
         self.passes += 1
 
@@ -216,7 +216,7 @@ class _Text:
         self._pads = any(hasattr(each, "eos_token_id") for each in criteria)
         self._scores, self._logits = list[Tensor](), list[Tensor]()
 
-    def take(self, logits: Tensor, guesses: Tensor | None) -> int:
+    def accept(self, logits: Tensor, guesses: Tensor | None) -> int:
         """Choose tokens from ``[B, T, vocabulary]``, as far as they are the guesses ``[B, T - 1]``.
 
         Returns:

@@ -98,7 +98,7 @@ class Passes:
         self._length = ids.shape[1]
         return self._outputs.logits  # type: ignore[no-any-return]
 
-    def check(self, ids: Tensor, rows: int) -> Tensor:
+    def logits(self, ids: Tensor, rows: int) -> Tensor:
         """Logits ``[B, rows, vocabulary]`` of the last tokens of a text, of which all but those were read."""
         arguments = self._extend(dict(self._arguments), rows)
         if "logits_to_keep" in arguments:

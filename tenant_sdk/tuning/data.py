@@ -53,7 +53,7 @@ def pack(tokens: Sequence[int], length: int, *, keep_tail: bool) -> Blocks:
     return blocks
 
 
-def trained_tokens(example: Example) -> int:
+def learned_tokens(example: Example) -> int:
     """How many tokens of an example the model is asked to predict; nothing predicts the first."""
     return sum(label != IGNORE_INDEX for label in example["labels"][1:])
 
@@ -206,7 +206,7 @@ class ReadFile:
                 *lost,
             ]
         records = len({entry.line for entry in self.entries})
-        trained = sum(map(trained_tokens, examples))
+        trained = sum(map(learned_tokens, examples))
         lines = [
             f"{self.path}: {counted(records, 'record')}, {counted(sum(sizes), 'token')}, {trained:,} "
             "of them to learn"
@@ -308,7 +308,7 @@ class Reader:
             note(first, record.characters(), line)
             examples = self._encode(record, where(path, line))
             fitting = [each for each in examples if len(each["input_ids"]) <= self.length]
-            if not examples or not all(map(trained_tokens, fitting)):
+            if not examples or not all(map(learned_tokens, fitting)):
                 raise ConfigurationError(
                     f"{where(path, line)}: there is nothing to learn: no answer that follows something"
                 )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tenant_sdk.tuning.conversations import Example
-from tenant_sdk.tuning.data import Reader, Say, collate, trained_tokens
+from tenant_sdk.tuning.data import Reader, Say, collate, learned_tokens
 from tenant_sdk.tuning.generation import context_of
 from tenant_sdk.tuning.options import EvaluationOptions
 from tenant_sdk.tuning.samples import Sample, base_alone, compare
@@ -107,7 +107,7 @@ def perplexity(
     for at in range(0, len(ordered), batch_size):
         progress(at, len(ordered))
         batch = ordered[at : at + batch_size]
-        count = sum(map(trained_tokens, batch))
+        count = sum(map(learned_tokens, batch))
         inputs = {name: tensor.to(model.device) for name, tensor in collate(batch).items()}
         nats += float(model(**inputs, **router).loss) * count
         predicted += count

@@ -68,7 +68,7 @@ _NO_BASE = Message(
     "`base_model_name_or_path` in the adapter's adapter_config.json, which you can edit later",
     base=Placeholder("FOLDER|hub:NAME[@REVISION]"),
 )
-_CHECKS = 5  # of the held-out loss in a training, unless another number is given
+_EVALUATIONS = 5  # of the held-out loss in a training, unless another number is given
 _BEFORE = "perplexity before"  # in the file of settings
 _TRIED = 4  # examples of which one has gradients
 _LAYER = re.compile(r"(.*?)\.(lora|hada|lokr|vera|ia3)_")  # of a part of its adapter
@@ -102,7 +102,7 @@ class TrainingCallbacks:
         say: called with a line; of the data's text it may name single characters, no more.
         show: called after every step, and with every loss.
         preview: called with the first example before anything is trained.
-        checking: called while the held-out loss is measured, with the number of examples done and of all.
+        evaluating: called while the held-out loss is measured, with the number of examples done and of all.
         samples: called at the end with held-out prompts and their answers.
         trained: called last with the model and its adapter, which is saved.
     """
@@ -110,7 +110,7 @@ class TrainingCallbacks:
     say: Say
     show: Callable[[TrainingStep], None]
     preview: Callable[[Example], None] = lambda _: None
-    checking: Callable[[int, int], None] = lambda *_: None
+    evaluating: Callable[[int, int], None] = lambda *_: None
     samples: Callable[[Sequence[Sample]], None] = lambda _: None
     trained: Callable[[Any], None] = lambda _: None
 
@@ -206,8 +206,8 @@ def finetune(
         f"{counted(steps, 'step')} of {size} out of {counted(len(examples), 'example')}, learning rate "
         f"{learning_rate:g}"
     )
-    check_steps = (training.eval_steps or math.ceil(steps / _CHECKS)) if held_out else 0
-    measurements = 1 + math.ceil(steps / check_steps) if held_out else 0
+    eval_steps = (training.eval_steps or math.ceil(steps / _EVALUATIONS)) if held_out else 0
+    measurements = 1 + math.ceil(steps / eval_steps) if held_out else 0
     learned, measured = steps * size * _tokens(examples) / len(examples), measurements * _tokens(held_out)
     say(_traffic(session, learned, measured))
     for line in where_reports_go(training.report_to):
@@ -219,7 +219,7 @@ def finetune(
     if not base_of(model).name:
         say(_NO_BASE)
     _check_space(output, state_bytes(model))
-    _fit(training, model, max(len(example["input_ids"]) for example in [*examples, *held_out]), say)
+    _plan_memory(training, model, max(len(example["input_ids"]) for example in [*examples, *held_out]), say)
 
     settings = _settings(training, examples, held_out, day, adapter_folder)
     settings |= {"steps": steps, "learning_rate": learning_rate}
@@ -228,13 +228,13 @@ def finetune(
     resume_from, done = _begin(checkpoints, steps, training.resume, say)
 
     with checkpoints.resumable():
-        progress = Progress(callbacks.show, say, shown_losses(steps), check_steps, lambda: session.stats)
+        progress = Progress(callbacks.show, say, shown_losses(steps), eval_steps, lambda: session.stats)
         held = _HeldOut(training, model, held_out, progress, callbacks, session)
         before = _perplexity_before(held, checkpoints, of_base=adapter_folder is None)
         if done < steps:
-            _learn_groups(model, examples[:_TRIED], say)
+            _warm_up(model, examples[:_TRIED], say)
         started = time.perf_counter()
-        run = Run(steps, learning_rate, check_steps, held.measure, checkpoints.folder, resume_from)
+        run = Run(steps, learning_rate, eval_steps, held.measure, checkpoints.folder, resume_from)
         ended = train(training, run, model, examples, progress)
         seconds = time.perf_counter() - started
         losses, after = (ended.first_loss, ended.last_loss), held.perplexity_after(ended)
@@ -275,8 +275,8 @@ class _HeldOut:
         """In nats per learned token; after a step, it is told along with the step's."""
         begun, before = time.perf_counter(), self.session.stats
         size = self.training.batch_size
-        loss = math.log(perplexity(self.model, self.examples, size, self.callbacks.checking))
-        self.progress.checked(loss, begun, before, step, steps)
+        loss = math.log(perplexity(self.model, self.examples, size, self.callbacks.evaluating))
+        self.progress.evaluated(loss, begun, before, step, steps)
         self._last = step, loss
         return loss
 
@@ -304,7 +304,7 @@ def _perplexity_before(held: _HeldOut, checkpoints: TrainingCheckpoints, *, of_b
     return figure
 
 
-def _learn_groups(model: Any, examples: Sequence[Example], say: Say) -> None:
+def _warm_up(model: Any, examples: Sequence[Example], say: Say) -> None:
     """One pass, in which layers learn which of them share an input; its gradients are dropped.
 
     So the first step is like those after it, also in a training that is resumed. If layers have no gradient
@@ -529,7 +529,7 @@ def _sequence_length(training: TrainingOptions, model: Any, virtual_tokens: int)
     return length
 
 
-def _fit(training: TrainingOptions, model: Any, longest: int, say: Say) -> None:
+def _plan_memory(training: TrainingOptions, model: Any, longest: int, say: Say) -> None:
     """Have a batch of the longest examples fit into memory; say how, if that takes anything.
 
     Raises:

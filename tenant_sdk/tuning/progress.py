@@ -21,8 +21,8 @@ class TrainingStep:
     """A step is done.
 
     ``loss`` and ``held_out`` in nats per token; ``loss`` of some steps only. Speeds are those of the last
-    steps, without the first of all, in which connections and buffers are new. ``seconds_left``: with held-out
-    checks; None: not known yet.
+    steps, without the first of all, in which connections and buffers are new. ``seconds_left``: with
+    measurements of the held-out loss; None: not known yet.
     """
 
     step: int
@@ -36,7 +36,7 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class _Cost:
-    """What a step, or a check, took; bytes that were sent and received."""
+    """What a step, or a measurement of the held-out loss, took; bytes that were sent and received."""
 
     seconds: float
     tokens: int
@@ -57,7 +57,7 @@ class Progress(TrainerCallback):
         show: called after every step.
         say: called with a line, once some steps are done: what the rest will take.
         steps: of which losses are the mean.
-        check_steps: after so many the held-out loss is measured; 0: never.
+        eval_steps: after so many the held-out loss is measured; 0: never.
         stats: of the session.
         clock: seconds.
     """
@@ -67,23 +67,23 @@ class Progress(TrainerCallback):
         show: Callable[[TrainingStep], None],
         say: Callable[[str], None],
         steps: int,
-        check_steps: int,
+        eval_steps: int,
         stats: Callable[[], Stats],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._show, self._say, self._steps, self._check_steps = show, say, steps, check_steps
+        self._show, self._say, self._steps, self._eval_steps = show, say, steps, eval_steps
         self._stats, self._clock = stats, clock
         self._begun: tuple[float, int, Stats] | None = None
         self._costs: deque[_Cost] = deque(maxlen=_LAST)
-        self._check = _Cost(0.0, 0, 0, 0)
+        self._evaluation = _Cost(0.0, 0, 0, 0)
         self._done = 0  # steps since this process began
         self._held_out: float | None = None
 
-    def checked(self, loss: float, begun: float, before: Stats, step: int = 0, steps: int = 0) -> None:
+    def evaluated(self, loss: float, begun: float, before: Stats, step: int = 0, steps: int = 0) -> None:
         """The held-out loss was measured, from a time of the clock and with these figures before it."""
         now = self._stats()
         sent, received = now.bytes_sent - before.bytes_sent, now.bytes_received - before.bytes_received
-        self._check, self._held_out = _Cost(self._clock() - begun, 0, sent, received), loss
+        self._evaluation, self._held_out = _Cost(self._clock() - begun, 0, sent, received), loss
         if step:
             self._tell(step, steps, None)
 
@@ -115,12 +115,12 @@ class Progress(TrainerCallback):
         if state.global_step == 1 or state.global_step % self._steps == 0:
             self._tell(state.global_step, state.max_steps, last_loss(state.log_history, self._steps))
 
-    def _checks_left(self, step: int, steps: int) -> int:
-        return (steps // self._check_steps - step // self._check_steps) if self._check_steps else 0
+    def _evaluations_left(self, step: int, steps: int) -> int:
+        return (steps // self._eval_steps - step // self._eval_steps) if self._eval_steps else 0
 
     def _left(self, step: int, steps: int, of: Callable[[_Cost], float]) -> float:
         mean = sum(map(of, self._costs)) / len(self._costs)
-        return mean * (steps - step) + of(self._check) * self._checks_left(step, steps)
+        return mean * (steps - step) + of(self._evaluation) * self._evaluations_left(step, steps)
 
     def _tell(self, step: int, steps: int, loss: float | None) -> None:
         seconds = sum(cost.seconds for cost in self._costs) or 1e-9

@@ -18,8 +18,8 @@ from tenant_sdk.tuning.data import (
     chat_prompt,
     collate,
     collate_packed,
+    learned_tokens,
     prompt_tokens,
-    trained_tokens,
 )
 from tenant_sdk.tuning.records import check_data
 
@@ -471,7 +471,7 @@ def test_batches_are_padded_and_masked() -> None:
     assert batch["input_ids"].tolist() == [[5, 6, 0], [7, 8, 9]]
     assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
     assert batch["labels"].tolist() == [[IGNORE_INDEX, 6, IGNORE_INDEX], [7, 8, 9]]
-    assert [trained_tokens(each) for each in (short, long)] == [1, 2]
+    assert [learned_tokens(each) for each in (short, long)] == [1, 2]
 
 
 def test_packed_batches_have_no_padding_and_positions_of_their_own() -> None:

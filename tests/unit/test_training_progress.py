@@ -28,10 +28,10 @@ class Session:
 class Training:
     """Runs steps as the Trainer does."""
 
-    def __init__(self, steps: int, every: int = 1, check_steps: int = 0) -> None:
+    def __init__(self, steps: int, every: int = 1, eval_steps: int = 0) -> None:
         self.session, self.seen, self.said = Session(), list[TrainingStep](), list[str]()
         self.progress = Progress(
-            *(self.seen.append, self.said.append, every, check_steps),
+            *(self.seen.append, self.said.append, every, eval_steps),
             lambda: self.session.figures,
             lambda: self.session.now,
         )
@@ -51,7 +51,7 @@ class Training:
     def check(self, seconds: float, loss: float) -> None:
         begun, before = self.session.now, self.session.figures
         self.session.work(seconds, 10**8, 10**8)
-        self.progress.checked(loss, begun, before, self.state.global_step, self.state.max_steps)
+        self.progress.evaluated(loss, begun, before, self.state.global_step, self.state.max_steps)
 
 
 def test_the_first_step_is_not_typical() -> None:
@@ -69,7 +69,7 @@ def test_the_first_step_is_not_typical() -> None:
 
 
 def test_the_estimate_is_made_of_warm_steps_and_checks() -> None:
-    training = Training(10, check_steps=5)
+    training = Training(10, eval_steps=5)
     training.check(4.0, 3.0)
     for _ in range(3):
         training.step(6.0)
@@ -91,7 +91,7 @@ def test_a_short_training_needs_no_estimate() -> None:
 
 
 def test_losses_are_means_and_the_held_out_loss_is_the_last_one() -> None:
-    training = Training(4, every=2, check_steps=2)
+    training = Training(4, every=2, eval_steps=2)
     training.check(1.0, 5.0)
     for loss in (4.0, 2.0):
         training.step(1.0, loss)
