@@ -75,14 +75,19 @@ class MemoryBudget:
         self._lock = threading.Lock()
 
     def take(self, tenant: str, size: int) -> bool:
-        """Whether there was as much; negative gives back."""
+        """Whether there was as much."""
         with self._lock:
             if self._taken.total() + size > self._limit or self._taken[tenant] + size > self._tenant_limit:
                 return False
             self._taken[tenant] += size
+            return True
+
+    def give_back(self, tenant: str, size: int) -> None:
+        """What was taken is free again."""
+        with self._lock:
+            self._taken[tenant] -= size
             if not self._taken[tenant]:
                 del self._taken[tenant]
-            return True
 
 
 class SessionMemory:
@@ -121,7 +126,7 @@ class SessionMemory:
             os.posix_fallocate(self.descriptor, 0, size)
             self.mapped = SharedMemory(self.descriptor, size)
         except OSError as error:
-            self._budget.take(self._tenant, self.size - size)
+            self._budget.give_back(self._tenant, size - self.size)
             log.warning("no %d bytes of shared memory: %s", size, error.strerror)
             return
         self.size = size
@@ -131,7 +136,7 @@ class SessionMemory:
         if self.size:
             self.mapped.close()
         os.close(self.descriptor)
-        self._budget.take(self._tenant, -self.size)
+        self._budget.give_back(self._tenant, self.size)
 
 
 class ColocatedConnection(Connection):

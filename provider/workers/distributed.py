@@ -178,7 +178,7 @@ def _pair(store: Store, rank: int, time_: int, own_rank: int, name: str) -> Proc
         raise _lost(name, error) from error
 
 
-class DistributedLink:
+class DistributedLink(WorkerLink):
     """See ``provider.workers.link.Link``: between two ranks of a process group.
 
     A thread sends, so that who has something to say need not wait, and one receives.
@@ -194,9 +194,9 @@ class DistributedLink:
 
     def __init__(self, group: ProcessGroupGloo, peer: int, name: str) -> None:
         self._group, self._peer, self._name = group, peer, name
-        self.memory: dict[int, SharedMemory] = {}
+        self.memory = {}
         self._answers: dict[int, SharedMemory] = {}  # where rows of an answer go
-        self._lent: set[int] = set()
+        self._lent = set()
         self._outbox: queue.SimpleQueue[tuple[int, bytes, Rows | None]] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[tuple[int, bytes] | Exception] = queue.SimpleQueue()
         self._wake: Callable[[], None] = lambda: None
@@ -249,12 +249,6 @@ class DistributedLink:
         if segment.number not in self._lent:
             self._lent.add(segment.number)
             self.send(MEMORY, segment.number.to_bytes(8, "little") + segment.size.to_bytes(8, "little"))
-
-    def take_back(self, number: int) -> None:
-        """See Link."""
-        if number in self._lent:
-            self._lent.remove(number)
-            self.send(FORGET, number.to_bytes(8, "little"))
 
     def close(self, *, finished: bool = False) -> None:
         """See Link."""

@@ -118,6 +118,7 @@ class WorkerLink(Protocol):
     """
 
     memory: dict[int, SharedMemory]
+    _lent: set[int]  # numbers of the memory that the other end has
 
     def send(self, kind: int, content: bytes = b"", rows: Rows | None = None) -> None:
         """Send a message.
@@ -163,7 +164,9 @@ class WorkerLink(Protocol):
         Raises:
             OSError: the other end is gone.
         """
-        ...
+        if number in self._lent:
+            self._lent.remove(number)
+            self.send(FORGET, number.to_bytes(8, "little"))
 
     def close(self, *, finished: bool = False) -> None:
         """End it, also for who waits; in the loop's thread, if it listens.
@@ -174,7 +177,7 @@ class WorkerLink(Protocol):
         ...
 
 
-class LocalLink:
+class LocalLink(WorkerLink):
     """See Link: on one machine.
 
     Args:
@@ -185,8 +188,8 @@ class LocalLink:
         self._socket = connected
         self._socket.settimeout(patience)
         self._loop: Loop | None = None
-        self._lent: set[int] = set()
-        self.memory: dict[int, SharedMemory] = {}
+        self._lent = set()
+        self.memory = {}
 
     def send(self, kind: int, content: bytes = b"", rows: Rows | None = None) -> None:
         """See Link."""
@@ -248,12 +251,6 @@ class LocalLink:
             content = segment.number.to_bytes(8, "little")
             message = _FRAME.pack(len(content), MEMORY) + content
             socket.send_fds(self._socket, [message], [segment.descriptor])
-
-    def take_back(self, number: int) -> None:
-        """See Link."""
-        if number in self._lent:
-            self._lent.remove(number)
-            self.send(FORGET, number.to_bytes(8, "little"))
 
     def _exactly(self, count: int) -> bytes:
         data = bytearray()  # which grows with what arrives, not with what a length says

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -102,16 +102,6 @@ class ProviderView(View):
     sees = "provider"
 
 
-class WorkerView(ProviderView):
-    """A worker of a provider (``serve --workers``): of what that sees, the rows for its own groups.
-
-    It also knows which rows were multiplied together, and neither tenants nor sessions: to attack it as if
-    it knew them gives it more than it has.
-    """
-
-    sees = "worker"
-
-
 @dataclass(frozen=True)
 class MaskSourceView:
     """A mask source: the seeds it was sent, in the order in which they came, also of several sessions.
@@ -160,12 +150,6 @@ def provider_view(public: PublicModel, requests: list[RecordedRequest]) -> Provi
         [_seen(request) for request in products_of(requests)],
         {kind: torch.cat(parts) for kind, parts in masks.items()},
     )
-
-
-def worker_view(public: PublicModel, requests: list[RecordedRequest], groups: Collection[int]) -> WorkerView:
-    """Of what the provider received, the share of a worker that holds some groups, or stripes of them."""
-    whole = provider_view(public, [request for request in requests if request.header.group in groups])
-    return WorkerView(public, whole.requests, whole.masks)
 
 
 def products_of(requests: list[RecordedRequest]) -> list[RecordedRequest]:
