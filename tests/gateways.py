@@ -7,9 +7,8 @@ import os
 import re
 import shutil
 import subprocess
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,13 +128,6 @@ def metric(executor: Executor, name: str) -> float:
     with urllib.request.urlopen(f"{executor.admin_url}/metrics", timeout=800) as answer:
         found = re.findall(rf"(?m)^{name}(?:{{.*}})? (\S+)$", answer.read().decode())
     return sum(map(float, found))
-
-
-def until(true: Callable[[], bool], what: str, seconds: float = 800.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, what
-        time.sleep(0.1)
 
 
 def complete(client: openai.OpenAI, name: str, prompt: str, tokens: int = 16, **options: Any) -> str:

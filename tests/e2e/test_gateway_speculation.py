@@ -13,7 +13,8 @@ import pytest
 import torch
 from commands import BASE_MODEL
 from conftest import Executor
-from gateways import NUMERICS, PROMPTS, complete, gateway, local, metric, needed, until, write_adapter
+from gateways import NUMERICS, PROMPTS, complete, gateway, local, metric, needed, write_adapter
+from raw_peers import eventually
 from transformers import AutoTokenizer
 
 from tenant_sdk.drafts.folder import save_draft
@@ -127,5 +128,5 @@ def counted(provider: Executor, groups: int) -> tuple[int, int]:
         found[:] = [metric(provider, name) / groups for name in COUNTED]
         return all(each == int(each) for each in found)
 
-    until(whole, "all groups are asked alike")
+    eventually(whole)  # all groups are asked alike
     return int(found[0]), int(found[1])

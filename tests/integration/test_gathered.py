@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from lanes import submitted
+from raw_peers import eventually
 from test_workers import SECONDS, answered, compare, engine_of, requests
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -135,9 +135,7 @@ def test_one_that_is_lost_while_it_loads(llama: Sharded) -> None:
     workers = llama.pool.lanes[0].workers
     pids, restarts = [worker.pid for worker in workers], [worker.restarts for worker in workers]
     os.kill(pids[1], signal.SIGKILL)
-    deadline = time.monotonic() + SECONDS
-    while any(worker.pid in pids for worker in workers) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: not any(worker.pid in pids for worker in workers))
     os.kill(workers[1].pid, signal.SIGKILL)
     assert answers_again(llama) <= 1
     assert [worker.restarts for worker in workers] == [before + 2 for before in restarts]

@@ -21,6 +21,7 @@ import pytest
 import torch
 from conftest import RING
 from lanes import submitted
+from raw_peers import eventually
 from safetensors.torch import load_file, save_file
 
 from provider.engine.engine import Engine
@@ -302,10 +303,7 @@ def test_other_floats_in_the_same_folder_are_refused(
         others = {name: tensor + 1 for name, tensor in load_file(kept).items()}
         save_file(others, weights, {"format": "pt"})
         os.kill(lost.pid, signal.SIGKILL)
-        deadline = time.monotonic() + SECONDS
-        while "finds other weights than before" not in pool.not_ready():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: "finds other weights than before" in pool.not_ready())
         kept.rename(weights)
         answer, _ = answered(engine, header, payload)
         assert torch.allclose(answer, expected, atol=1e-5)

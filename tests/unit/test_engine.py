@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lanes import submitted
+from raw_peers import eventually
 
 from provider.engine.engine import AWAY_SECONDS, Completion, Engine
 from provider.engine.lanes import BatchResult, ProcessLane, RowRange
@@ -175,19 +175,13 @@ def rows_of_group_0(base: BaseExecutor, rows: int, seed: int = 0) -> tuple[Heade
     return header, MaskStream(bytes([seed]) * 32).draw(rows, width)
 
 
-def waiting(engine: Engine, count: int) -> None:
-    deadline = time.monotonic() + 60
-    while engine.waiting < count:
-        assert time.monotonic() < deadline
-
-
 def test_what_arrives_during_a_product_shares_the_next(counted: Counted) -> None:
     engine, lane, base = counted
     first = submitted(engine, "first", 0, *rows_of_group_0(base, 1))
     assert lane.entered.wait(800)
     asked = [rows_of_group_0(base, 1 + i, i) for i in range(6)]
     later = [submitted(engine, f"tenant {i}", i, *each) for i, each in enumerate(asked)]
-    waiting(engine, 7)
+    eventually(lambda: engine.waiting >= 7)
     lane.go.set()
     first.result(800)
     answers = [joined(each.result(800)) for each in later]
@@ -209,7 +203,7 @@ def test_a_session_has_many_requests_under_way_and_an_early_answer(counted: Coun
     }
     for name, future in futures.items():
         future.add_done_callback(lambda _, name=name: order.append(name))  # type: ignore[misc]
-    waiting(engine, 3)
+    eventually(lambda: engine.waiting >= 3)
     lane.go.set()
     first.result(800)
     for future in futures.values():
@@ -225,7 +219,7 @@ def test_a_product_without_memory_fails_whoever_asked_for_too_much(counted: Coun
     assert lane.entered.wait(800)
     asked = [rows_of_group_0(base, rows, rows) for rows in (3, 16, 4)]
     later = [submitted(engine, f"tenant {header.rows}", 0, header, payload) for header, payload in asked]
-    waiting(engine, 4)
+    eventually(lambda: engine.waiting >= 4)
     lane.go.set()
     first.result(800)
     with pytest.raises(MemoryError):
@@ -250,7 +244,7 @@ def test_rows_that_are_no_numbers_fail_alone(checkpoint: Callable[[str], Path], 
     asked = [
         submitted(engine, f"tenant {i}", 0, header, rows) for i, rows in enumerate((good, good, bad, good))
     ]
-    waiting(engine, 4)
+    eventually(lambda: engine.waiting >= 4)
     lane.go.set()
     with pytest.raises(WireError, match="NaN"):
         asked[2].result(800)
@@ -325,7 +319,7 @@ def test_who_leaves_is_not_multiplied(counted: Counted) -> None:
     assert lane.entered.wait(800)
     waits = submitted(engine, "a", 1, *rows_of_group_0(base, 5))
     others = submitted(engine, "b", 2, *rows_of_group_0(base, 3))
-    waiting(engine, 3)
+    eventually(lambda: engine.waiting >= 3)
     engine.loop.call_soon_threadsafe(lambda: engine.session_ended("a", 1))
     with pytest.raises(ConnectionResetError):
         waits.result(800)
@@ -344,7 +338,7 @@ def test_answers_hold_no_memory_of_others(counted: Counted) -> None:
     first = submitted(engine, "first", 0, *rows_of_group_0(base, 1))
     assert lane.entered.wait(800)
     later = [submitted(engine, f"tenant {rows}", 0, *rows_of_group_0(base, rows)) for rows in (1, 200)]
-    waiting(engine, 3)
+    eventually(lambda: engine.waiting >= 3)
     lane.go.set()
     first.result(800)
     small = later[0].result(800).blocks
