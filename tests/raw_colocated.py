@@ -9,6 +9,7 @@ import contextlib
 import json
 import mmap
 import os
+import re
 import struct
 from pathlib import Path
 from types import TracebackType
@@ -104,9 +105,9 @@ def ones_product(session: tenant_sdk.Session, rows: int = 1) -> torch.Tensor:
 
 
 def memories(pid: int | str = "self") -> int:
-    """Pieces of shared memory that an executor holds open."""
+    """Pieces of sessions' shared memory that an executor holds open; workers' end with the garbage."""
     found = set()
     for each in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             found.add(os.readlink(each))
-    return sum(each.startswith("/memfd:symbiosis-") for each in found)
+    return sum(bool(re.match("/memfd:symbiosis-(?!worker)", each)) for each in found)

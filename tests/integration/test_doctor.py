@@ -6,7 +6,6 @@ import datetime
 import math
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -255,10 +254,23 @@ def test_a_port_that_keeps_silent(llama: Executor) -> None:
     assert "timed out" in found.detail
 
 
+@pytest.fixture
+def only_waiting_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor's clock begins at 0, and passes while it sleeps."""
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    clock = SimpleNamespace(perf_counter=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr("tenant_sdk.command_line.doctor.time", clock)
+
+
+@pytest.mark.usefixtures("only_waiting_takes_time")
 def test_it_waits_until_somebody_listens(llama: Executor) -> None:
     with closing(bound("127.0.0.1", 0)) as sock:
         url = f"wss://127.0.0.1:{sock.getsockname()[1]}"
-        found = list(examine(Target(url, llama.ca, until=time.perf_counter() + 0.3)))
+        found = list(examine(Target(url, llama.ca, until=0.3)))
         assert [result.step for result in found[-2:]] == ["waiting", "tcp"]
         assert "nobody listens at wss://127.0.0.1:" in found[-2].detail
         assert " s (--wait)" in found[-2].detail
@@ -275,14 +287,8 @@ def test_it_waits_until_somebody_listens(llama: Executor) -> None:
         assert steps[-2:] == ["waiting", "tcp"]
 
 
-def test_it_waits_for_all_executors_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-
-    clock = SimpleNamespace(perf_counter=lambda: now[0], sleep=sleep)
-    monkeypatch.setattr("tenant_sdk.command_line.doctor.time", clock)
+@pytest.mark.usefixtures("only_waiting_takes_time")
+def test_it_waits_for_all_executors_together() -> None:
     with closing(bound("127.0.0.1", 0)) as one, closing(bound("127.0.0.1", 0)) as other:
         targets = [
             Target(f"wss://127.0.0.1:{sock.getsockname()[1]}", until=0.3, source=sock is other)
