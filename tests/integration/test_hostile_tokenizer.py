@@ -189,7 +189,26 @@ def test_nonsense_is_a_mismatch(name: str, data: bytes) -> None:
         build_tokenizer({"tokenizer.json": RULES} | {name: data})
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pad_token": "x" * 5000},
+        {"eos_token": {"content": "x" * 5000}},
+        {"additional_special_tokens": ["x" * 5000]},
+        {"chat_template": [{"name": "../../../x", "template": "x"}]},
+        {"chat_template": [{"name": "x\x1b[31m", "template": "x"}]},
+        {"chat_template": [{"name": "x" * 300, "template": "x"}]},
+        {"chat_template": [{"name": "evil\n", "template": "x"}]},  # a name ends where it ends
+    ],
+)
+def test_options_that_are_long_or_name_files(options: dict[str, Any]) -> None:
+    with pytest.raises(ModelMismatch, match=r"tokenizer_config\.json is refused"):
+        build_tokenizer({"tokenizer.json": RULES, "tokenizer_config.json": json.dumps(options).encode()})
+
+
 # -- rules without bounds ---------------------------------------------------------------------------
+
+LONG_FORM = "\N{ARABIC LIGATURE SALLALLAHOU ALAYHE WASALLAM}"
 
 
 @pytest.mark.parametrize(
@@ -222,9 +241,60 @@ def test_nonsense_is_a_mismatch(name: str, data: bytes) -> None:
         {"added_tokens": [{"id": 1 << 40, "content": "x"}]},
         {"model": {"type": "WordLevel", "vocab": {"x" * 5000: 0}, "unk_token": "x"}},
         {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "dropout": 0.5}},
+        # These grow only in company.
+        {"normalizer": sequence({"type": "NFKD"}, *[replace("a", LONG_FORM), {"type": "NFKD"}] * 3)},
+        {"normalizer": sequence(*[{"type": "BertNormalizer"}] * 7)},
+        {"decoder": {"type": "Sequence", "decoders": [{"type": "BPEDecoder", "suffix": ""}] * 24}},
+        {
+            "decoder": {
+                "type": "Sequence",
+                "decoders": [{"type": "CTC", "pad_token": "x", "word_delimiter_token": "", "cleanup": False}]
+                * 24,
+            }
+        },
+        {
+            "model": {
+                "type": "BPE",
+                "vocab": {"a": 0},
+                "merges": [],
+                "byte_fallback": True,
+                "continuing_subword_prefix": "x" * 2000,
+            }
+        },
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTE_LEVEL, {"type": "FixedLength"}]}},
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "pair": [],
+                "single": [
+                    {"SpecialToken": {"id": "<s>", "type_id": 0}},
+                    {"Sequence": {"id": "A", "type_id": 0}},
+                ],
+                "special_tokens": {},
+            }
+        },
+        # These end the process, or were counted too low.
+        {
+            "model": {
+                "type": "BPE",
+                "vocab": {"a": 0, "é": 1},
+                "merges": [["a", "é"]],
+                "continuing_subword_prefix": "#",
+            }
+        },
+        {
+            "decoder": {
+                "type": "Sequence",
+                "decoders": [{"type": "WordPiece", "prefix": "z", "cleanup": False}] * 11,
+            }
+        },
+        {"decoder": {"type": "Strip", "content": "a", "start": 1, "stop": 1}},
+        {"normalizer": replace("", "x" * 1023, "Regex")},
+        {"normalizer": replace("", "x" * 1023)},
     ],
 )
-def test_rules_that_grow_or_are_random_are_refused(parts: dict[str, Any]) -> None:
+def test_rules_that_grow_are_random_or_end_the_process_are_refused(parts: dict[str, Any]) -> None:
     with pytest.raises(ModelMismatch, match=r"tokenizer\.json is refused"):
         build_tokenizer({"tokenizer.json": changed(**parts)})
 

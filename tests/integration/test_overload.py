@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import RING, Executor
+from conftest import RING, Executor, make_model
 from lanes import ShufflingLane
 from raw_peers import SECONDS, eventually, metric, open_raw, product
 
@@ -43,13 +43,13 @@ ROW = bytes(4 * WIDTH)
 
 
 class Paced(Quotas):
-    """On a clock of its own, by which forty requests a second come, however busy the machine is."""
+    """On a clock of its own, by which so many requests a second come, however busy the machine is."""
 
-    asked = 0
+    asked, pace = 0, 40
 
     def admit(self, tenant: str, rows: int, held: int, received: int, now: float) -> None:
         self.asked += 1
-        super().admit(tenant, rows, held, received, self.asked / 40)
+        super().admit(tenant, rows, held, received, self.asked / self.pace)
 
 
 class Shop:
@@ -246,10 +246,26 @@ def test_over_the_quota_the_tenant_waits_and_goes_on(
     here.at_rest()
 
 
-def test_an_executor_that_stays_overloaded_is_an_error_in_time(shop: Callable[..., Shop]) -> None:
-    here = shop(Quota(requests_per_second=0.001))
-    executor = here.executor("busy")
-    with executor.connect(timeout=5.0) as session:
+class SlowlyPaced(Paced):
+    """For downloads, which are few requests."""
+
+    pace = 2
+
+
+def test_a_download_that_is_put_off_goes_on(shop: Callable[..., Shop]) -> None:
+    here = shop(Quota(requests_per_second=1), quotas=SlowlyPaced)
+    with here.executor("busy").connect() as session:
+        model = session.load_model(progress=False)
+        assert session.stats.refusals > 0
+    expected = make_model("llama").state_dict()["model.embed_tokens.weight"]
+    assert torch.equal(model.state_dict()["model.embed_tokens.weight"], expected)
+
+
+def test_an_executor_that_stays_overloaded_is_an_error_in_time(
+    serve_process: Callable[..., Executor], checkpoint: Callable[[str], Path]
+) -> None:
+    executor = serve_process(checkpoint("llama"), "--numerics", RING, "--tenant-requests", "0.001")
+    with executor.connect() as session:
         ask(session, integers(1))
         with pytest.raises(RequestRefused) as caught:  # at once: it would have to wait for an hour
             ask(session, integers(1))
