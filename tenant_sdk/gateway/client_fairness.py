@@ -16,7 +16,7 @@ These rules say what one client can take:
   has the most.
 - ``tool_calls``: the part of an answer in which calls of tools are looked for, and how often.
 - ``round_robin``: one at a time of the server's threads for tokenizing.
-- ``endpoints``: names of adapters; one change of them at a time.
+- ``adapter_registry``: names of adapters; one change of them at a time.
 - here: ``Reservations`` of all that is counted; sequences, their adapters and their memory
   (``next_admissions``, ``next_preemptions``); of a step the time (``Steps``), attention
   (``AttentionTimeDebt``), sampling (``paused_sampling``) and rows for prompts (``second_prompts``,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import shutil
 import time
 from argparse import Namespace
 from collections import deque
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +20,6 @@ from fastapi.responses import JSONResponse, Response
 from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
-from vllm.lora.request import LoRARequest
 from vllm.parser import ParserManager, abstract_parser
 from vllm.parser.harmony import HarmonyParser
 from vllm.v1.structured_output import backend_guidance
@@ -31,21 +28,15 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, SymbiosisError
 from shared.whole import write_whole
-from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
-from tenant_sdk.gateway.admission import MAX_ADAPTERS, Authenticator, Queue, Refusal
-from tenant_sdk.gateway.client_fairness import Reservations
+from tenant_sdk.gateway.adapter_registry import AdapterRegistry
+from tenant_sdk.gateway.adapters import Adapter
+from tenant_sdk.gateway.admission import Authenticator, Queue, Refusal
 from tenant_sdk.gateway.constraint_checks import ConstraintChecker
 from tenant_sdk.gateway.http_frontend import GENERATES, TOKENIZES, HttpFrontend, Served
 from tenant_sdk.gateway.log_redaction import redact_library_logs
 from tenant_sdk.gateway.metrics import Collector, rates
 from tenant_sdk.gateway.parsing import RequestParser
-from tenant_sdk.gateway.round_robin import (
-    TOKENIZING_THREADS,
-    CachedAnswer,
-    FairLock,
-    FairThreadPool,
-    current_client,
-)
+from tenant_sdk.gateway.round_robin import TOKENIZING_THREADS, CachedAnswer, FairThreadPool
 from tenant_sdk.gateway.status import Status
 from tenant_sdk.gateway.tool_calls import JSON_CALLS, bounded_parser
 
@@ -58,8 +49,6 @@ if TYPE_CHECKING:
     from shared.wire.messages import Manifest
 
 SAMPLES, SAMPLE_SECONDS = 120, 1.0
-LOOK_SECONDS, LOOKS_AGAIN = 1.0, 60  # between looks at the folder of adapters, and at refused ones
-_NAMED = 20  # models in an error
 FIGURES_SECONDS = 1.0  # for which metrics and the status are good
 # Of vLLM's paths those that a gateway is for; the others would only be there to be attacked.
 KEPT = GENERATES | TOKENIZES | {"/health", "/version"}
@@ -110,8 +99,6 @@ class Gateway:
     content_format: str = "auto"
     tool_parser: str = ""
     ready_file: Path | None = None
-    served: dict[str, Adapter] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)  # folders that hold none, and why
     engine: Any = None  # vLLM's client of it
     parser: RequestParser = field(default_factory=RequestParser)
     constraint_checker: ConstraintChecker | None = None  # of constraints, if it takes any
@@ -139,23 +126,15 @@ class Endpoints:
         if serving is None:
             raise ConfigurationError("start the gateway with `symbiosis-tenant serve`")
         self._gateway = serving
-        self._changing = FairLock()
-        # Names of each client, and of the folder if it is watched; and whose each is.
-        authenticator = self._gateway.authenticator
-        self._names = Reservations.one_each(MAX_ADAPTERS, authenticator.clients + bool(authenticator.keys))
-        self._owners = dict[str, str]()
         self._metrics_text = CachedAnswer(prometheus_client.generate_latest, FIGURES_SECONDS)
         self._status_text = CachedAnswer(self._status_now, FIGURES_SECONDS)
-        self._last_id, self._began = 0, int(time.time())
-        # Of each folder below --adapters: its files when it was taken, and when it was last looked at.
-        self._seen, self._marks = dict[str, object](), dict[str, object]()
+        self._began = int(time.time())
         self._tasks: list[asyncio.Task[None]] = []
 
     def attach_router(self, app: FastAPI) -> None:
         """Take vLLM's other paths away, and add ours."""
         app.router.routes[:] = [route for route in app.routes if getattr(route, "path", "") in KEPT]
         gateway = self._gateway
-        prometheus_client.REGISTRY.register(Collector(gateway))
         app.add_middleware(
             HttpFrontend,
             authenticator=gateway.authenticator,
@@ -166,7 +145,7 @@ class Endpoints:
                 context=lambda: gateway.engine.model_config.max_model_len,
                 parser=gateway.parser,
                 constraint_checker=lambda: gateway.constraint_checker,
-                unserved=self._unserved,
+                unserved=lambda name: self._adapters.unserved(name),
                 calls=bool(gateway.tool_parser),
             ),
         )
@@ -183,6 +162,8 @@ class Endpoints:
         assert engine_client is not None  # noqa: S101 - required_tasks says so
         self._engine, self._models = engine_client, state.openai_serving_models
         self._gateway.engine = engine_client
+        self._adapters = AdapterRegistry(self._gateway, engine_client, self._models)
+        prometheus_client.REGISTRY.register(Collector(self._gateway, self._adapters))
         _refuse_unknown_tokens(engine_client)
         _count_no_combinations(engine_client)
         _bound_parsers(state)
@@ -190,8 +171,8 @@ class Endpoints:
         await self._try_constraints(engine_client)
         redact_library_logs()  # requests come from now on
         if self._gateway.adapters is not None:
-            await self._look(self._gateway.adapters, begins=True)
-            self._tasks.append(asyncio.create_task(self._watch(self._gateway.adapters)))
+            await self._adapters.scan(self._gateway.adapters, begins=True)
+            self._tasks.append(asyncio.create_task(self._adapters.watch(self._gateway.adapters)))
         self._tasks += [asyncio.create_task(self._sample()), asyncio.create_task(self._announce())]
 
     async def _try_constraints(self, engine: EngineClient) -> None:
@@ -227,164 +208,15 @@ class Endpoints:
                 await asyncio.sleep(0.05)
         writer.close()
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        names = ", ".join([self._models.model_name(), *gateway.served])
+        names = ", ".join([self._models.model_name(), *self._adapters.served])
         gateway.say(f"serving {names} at {url}/v1; {url}/ shows how it goes")
         if gateway.ready_file is not None:
             write_whole(gateway.ready_file, url.encode(), 0o644)
 
-    # -- adapters ----------------------------------------------------------------------------------
-
-    def _unserved(self, name: str) -> str:
-        """Why a model of this name is not served; empty: it is."""
-        if not name or name in self._gateway.served or self._models.is_base_model(name):
-            return ""
-        names = [self._models.model_name(), *self._gateway.served]
-        others = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        return self._gateway.refused.get(name, f"the models here are {', '.join(names[:_NAMED])}{others}")
-
-    async def add(self, folder: Path, name: str = "") -> Adapter:
-        """Serve an adapter, in place of the one of this name if its content is another.
-
-        Raises:
-            SymbiosisError: see ``tenant_sdk.gateway.adapters.take``.
-        """
-        gateway = self._gateway
-        async with self._changing.turn(current_client.get()):
-            adapter = await asyncio.to_thread(
-                take,
-                folder,
-                gateway.folder / "adapters",
-                gateway.manifest,
-                name=name,
-                most_rank=gateway.most_rank,
-                allow_other_base=gateway.allow_other_base,
-                within=gateway.adapters,
-            )
-            if self._models.is_base_model(adapter.name):
-                raise ConfigurationError(f"{adapter.name} is the base model's name; give the adapter another")
-            before = gateway.served.get(adapter.name)
-            if before is not None and before.folder == adapter.folder:
-                return before
-            owner = self._owners.get(adapter.name, current_client.get())
-            if adapter.name not in self._owners and not self._names.take(owner, 1):
-                mine = self._names.taken.get(owner, 0)
-                raise ConfigurationError(
-                    f"{mine} adapters are yours, and of {MAX_ADAPTERS} a part is kept for others; remove one"
-                )
-            self._owners[adapter.name] = owner
-            # The path is part of what its prefixes are cached under, and no other content has it.
-            request = LoRARequest(adapter.name, self._id_of(adapter.folder), str(adapter.folder))
-            try:
-                await self._engine.add_lora(request)
-            except Exception as error:
-                if before is None:
-                    self._disown(adapter.name)
-                why = str(error).removeprefix("Call to add_lora method failed: ")
-                why = why.replace(str(adapter.folder), str(folder))
-                raise ConfigurationError(f"the adapter in {folder} cannot be loaded: {why}") from error
-            # Without a moment in which nobody has the name.
-            old = self._models.lora_requests.get(adapter.name)
-            self._models.lora_requests[adapter.name], gateway.served[adapter.name] = request, adapter
-            await self._unload(old)
-            gateway.say(f"adapter {adapter.name}: rank {adapter.rank}, of {folder}")
-            if adapter.notes:
-                gateway.say(adapter.notes)
-            return adapter
-
-    async def remove(self, name: str) -> bool:
-        """Serve it no more; sequences that use it go on. Whether it was served."""
-        async with self._changing.turn(current_client.get()):
-            return await self._forget(name)
-
-    async def _forget(self, name: str) -> bool:
-        # Its copy stays until ``_tidy``: the worker may load it again for sequences that use it.
-        request = self._models.lora_requests.pop(name, None)
-        gone = self._gateway.served.pop(name, None)
-        self._disown(name)
-        if request is not None:
-            await self._unload(request)
-            self._gateway.say(f"adapter {name} is served no more")
-        return gone is not None
-
-    def _id_of(self, folder: Path) -> int:
-        """What the worker knows a content by, of which it has one in memory, whatever names it has."""
-        for request in self._models.lora_requests.values():
-            if request.lora_path == str(folder):
-                return int(request.lora_int_id)
-        self._last_id += 1
-        return self._last_id
-
-    async def _unload(self, request: LoRARequest | None) -> None:
-        """Take it from memory if no name has its content any more."""
-        if request is not None and all(
-            other.lora_int_id != request.lora_int_id for other in self._models.lora_requests.values()
-        ):
-            await self._engine.remove_lora(request.lora_int_id)
-
-    def _disown(self, name: str) -> None:
-        if (owner := self._owners.pop(name, None)) is not None:
-            self._names.give_back(owner, 1)
-
-    async def _tidy(self) -> None:
-        """Remove copies of what was served before; nobody has been using any for a while."""
-        async with self._changing.turn(current_client.get()):
-            # While the lock was waited for, a request may have come for an adapter that was deleted then.
-            if self._gateway.queue.under_way:
-                return
-            used = {adapter.folder for adapter in self._gateway.served.values()}
-            for copy in (self._gateway.folder / "adapters").iterdir():
-                if copy not in used:
-                    await asyncio.to_thread(shutil.rmtree, copy, ignore_errors=True)
-
-    async def _look(self, folder: Path, *, begins: bool = False, again: bool = False) -> None:
-        """Serve what is in the folder, and no more what was in it.
-
-        Args:
-            begins: all that is there is complete; later a folder may still be written until two looks see the
-                same.
-            again: also look at those that were refused, whose reason may have gone.
-        """
-        gateway = self._gateway
-        marks = await asyncio.to_thread(lambda: {path.name: mark_of(path) for path in folders_in(folder)})
-        last, self._marks = marks if begins else self._marks, marks
-        gateway.refused = {name: why for name, why in gateway.refused.items() if name in marks}
-        for name, adapter in list(gateway.served.items()):
-            if adapter.source.parent == folder and adapter.source.name not in marks:
-                await self.remove(name)
-        self._seen = {name: mark for name, mark in self._seen.items() if name in marks}
-        for name, mark in marks.items():
-            # As it was; nor is one that was deleted by request served again.
-            known = self._seen.get(name) == mark and not (again and name in gateway.refused)
-            if known or last.get(name) != mark:
-                continue
-            self._seen[name] = mark
-            try:
-                await self.add(folder / name)
-                gateway.refused.pop(name, None)
-            except Exception as error:  # whatever it is, the other folders are served
-                if gateway.refused.get(name) != str(error):
-                    gateway.say(str(error))
-                gateway.refused[name] = str(error)
-
-    async def _watch(self, folder: Path) -> None:
-        """Look again and again. Libraries that are told of changes follow links out of the folder."""
-        said = ""
-        for look in count(1):
-            await asyncio.sleep(LOOK_SECONDS)
-            try:
-                await self._look(folder, again=look % LOOKS_AGAIN == 0)
-                said = ""
-            except Exception as error:  # the next look may be a better one
-                if said != str(error):
-                    said = str(error)
-                    self._gateway.say(f"cannot look into {folder}: {error}")
-
-    # -- paths -------------------------------------------------------------------------------------
-
     def _cards(self) -> list[dict[str, Any]]:
         base, length = self._models.model_name(), self._engine.model_config.max_model_len
         card = {"object": "model", "created": self._began, "owned_by": "symbiosis", "max_model_len": length}
-        adapters = [card | {"id": name, "root": name, "parent": base} for name in self._gateway.served]
+        adapters = [card | {"id": name, "root": name, "parent": base} for name in self._adapters.served]
         return [card | {"id": base, "root": base, "parent": None}, *adapters]
 
     async def _list_models(self) -> Response:
@@ -395,12 +227,14 @@ class Endpoints:
         card = next((each for each in self._cards() if each["id"] == name), None)
         if card is None:
             return _answer(
-                Refusal(404, "not_found_error", f"{name[:200]} is not served: {self._unserved(name)}")
+                Refusal(
+                    404, "not_found_error", f"{name[:200]} is not served: {self._adapters.unserved(name)}"
+                )
             )
         return Response(msgspec.json.encode(card), media_type="application/json")
 
     async def _list(self) -> Response:
-        whole = {"data": self._shown(), "refused": self._gateway.refused}
+        whole = {"data": self._shown(), "refused": self._adapters.refused}
         return Response(msgspec.json.encode(whole), media_type="application/json")
 
     async def _add(self, request: Request) -> JSONResponse:
@@ -414,13 +248,13 @@ class Endpoints:
                     f"adapters are taken from below {folder} alone: path is a folder's name there"
                 )
             path = folder / request_fields.path
-            adapter = await self.add(path, request_fields.name or path.name)
+            adapter = await self._adapters.add(path, request_fields.name or path.name)
         except (SymbiosisError, OSError, ValueError, *UNREADABLE) as error:
             return _answer(Refusal(400, "invalid_request_error", str(error)))
         return JSONResponse(_shown(adapter), 201)
 
     async def _remove(self, name: str) -> JSONResponse:
-        if not await self.remove(name):
+        if not await self._adapters.remove(name):
             return _answer(Refusal(404, "not_found_error", f"there is no adapter {name[:200]}"))
         return JSONResponse({"id": name, "deleted": True})
 
@@ -437,7 +271,7 @@ class Endpoints:
                 "about": gateway.about,
                 "model": self._models.model_name(),
                 "adapters": self._shown(),
-                "refused": gateway.refused,
+                "refused": self._adapters.refused,
                 "failing": status.failing,
                 "failure": status.failure if status.failing else "",
                 "error": status.error if status.failing else "",
@@ -446,7 +280,7 @@ class Endpoints:
         )
 
     def _shown(self) -> list[dict[str, Any]]:
-        return [_shown(adapter) for adapter in list(self._gateway.served.values())]
+        return [_shown(adapter) for adapter in list(self._adapters.served.values())]
 
     async def _sample(self) -> None:
         """One more point of every line of the page, each second."""
@@ -457,7 +291,7 @@ class Endpoints:
             if before:
                 self._gateway.samples.append(rates(before, now))
             if not now["under_way"] and not before.get("under_way", 1.0):
-                await self._tidy()
+                await self._adapters.remove_unused_copies()
             before = now
             await asyncio.sleep(SAMPLE_SECONDS)
 

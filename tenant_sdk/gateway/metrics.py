@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
+    from tenant_sdk.gateway.adapter_registry import AdapterRegistry
     from tenant_sdk.gateway.endpoints import Gateway
 
 
@@ -40,8 +41,8 @@ def rates(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
 class Collector:
     """The worker's status for Prometheus."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, gateway: Gateway, adapters: AdapterRegistry) -> None:
+        self._gateway, self._adapters = gateway, adapters
 
     def collect(self) -> Iterator[Metric]:
         """See prometheus_client."""
@@ -60,7 +61,7 @@ class Collector:
             metric.add_metric([], getattr(status, name))
             yield metric
         for name, help_, value in (
-            ("adapters", "Adapters served.", len(self._gateway.served)),
+            ("adapters", "Adapters served.", len(self._adapters.served)),
             ("sequences_under_way", "Sequences computed or waiting.", self._gateway.queue.under_way),
             ("masks_ahead", "Rows of masks whose effects have arrived or are requested.", status.rows_ahead),
             ("provider_up", "0 after a failed step, until a step or a test succeeds.", not status.failing),

@@ -1,0 +1,197 @@
+"""The adapters that a gateway serves: added and removed by request, or as their folder changes."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.lora.request import LoRARequest
+
+from shared.errors import ConfigurationError
+from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
+from tenant_sdk.gateway.admission import MAX_ADAPTERS
+from tenant_sdk.gateway.client_fairness import Reservations
+from tenant_sdk.gateway.round_robin import FairLock, current_client
+
+if TYPE_CHECKING:
+    from vllm.engine.protocol import EngineClient
+
+    from tenant_sdk.gateway.endpoints import Gateway
+
+SCAN_SECONDS = 1.0  # between two scans of the folder of adapters
+SCANS_OF_REFUSED = 60  # one in so many also looks at refused adapters
+_NAMED = 20  # models in an error
+
+
+class AdapterRegistry:
+    """Which adapters are served, and whose each is.
+
+    Args:
+        gateway: what the server serves.
+        engine: vLLM's client of it.
+        models: vLLM's, whose ``lora_requests`` chooses the adapter of each request by its name.
+
+    Attributes:
+        served: adapters, by name.
+        refused: folders that hold none, and why.
+    """
+
+    def __init__(self, gateway: Gateway, engine: EngineClient, models: Any) -> None:
+        self._gateway, self._engine, self._models = gateway, engine, models
+        self.served, self.refused = dict[str, Adapter](), dict[str, str]()
+        self._changing = FairLock()
+        # Names of each client, and of the folder if it is watched; and whose each is.
+        authenticator = gateway.authenticator
+        self._names = Reservations.one_each(MAX_ADAPTERS, authenticator.clients + bool(authenticator.keys))
+        self._owners = dict[str, str]()
+        self._last_id = 0
+        # Of each folder below --adapters: its files when it was taken, and when it was last looked at.
+        self._seen, self._marks = dict[str, object](), dict[str, object]()
+
+    def unserved(self, name: str) -> str:
+        """Why a model of this name is not served; empty: it is."""
+        if not name or name in self.served or self._models.is_base_model(name):
+            return ""
+        names = [self._models.model_name(), *self.served]
+        others = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        return self.refused.get(name, f"the models here are {', '.join(names[:_NAMED])}{others}")
+
+    async def add(self, folder: Path, name: str = "") -> Adapter:
+        """Serve an adapter, in place of the one of this name if its content is another.
+
+        Raises:
+            SymbiosisError: see ``tenant_sdk.gateway.adapters.take``.
+        """
+        gateway = self._gateway
+        async with self._changing.turn(current_client.get()):
+            adapter = await asyncio.to_thread(
+                take,
+                folder,
+                gateway.folder / "adapters",
+                gateway.manifest,
+                name=name,
+                most_rank=gateway.most_rank,
+                allow_other_base=gateway.allow_other_base,
+                within=gateway.adapters,
+            )
+            if self._models.is_base_model(adapter.name):
+                raise ConfigurationError(f"{adapter.name} is the base model's name; give the adapter another")
+            before = self.served.get(adapter.name)
+            if before is not None and before.folder == adapter.folder:
+                return before
+            owner = self._owners.get(adapter.name, current_client.get())
+            if adapter.name not in self._owners and not self._names.take(owner, 1):
+                mine = self._names.taken.get(owner, 0)
+                raise ConfigurationError(
+                    f"{mine} adapters are yours, and of {MAX_ADAPTERS} a part is kept for others; remove one"
+                )
+            self._owners[adapter.name] = owner
+            # The path is part of what its prefixes are cached under, and no other content has it.
+            request = LoRARequest(adapter.name, self._id_of(adapter.folder), str(adapter.folder))
+            try:
+                await self._engine.add_lora(request)
+            except Exception as error:
+                if before is None:
+                    self._disown(adapter.name)
+                why = str(error).removeprefix("Call to add_lora method failed: ")
+                why = why.replace(str(adapter.folder), str(folder))
+                raise ConfigurationError(f"the adapter in {folder} cannot be loaded: {why}") from error
+            # Without a moment in which nobody has the name.
+            old = self._models.lora_requests.get(adapter.name)
+            self._models.lora_requests[adapter.name], self.served[adapter.name] = request, adapter
+            await self._unload(old)
+            gateway.say(f"adapter {adapter.name}: rank {adapter.rank}, of {folder}")
+            if adapter.notes:
+                gateway.say(adapter.notes)
+            return adapter
+
+    async def remove(self, name: str) -> bool:
+        """Serve it no more; sequences that use it go on. Whether it was served."""
+        async with self._changing.turn(current_client.get()):
+            return await self._forget(name)
+
+    async def _forget(self, name: str) -> bool:
+        # ``remove_unused_copies`` removes its copy later: the worker may load it again for sequences that use
+        # it.
+        request = self._models.lora_requests.pop(name, None)
+        gone = self.served.pop(name, None)
+        self._disown(name)
+        if request is not None:
+            await self._unload(request)
+            self._gateway.say(f"adapter {name} is served no more")
+        return gone is not None
+
+    def _id_of(self, folder: Path) -> int:
+        """What the worker knows a content by, of which it has one in memory, whatever names it has."""
+        for request in self._models.lora_requests.values():
+            if request.lora_path == str(folder):
+                return int(request.lora_int_id)
+        self._last_id += 1
+        return self._last_id
+
+    async def _unload(self, request: LoRARequest | None) -> None:
+        """Take it from memory if no name has its content any more."""
+        if request is not None and all(
+            other.lora_int_id != request.lora_int_id for other in self._models.lora_requests.values()
+        ):
+            await self._engine.remove_lora(request.lora_int_id)
+
+    def _disown(self, name: str) -> None:
+        if (owner := self._owners.pop(name, None)) is not None:
+            self._names.give_back(owner, 1)
+
+    async def remove_unused_copies(self) -> None:
+        """Remove copies of what was served before; nobody has been using any for a while."""
+        async with self._changing.turn(current_client.get()):
+            # While the lock was waited for, a request may have come for an adapter that was deleted then.
+            if self._gateway.queue.under_way:
+                return
+            used = {adapter.folder for adapter in self.served.values()}
+            for folder in (self._gateway.folder / "adapters").iterdir():
+                if folder not in used:
+                    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def scan(self, folder: Path, *, begins: bool = False, again: bool = False) -> None:
+        """Serve what is in the folder, and no more what was in it.
+
+        Args:
+            begins: all that is there is complete; later a folder may still be written until two scans see the
+                same.
+            again: also look at those that were refused, whose reason may have gone.
+        """
+        marks = await asyncio.to_thread(lambda: {path.name: mark_of(path) for path in folders_in(folder)})
+        last, self._marks = marks if begins else self._marks, marks
+        self.refused = {name: why for name, why in self.refused.items() if name in marks}
+        for name, adapter in list(self.served.items()):
+            if adapter.source.parent == folder and adapter.source.name not in marks:
+                await self.remove(name)
+        self._seen = {name: mark for name, mark in self._seen.items() if name in marks}
+        for name, mark in marks.items():
+            # As it was; nor is one that was deleted by request served again.
+            known = self._seen.get(name) == mark and not (again and name in self.refused)
+            if known or last.get(name) != mark:
+                continue
+            self._seen[name] = mark
+            try:
+                await self.add(folder / name)
+                self.refused.pop(name, None)
+            except Exception as error:  # whatever it is, the other folders are served
+                if self.refused.get(name) != str(error):
+                    self._gateway.say(str(error))
+                self.refused[name] = str(error)
+
+    async def watch(self, folder: Path) -> None:
+        """Scan again and again. Libraries that are told of changes follow links out of the folder."""
+        said = ""
+        for scans in count(1):
+            await asyncio.sleep(SCAN_SECONDS)
+            try:
+                await self.scan(folder, again=scans % SCANS_OF_REFUSED == 0)
+                said = ""
+            except Exception as error:  # the next scan may be a better one
+                if said != str(error):
+                    said = str(error)
+                    self._gateway.say(f"cannot look into {folder}: {error}")
