@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from argparse import Namespace
 from collections import deque
@@ -17,17 +16,12 @@ import msgspec
 import prometheus_client
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from vllm.entrypoints.generate.base.protocol import DeltaMessage
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.exceptions import VLLMValidationError
-from vllm.parser import ParserManager, abstract_parser
-from vllm.parser.harmony import HarmonyParser
-from vllm.v1.structured_output import backend_guidance
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, SymbiosisError
 from shared.whole import write_whole
+from tenant_sdk.gateway import vllm_patches
 from tenant_sdk.gateway.adapter_registry import AdapterRegistry
 from tenant_sdk.gateway.adapters import Adapter
 from tenant_sdk.gateway.admission import Authenticator, Queue, Refusal
@@ -36,12 +30,11 @@ from tenant_sdk.gateway.http_frontend import GENERATES, TOKENIZES, HttpFrontend,
 from tenant_sdk.gateway.log_redaction import redact_library_logs
 from tenant_sdk.gateway.metrics import Collector, rates
 from tenant_sdk.gateway.parsing import RequestParser
-from tenant_sdk.gateway.round_robin import TOKENIZING_THREADS, CachedAnswer, FairThreadPool
+from tenant_sdk.gateway.round_robin import CachedAnswer
 from tenant_sdk.gateway.status import Status
-from tenant_sdk.gateway.tool_calls import JSON_CALLS, bounded_parser
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from starlette.datastructures import State
     from vllm.engine.protocol import EngineClient
@@ -164,10 +157,10 @@ class Endpoints:
         self._gateway.engine = engine_client
         self._adapters = AdapterRegistry(self._gateway, engine_client, self._models)
         prometheus_client.REGISTRY.register(Collector(self._gateway, self._adapters))
-        _refuse_unknown_tokens(engine_client)
-        _count_no_combinations(engine_client)
-        _bound_parsers(state)
-        engine_client.renderer._executor._inner = FairThreadPool(TOKENIZING_THREADS)
+        vllm_patches.refuse_unknown_tokens(engine_client)
+        vllm_patches.count_no_combinations(engine_client)
+        vllm_patches.bound_parsers(state)
+        vllm_patches.tokenize_in_turns(engine_client)
         await self._try_constraints(engine_client)
         redact_library_logs()  # requests come from now on
         if self._gateway.adapters is not None:
@@ -194,7 +187,7 @@ class Endpoints:
         tokens = max(engine.model_config.get_vocab_size(), len(tokenizer))
         gateway.constraint_checker = ConstraintChecker(file, tokens, tokenizer.eos_token_id)
         await gateway.constraint_checker.start()
-        leave_constraints_alone()
+        vllm_patches.leave_constraints_alone()
 
     async def _announce(self) -> None:
         """Say so when requests are answered."""
@@ -306,65 +299,6 @@ class Endpoints:
             names = ("steps", "sequences", "products", "rows", "rows_ahead", "seconds_waiting")
             counts |= {name: float(getattr(status, name)) for name in names}
         return counts
-
-
-def _refuse_unknown_tokens(engine: EngineClient) -> None:
-    """vLLM lets tokens pass that the tokenizer knows and the embeddings do not; one would end the engine."""
-    renderer, count = engine.renderer, engine.model_config.get_vocab_size()
-    check = renderer.validate_token_ids
-
-    def checked(tokens: Sequence[int], *, parameter: str | None = None) -> None:
-        check(tokens, parameter=parameter)
-        if (largest := max(tokens, default=0)) >= count:
-            raise VLLMValidationError(f"Token id {largest} is out of vocabulary", parameter=parameter)
-
-    renderer.validate_token_ids = checked
-
-
-def read_responses_as_chats() -> None:
-    """Before vLLM's application is built.
-
-    vLLM puts a token before a response's prompt that begins a text, which chat templates write. It compares
-    each item with some 25 types, in the thread of all clients; ``requests`` has read the items already.
-    """
-    build = ResponsesRequest.build_tok_params
-
-    def built(request: Any, config: Any) -> Any:
-        return dataclasses.replace(build(request, config), add_special_tokens=False)
-
-    ResponsesRequest.build_tok_params = built
-    ResponsesRequest.model_fields["input"].annotation = str | list[Any]
-    ResponsesRequest.model_rebuild(force=True)
-
-
-def _bound_parsers(state: State) -> None:
-    """Have calls read as ``tool_calls`` says; HarmonyParser looks at each token once, and at no text."""
-    forced = ParserManager.get_parser(JSON_CALLS, enable_auto_tools=True)
-    holders = [(state.online_renderer, "parser"), (state.openai_serving_chat, "parser_cls")]
-    for holder, name in (*holders, (state.openai_serving_responses, "parser")):
-        reads = getattr(holder, name)
-        tools = reads.tool_parser_cls
-        if not issubclass(reads, HarmonyParser):
-            collects = tools.engine_based_streaming or tools is forced.tool_parser_cls
-            setattr(holder, name, bounded_parser(reads, forced, DeltaMessage, collects=collects))
-
-
-def leave_constraints_alone() -> None:
-    """Have vLLM look at no constraint in the thread of all clients, which may take minutes.
-
-    Beside strict tools, it asks whether xgrammar supports the constraint. The answer matters for constraints
-    on calls alone, which ``serving`` turns off.
-    """
-    backend_guidance.validate_guidance_grammar = lambda *_, **__: None
-    abstract_parser._xgrammar_supports = lambda *_: False
-
-
-def _count_no_combinations(engine: EngineClient) -> None:
-    """vLLM keeps a metric of each combination of adapters that there ever was, and they have no end."""
-    for each in engine.logger_manager.stat_loggers:
-        if (gauge := getattr(each, "gauge_lora_info", None)) is not None:
-            prometheus_client.REGISTRY.unregister(gauge)
-            each.gauge_lora_info = None
 
 
 class _Asked(msgspec.Struct, forbid_unknown_fields=True):

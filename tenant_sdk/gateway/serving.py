@@ -363,11 +363,12 @@ def _run(arguments: list[str], options: GatewayOptions) -> None:
 
     from tenant_sdk.gateway import endpoints
     from tenant_sdk.gateway.connection_limits import Connections
+    from tenant_sdk.gateway.vllm_patches import read_responses_as_chats
 
     if METHOD not in [each.name for each in load_endpoint_plugins(("generate",))]:
         # vLLM would go on without, and so without an authenticator.
         raise ConfigurationError("vLLM does not find this package's plugins; install it in this environment")
-    endpoints.read_responses_as_chats()
+    read_responses_as_chats()
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     validate_parsed_serve_args(parsed)
     serving = endpoints.serving

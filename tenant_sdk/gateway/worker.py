@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
@@ -16,14 +15,12 @@ import torch
 from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.platforms import current_platform
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.sample import rejection_sampler
-from vllm.v1.sample.ops import topk_topp_sampler
-from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from shared.errors import SymbiosisError
 from shared.listeners import groups_without_listeners
 from shared.options import flags_of
 from shared.wire.header import RequestClass
+from tenant_sdk.gateway import vllm_patches
 from tenant_sdk.gateway.admission import Failure
 from tenant_sdk.gateway.connection import session_here
 from tenant_sdk.gateway.draft_proposer import Proposer
@@ -39,7 +36,7 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as Base
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -81,15 +78,13 @@ class Worker(Base):  # type: ignore[misc]
 
         What is wrong with the model or the executor is told in ``Status``, and ends the process.
         """
-        if current_platform.is_cpu():
-            name = "tenant_sdk.gateway.segmented.SegmentedLora"
-            type(current_platform).get_punica_wrapper = classmethod(lambda _: name)
+        vllm_patches.multiply_adapters_in_segments()
         try:
             super().load_model(*arguments, **options)
             self.vllm_config.quant_config.check_complete()
             if self.vllm_config.lora_config is not None:
                 check_adaptable(self.model_runner.model)
-                InputBatch.make_lora_inputs = functools.partialmethod(_versions, InputBatch.make_lora_inputs)
+                vllm_patches.include_every_version()
         except (SymbiosisError, ValueError) as error:
             why = _shown(error) if isinstance(error, SymbiosisError) else f"vLLM does not take this: {error}"
             Status(error=why).write(Path(self.vllm_config.model_config.model))
@@ -99,12 +94,7 @@ class Worker(Base):  # type: ignore[misc]
 
             multiply_meanwhile(self.model_runner.model)
         self.model_runner.model.register_forward_hook(_without_lost)
-        constraints = rejection_sampler.apply_sampling_constraints
-        rejection_sampler.apply_sampling_constraints = functools.partial(_if_rows, constraints)
-        if current_platform.is_cpu():
-            rejection_sampler.expand_batch_to_tokens = _for_each_draft
-            sort = functools.partial(sort_where_asked, topk_topp_sampler.apply_top_k_top_p)
-            topk_topp_sampler.apply_top_k_top_p = rejection_sampler.apply_top_k_top_p = sort
+        vllm_patches.patch_sampling()
         self._lost, self._in_step = dict[str, str](), list[str]()
         config = self.vllm_config
         self._folder, self._status = Path(config.model_config.model), Status()
@@ -279,49 +269,6 @@ def _for_later(runner: Any) -> Iterator[None]:
         yield
     finally:
         generators.update(kept)
-
-
-def _versions(batch: Any, make: Callable[..., tuple[Any, Any, Any]], *arguments: Any) -> tuple[Any, Any, Any]:
-    """What a step's adapters are, with every version of each: vLLM's set has one of those with the same name.
-
-    Args:
-        batch: the sequences of the step.
-        make: vLLM's function.
-        arguments: its arguments.
-    """
-    prompts, tokens, _ = make(batch, *arguments)
-    return prompts, tokens, list(batch.lora_id_to_lora_request.values())
-
-
-def _if_rows(constraints: Callable[..., torch.Tensor], logits: torch.Tensor, *more: Any) -> torch.Tensor:
-    """vLLM's top_k of drafts, which fails if a step has none."""
-    return constraints(logits, *more) if len(logits) else logits
-
-
-def sort_where_asked(
-    apply: Callable[..., torch.Tensor], logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None
-) -> torch.Tensor:
-    """vLLM's ``apply_top_k_top_p`` of [T, V], which sorts all rows if one asks: of those that ask alone."""
-    asks = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
-    if k is not None:
-        asks |= k < logits.shape[1]
-    if p is not None:
-        asks |= p < 1
-    rows = asks.nonzero().flatten()
-    if len(rows) == len(logits):
-        return apply(logits, k, p)
-    if len(rows):
-        few = (None if each is None else each[rows] for each in (k, p))
-        logits[rows] = apply(logits[rows], *few)
-    return logits
-
-
-def _for_each_draft(
-    values: torch.Tensor, ends: torch.Tensor, count: int, replace_from: int = 0, replace_to: int = 0
-) -> torch.Tensor:
-    """vLLM's ``expand_batch_to_tokens``: the value of each sequence for each of its drafts."""
-    replaced = torch.where(values == replace_from, torch.full_like(values, replace_to), values)
-    return replaced.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=count)
 
 
 def _without_lost(_: Any, __: Any, hidden: Any) -> Any:

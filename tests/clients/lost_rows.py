@@ -14,6 +14,7 @@ from tenant_sdk.gateway import worker
 from tenant_sdk.gateway.linear import RemoteLinearMethod, non_finite_rows
 from tenant_sdk.gateway.segmented import SegmentedLora
 from tenant_sdk.gateway.status import Status
+from tenant_sdk.gateway.vllm_patches import for_each_draft, if_rows, sort_where_asked
 from tenant_sdk.tuning.segmented import Segments
 
 INFINITY = float("inf")
@@ -96,11 +97,11 @@ assert failed.sampled_token_ids == [[], [], []]
 assert (this._status.failed_steps, this._status.error) == (1, "")
 assert seen == [{0}, {0}, {0}]
 assert set(generators) == {0, 1}
-empty = worker._if_rows(lambda *_: torch.empty(0).max(), torch.empty(0, 4), None)
+empty = if_rows(lambda *_: torch.empty(0).max(), torch.empty(0, 4), None)
 assert empty.shape == (0, 4)
 ends = torch.tensor([2, 2, 5], dtype=torch.int32)
-assert worker._for_each_draft(torch.tensor([7, 8, 9]), ends, 5).tolist() == [7, 7, 9, 9, 9]
-assert worker._for_each_draft(torch.tensor([0.0, 1.0, 0.5]), ends, 5, 0, 1).tolist() == [1, 1, 0.5, 0.5, 0.5]
+assert for_each_draft(torch.tensor([7, 8, 9]), ends, 5).tolist() == [7, 7, 9, 9, 9]
+assert for_each_draft(torch.tensor([0.0, 1.0, 0.5]), ends, 5, 0, 1).tolist() == [1, 1, 0.5, 0.5, 0.5]
 
 # Of the rows of a step, those are sorted that ask for it.
 sorted_rows: list[int] = []
@@ -115,10 +116,10 @@ def apply(logits: torch.Tensor, k: Any, p: Any) -> torch.Tensor:
 
 logits, p = torch.zeros(4, 8), torch.tensor([1.0, 0.5, 1.0, 1.0])
 k = torch.tensor([8, 8, 8, 3])
-assert worker.sort_where_asked(apply, logits.clone(), None, p)[:, 0].tolist() == [0, 100, 0, 0]
-assert worker.sort_where_asked(apply, logits.clone(), k, p)[:, 0].tolist() == [0, 100, 0, 100]
-assert worker.sort_where_asked(apply, logits.clone(), k[:1].repeat(4), p[:1].repeat(4)).eq(0).all()
-assert worker.sort_where_asked(apply, logits.clone(), None, p[1:2].repeat(4)).eq(100).all()
+assert sort_where_asked(apply, logits.clone(), None, p)[:, 0].tolist() == [0, 100, 0, 0]
+assert sort_where_asked(apply, logits.clone(), k, p)[:, 0].tolist() == [0, 100, 0, 100]
+assert sort_where_asked(apply, logits.clone(), k[:1].repeat(4), p[:1].repeat(4)).eq(0).all()
+assert sort_where_asked(apply, logits.clone(), None, p[1:2].repeat(4)).eq(100).all()
 assert sorted_rows == [1, 2, 4]
 
 # An adapter is tried when it is added.

@@ -7,9 +7,9 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from tenant_sdk.gateway import endpoints
+from tenant_sdk.gateway.vllm_patches import read_responses_as_chats
 
-endpoints.read_responses_as_chats()
+read_responses_as_chats()
 from vllm.entrypoints.openai.responses.api_router import router  # noqa: E402
 
 app = FastAPI()

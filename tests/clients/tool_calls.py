@@ -18,8 +18,8 @@ from vllm.v1.structured_output import backend_xgrammar
 
 from tenant_sdk.gateway import folder
 from tenant_sdk.gateway.constraints import call_of, one_call_of
-from tenant_sdk.gateway.endpoints import _bound_parsers, leave_constraints_alone
 from tenant_sdk.gateway.tool_calls import GROWTH, JSON_CALLS
+from tenant_sdk.gateway.vllm_patches import bound_parsers, leave_constraints_alone
 
 PART = 4  # characters of a token
 SCHEMA = {
@@ -71,7 +71,7 @@ def parsers(name: str) -> tuple[Any, Any]:
         openai_serving_chat=SimpleNamespace(parser_cls=plain),
         openai_serving_responses=SimpleNamespace(parser=plain),
     )
-    _bound_parsers(state)
+    bound_parsers(state)
     return plain, state.openai_serving_chat.parser_cls
 
 
