@@ -12,14 +12,14 @@ from vllm.lora.request import LoRARequest
 
 from shared.errors import ConfigurationError
 from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
-from tenant_sdk.gateway.admission import MAX_ADAPTERS
+from tenant_sdk.gateway.admission import MAX_ADAPTERS, Queue
 from tenant_sdk.gateway.client_fairness import Reservations
 from tenant_sdk.gateway.round_robin import FairLock, current_client
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
-    from tenant_sdk.gateway.endpoints import Gateway
+    from tenant_sdk.gateway.endpoints import GatewaySettings
 
 SCAN_SECONDS = 1.0  # between two scans of the folder of adapters
 SCANS_OF_REFUSED = 60  # one in so many also looks at refused adapters
@@ -30,21 +30,22 @@ class AdapterRegistry:
     """Which adapters are served, and whose each is.
 
     Args:
-        gateway: what the server serves.
+        settings: of the server.
         engine: vLLM's client of it.
         models: vLLM's, whose ``lora_requests`` chooses the adapter of each request by its name.
+        queue: with the sequences that may use copies of adapters.
 
     Attributes:
         served: adapters, by name.
         refused: folders that hold none, and why.
     """
 
-    def __init__(self, gateway: Gateway, engine: EngineClient, models: Any) -> None:
-        self._gateway, self._engine, self._models = gateway, engine, models
+    def __init__(self, settings: GatewaySettings, engine: EngineClient, models: Any, queue: Queue) -> None:
+        self._settings, self._engine, self._models, self._queue = settings, engine, models, queue
         self.served, self.refused = dict[str, Adapter](), dict[str, str]()
         self._changing = FairLock()
         # Names of each client, and of the folder if it is watched; and whose each is.
-        authenticator = gateway.authenticator
+        authenticator = settings.authenticator
         self._names = Reservations.one_each(MAX_ADAPTERS, authenticator.clients + bool(authenticator.keys))
         self._owners = dict[str, str]()
         self._last_id = 0
@@ -65,17 +66,17 @@ class AdapterRegistry:
         Raises:
             SymbiosisError: see ``tenant_sdk.gateway.adapters.take``.
         """
-        gateway = self._gateway
+        settings = self._settings
         async with self._changing.turn(current_client.get()):
             adapter = await asyncio.to_thread(
                 take,
                 folder,
-                gateway.folder / "adapters",
-                gateway.manifest,
+                settings.folder / "adapters",
+                settings.manifest,
                 name=name,
-                most_rank=gateway.most_rank,
-                allow_other_base=gateway.allow_other_base,
-                within=gateway.adapters,
+                most_rank=settings.most_rank,
+                allow_other_base=settings.allow_other_base,
+                within=settings.adapters,
             )
             if self._models.is_base_model(adapter.name):
                 raise ConfigurationError(f"{adapter.name} is the base model's name; give the adapter another")
@@ -103,9 +104,9 @@ class AdapterRegistry:
             old = self._models.lora_requests.get(adapter.name)
             self._models.lora_requests[adapter.name], self.served[adapter.name] = request, adapter
             await self._unload(old)
-            gateway.say(f"adapter {adapter.name}: rank {adapter.rank}, of {folder}")
+            settings.say(f"adapter {adapter.name}: rank {adapter.rank}, of {folder}")
             if adapter.notes:
-                gateway.say(adapter.notes)
+                settings.say(adapter.notes)
             return adapter
 
     async def remove(self, name: str) -> bool:
@@ -121,7 +122,7 @@ class AdapterRegistry:
         self._disown(name)
         if request is not None:
             await self._unload(request)
-            self._gateway.say(f"adapter {name} is served no more")
+            self._settings.say(f"adapter {name} is served no more")
         return gone is not None
 
     def _id_of(self, folder: Path) -> int:
@@ -147,10 +148,10 @@ class AdapterRegistry:
         """Remove copies of what was served before; nobody has been using any for a while."""
         async with self._changing.turn(current_client.get()):
             # While the lock was waited for, a request may have come for an adapter that was deleted then.
-            if self._gateway.queue.under_way:
+            if self._queue.under_way:
                 return
             used = {adapter.folder for adapter in self.served.values()}
-            for folder in (self._gateway.folder / "adapters").iterdir():
+            for folder in (self._settings.folder / "adapters").iterdir():
                 if folder not in used:
                     await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
@@ -180,7 +181,7 @@ class AdapterRegistry:
                 self.refused.pop(name, None)
             except Exception as error:  # whatever it is, the other folders are served
                 if self.refused.get(name) != str(error):
-                    self._gateway.say(str(error))
+                    self._settings.say(str(error))
                 self.refused[name] = str(error)
 
     async def watch(self, folder: Path) -> None:
@@ -194,4 +195,4 @@ class AdapterRegistry:
             except Exception as error:  # the next scan may be a better one
                 if said != str(error):
                     said = str(error)
-                    self._gateway.say(f"cannot look into {folder}: {error}")
+                    self._settings.say(f"cannot look into {folder}: {error}")

@@ -8,9 +8,9 @@ from argparse import Namespace
 from collections import deque
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 import prometheus_client
@@ -56,9 +56,9 @@ _SHOWN = {
 }
 
 
-@dataclass(kw_only=True)
-class Gateway:
-    """What the server of this process serves; ``tenant_sdk.gateway.serving`` sets it.
+@dataclass(frozen=True, kw_only=True)
+class GatewaySettings:
+    """What the server of this process serves, and how.
 
     Attributes:
         folder: private: the model's folder with the worker's status, and ``adapters`` with copies.
@@ -66,7 +66,8 @@ class Gateway:
         adapters: folder that is watched, if any.
         most_rank: of adapters.
         allow_other_base: serve adapters that say they were made for another base.
-        authenticator, queue: see ``HttpFrontend``.
+        authenticator: see ``HttpFrontend``.
+        max_sequences: under way at once, computed or waiting.
         retry_after: seconds in which a provider that is away may be back.
         about: what the page says at the top.
         address: host and port on which it listens.
@@ -83,63 +84,67 @@ class Gateway:
     most_rank: int
     allow_other_base: bool
     authenticator: Authenticator
-    queue: Queue
+    max_sequences: int
     retry_after: int
     about: str
     address: tuple[str, int]
     say: Callable[[str], None]
-    structured_outputs: bool = True
-    content_format: str = "auto"
-    tool_parser: str = ""
-    ready_file: Path | None = None
-    engine: Any = None  # vLLM's client of it
-    parser: RequestParser = field(default_factory=RequestParser)
-    constraint_checker: ConstraintChecker | None = None  # of constraints, if it takes any
-    samples: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
-
-    @property
-    def engine_died(self) -> bool:
-        """Whether vLLM's engine ended before it was asked to."""
-        if self.engine.engine_core.resources.engine_manager.failed_proc_name is not None:
-            return True
-        handler = self.engine.output_handler  # ends by itself only when the engine does
-        return handler is not None and handler.done() and not handler.cancelled()
-
-
-serving: Gateway | None = None
+    structured_outputs: bool
+    content_format: str
+    tool_parser: str
+    ready_file: Path | None
 
 
 class Endpoints:
-    """See ``vllm.plugins.endpoint_plugins.interface``."""
+    """See ``vllm.plugins.endpoint_plugins.interface``. vLLM makes the object, and gives it no arguments.
+
+    Attributes:
+        settings: ``tenant_sdk.gateway.serving`` sets them before.
+        engine: vLLM's client of it, once it has started.
+    """
 
     name = "symbiosis"
     required_tasks = ("generate",)
+    settings: ClassVar[GatewaySettings | None] = None
+    engine: ClassVar[Any] = None
 
     def __init__(self) -> None:
-        if serving is None:
+        if self.settings is None:
             raise ConfigurationError("start the gateway with `symbiosis-tenant serve`")
-        self._gateway = serving
+        self._settings = self.settings
+        self._queue = Queue(self._settings.max_sequences, self._settings.authenticator.clients)
+        self._parser = RequestParser()
+        self._constraint_checker: ConstraintChecker | None = None
+        self._samples: deque[dict[str, float]] = deque(maxlen=SAMPLES)
         self._metrics_text = CachedAnswer(prometheus_client.generate_latest, FIGURES_SECONDS)
         self._status_text = CachedAnswer(self._status_now, FIGURES_SECONDS)
         self._began = int(time.time())
         self._tasks: list[asyncio.Task[None]] = []
 
+    @classmethod
+    def engine_died(cls) -> bool:
+        """Whether vLLM's engine ended before it was asked to."""
+        if cls.engine.engine_core.resources.engine_manager.failed_proc_name is not None:
+            return True
+        handler = cls.engine.output_handler  # ends by itself only when the engine does
+        return handler is not None and handler.done() and not handler.cancelled()
+
     def attach_router(self, app: FastAPI) -> None:
         """Take vLLM's other paths away, and add ours."""
         app.router.routes[:] = [route for route in app.routes if getattr(route, "path", "") in KEPT]
-        gateway = self._gateway
+        settings = self._settings
         app.add_middleware(
             HttpFrontend,
-            authenticator=gateway.authenticator,
-            queue=gateway.queue,
-            folder=gateway.folder,
-            retry_after=gateway.retry_after,
+            authenticator=settings.authenticator,
+            queue=self._queue,
+            folder=settings.folder,
+            retry_after=settings.retry_after,
             served=Served(
-                context=lambda: gateway.engine.model_config.max_model_len,
-                parser=gateway.parser,
-                constraint_checker=lambda: gateway.constraint_checker,
+                context=lambda: self.engine.model_config.max_model_len,
+                parser=self._parser,
+                constraint_checker=lambda: self._constraint_checker,
                 unserved=lambda name: self._adapters.unserved(name),
-                calls=bool(gateway.tool_parser),
+                calls=bool(settings.tool_parser),
             ),
         )
         app.get("/metrics", include_in_schema=False)(self._metrics)
@@ -153,46 +158,45 @@ class Endpoints:
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Serve what lies in the folder of adapters, and look at it from now on."""
         assert engine_client is not None  # noqa: S101 - required_tasks says so
-        self._engine, self._models = engine_client, state.openai_serving_models
-        self._gateway.engine = engine_client
-        self._adapters = AdapterRegistry(self._gateway, engine_client, self._models)
-        prometheus_client.REGISTRY.register(Collector(self._gateway, self._adapters))
+        Endpoints.engine, self._models = engine_client, state.openai_serving_models
+        self._adapters = AdapterRegistry(self._settings, engine_client, self._models, self._queue)
+        prometheus_client.REGISTRY.register(Collector(self._settings.folder, self._queue, self._adapters))
         vllm_patches.refuse_unknown_tokens(engine_client)
         vllm_patches.count_no_combinations(engine_client)
         vllm_patches.bound_parsers(state)
         vllm_patches.tokenize_in_turns(engine_client)
         await self._try_constraints(engine_client)
         redact_library_logs()  # requests come from now on
-        if self._gateway.adapters is not None:
-            await self._adapters.scan(self._gateway.adapters, begins=True)
-            self._tasks.append(asyncio.create_task(self._adapters.watch(self._gateway.adapters)))
+        if self._settings.adapters is not None:
+            await self._adapters.scan(self._settings.adapters, begins=True)
+            self._tasks.append(asyncio.create_task(self._adapters.watch(self._settings.adapters)))
         self._tasks += [asyncio.create_task(self._sample()), asyncio.create_task(self._announce())]
 
     async def _try_constraints(self, engine: EngineClient) -> None:
         """Have constraints tried before vLLM has them, which then need not be looked at in this process."""
-        gateway, tokenizer = self._gateway, engine.renderer.get_tokenizer()
-        if not gateway.structured_outputs:
+        settings, tokenizer = self._settings, engine.renderer.get_tokenizer()
+        if not settings.structured_outputs:
             return
         if not GuidanceBackend.is_tokenizer_supported(tokenizer) or tokenizer.eos_token_id is None:
-            gateway.say("this model's tokenizer takes no structured outputs; requests for them are refused")
+            settings.say("this model's tokenizer takes no structured outputs; requests for them are refused")
             return
         # vLLM makes of each constraint a tag that includes the channels of such a model, which was not tried.
         if engine.model_config.hf_config.model_type == "gpt_oss":
-            gateway.say("models of this kind take no structured outputs here; requests for them are refused")
+            settings.say("models of this kind take no structured outputs here; requests for them are refused")
             return
-        rules, file = copy(tokenizer.backend_tokenizer), gateway.folder / "grammars.json"
+        rules, file = copy(tokenizer.backend_tokenizer), settings.folder / "grammars.json"
         rules.no_padding()
         rules.no_truncation()
         file.write_text(rules.to_str())
         tokens = max(engine.model_config.get_vocab_size(), len(tokenizer))
-        gateway.constraint_checker = ConstraintChecker(file, tokens, tokenizer.eos_token_id)
-        await gateway.constraint_checker.start()
+        self._constraint_checker = ConstraintChecker(file, tokens, tokenizer.eos_token_id)
+        await self._constraint_checker.start()
         vllm_patches.leave_constraints_alone()
 
     async def _announce(self) -> None:
         """Say so when requests are answered."""
-        gateway = self._gateway
-        host, port = gateway.address
+        settings = self._settings
+        host, port = settings.address
         while True:
             try:
                 _, writer = await asyncio.open_connection(host, port)
@@ -202,12 +206,13 @@ class Endpoints:
         writer.close()
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         names = ", ".join([self._models.model_name(), *self._adapters.served])
-        gateway.say(f"serving {names} at {url}/v1; {url}/ shows how it goes")
-        if gateway.ready_file is not None:
-            write_whole(gateway.ready_file, url.encode(), 0o644)
+        settings.say(f"serving {names} at {url}/v1; {url}/ shows how it goes")
+        if settings.ready_file is not None:
+            with whole_file(settings.ready_file, 0o644) as file:
+                file.write_text(url)
 
     def _cards(self) -> list[dict[str, Any]]:
-        base, length = self._models.model_name(), self._engine.model_config.max_model_len
+        base, length = self._models.model_name(), self.engine.model_config.max_model_len
         card = {"object": "model", "created": self._began, "owned_by": "symbiosis", "max_model_len": length}
         adapters = [card | {"id": name, "root": name, "parent": base} for name in self._adapters.served]
         return [card | {"id": base, "root": base, "parent": None}, *adapters]
@@ -233,7 +238,7 @@ class Endpoints:
     async def _add(self, request: Request) -> JSONResponse:
         try:
             request_fields = msgspec.json.decode(await request.body(), type=_Asked)
-            folder = self._gateway.adapters
+            folder = self._settings.adapters
             if folder is None:
                 raise ConfigurationError("this gateway was started without adapters, so it takes none")
             if Path(request_fields.path).name != request_fields.path or request_fields.path == "..":
@@ -258,17 +263,17 @@ class Endpoints:
         return Response(await self._status_text(), media_type="application/json")
 
     def _status_now(self) -> bytes:
-        gateway, status = self._gateway, Status.read(self._gateway.folder)
+        status = Status.read(self._settings.folder)
         return msgspec.json.encode(
             {
-                "about": gateway.about,
+                "about": self._settings.about,
                 "model": self._models.model_name(),
                 "adapters": self._shown(),
                 "refused": self._adapters.refused,
                 "failing": status.failing,
                 "failure": status.failure if status.failing else "",
                 "error": status.error if status.failing else "",
-                "samples": list(gateway.samples),
+                "samples": list(self._samples),
             }
         )
 
@@ -279,10 +284,10 @@ class Endpoints:
         """One more point of every line of the page, each second."""
         before: dict[str, float] = {}
         while True:
-            now = {"time": time.time(), "under_way": float(self._gateway.queue.under_way)}
+            now = {"time": time.time(), "under_way": float(self._queue.under_way)}
             now |= await asyncio.to_thread(self._counts)
             if before:
-                self._gateway.samples.append(rates(before, now))
+                self._samples.append(rates(before, now))
             if not now["under_way"] and not before.get("under_way", 1.0):
                 await self._adapters.remove_unused_copies()
             before = now
@@ -295,7 +300,7 @@ class Endpoints:
                 if sample.name in _SHOWN:
                     counts[_SHOWN[sample.name]] += sample.value
         with suppress(OSError, msgspec.DecodeError):
-            status = Status.read(self._gateway.folder)
+            status = Status.read(self._settings.folder)
             names = ("steps", "sequences", "products", "rows", "rows_ahead", "seconds_waiting")
             counts |= {name: float(getattr(status, name)) for name in names}
         return counts

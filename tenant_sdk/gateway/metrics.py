@@ -10,11 +10,12 @@ from tenant_sdk.gateway.status import Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from prometheus_client.core import Metric
 
     from tenant_sdk.gateway.adapter_registry import AdapterRegistry
-    from tenant_sdk.gateway.endpoints import Gateway
+    from tenant_sdk.gateway.admission import Queue
 
 
 def rates(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
@@ -41,12 +42,12 @@ def rates(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
 class Collector:
     """The worker's status for Prometheus."""
 
-    def __init__(self, gateway: Gateway, adapters: AdapterRegistry) -> None:
-        self._gateway, self._adapters = gateway, adapters
+    def __init__(self, folder: Path, queue: Queue, adapters: AdapterRegistry) -> None:
+        self._folder, self._queue, self._adapters = folder, queue, adapters
 
     def collect(self) -> Iterator[Metric]:
         """See prometheus_client."""
-        status = Status.read(self._gateway.folder)
+        status = Status.read(self._folder)
         for name, help_ in {
             "steps": "Steps of the model.",
             "failed_steps": "Steps that failed, with all requests in them.",
@@ -62,7 +63,7 @@ class Collector:
             yield metric
         for name, help_, value in (
             ("adapters", "Adapters served.", len(self._adapters.served)),
-            ("sequences_under_way", "Sequences computed or waiting.", self._gateway.queue.under_way),
+            ("sequences_under_way", "Sequences computed or waiting.", self._queue.under_way),
             ("masks_ahead", "Rows of masks whose effects have arrived or are requested.", status.rows_ahead),
             ("provider_up", "0 after a failed step, until a step or a test succeeds.", not status.failing),
         ):
@@ -72,5 +73,5 @@ class Collector:
         refused = CounterMetricFamily(
             "symbiosis_gateway_refused", "Requests refused because the queue was full."
         )
-        refused.add_metric([], self._gateway.queue.refused)
+        refused.add_metric([], self._queue.refused)
         yield refused

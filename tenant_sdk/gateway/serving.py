@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from shared.errors import ConfigurationError, Message, SymbiosisError
 from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.adapters import largest_rank
-from tenant_sdk.gateway.admission import MAX_ADAPTERS, Authenticator, Queue
+from tenant_sdk.gateway.admission import MAX_ADAPTERS, Authenticator
 from tenant_sdk.gateway.connection import read, written
 from tenant_sdk.gateway.folder import (
     MARK,
@@ -36,6 +36,7 @@ from tenant_sdk.gateway.tool_calls import JSON_CALLS
 
 if TYPE_CHECKING:
     from shared.wire.messages import Manifest
+    from tenant_sdk.gateway.endpoints import GatewaySettings
     from tenant_sdk.session.options import SessionConfig
 
 SOCKET_FOLDER = 64  # characters; the name of a socket in it has 37, and 107 is the most of both
@@ -99,9 +100,9 @@ def serve(options: GatewayOptions, config: SessionConfig, say: Callable[[str], N
         # Sockets between vLLM's processes; their names cannot be long.
         os.environ["VLLM_RPC_BASE_PATH"] = name if len(name) <= SOCKET_FOLDER else "/tmp"  # noqa: S108
         (folder / "adapters").mkdir()
-        _prepare(options, config, folder, say)
+        settings = _prepare(options, config, folder, say)
         say(f"starting {installed}")
-        _run(_arguments(options, folder), options)
+        _run(_arguments(options, settings), settings)
 
 
 def _end(*_: object) -> None:
@@ -171,9 +172,9 @@ def _prepare(
     config: SessionConfig,
     folder: Path,
     say: Callable[[str], None],
-) -> None:
-    """Write the model's folder, and let the endpoints know what they serve."""
-    from tenant_sdk.gateway import endpoints
+) -> GatewaySettings:
+    """Write the model's folder, and say what the server serves."""
+    from tenant_sdk.gateway.endpoints import GatewaySettings
     from tenant_sdk.session.opening import open_session
 
     with open_session(dataclasses.replace(config, experts="local", keep_gib=0.0)) as session:
@@ -186,15 +187,14 @@ def _prepare(
             )
         manifest = session.manifest
     check_drafts(options, manifest)
-    authenticator = Authenticator(options.keys)
-    endpoints.serving = endpoints.Gateway(
+    return GatewaySettings(
         folder=folder,
         manifest=manifest,
         adapters=options.adapters,
         most_rank=options.max_rank or (largest_rank(options.adapters) if options.adapters else RANKS[0]),
         allow_other_base=options.allow_other_base,
-        authenticator=authenticator,
-        queue=Queue(options.max_sequences + options.max_waiting, authenticator.clients),
+        authenticator=Authenticator(options.keys),
+        max_sequences=options.max_sequences + options.max_waiting,
         retry_after=max(1, math.ceil(config.patience)),
         about=f"{config.privacy} masks, by way of {party_name(config.provider)}",
         address=("127.0.0.1" if options.host == "0.0.0.0" else options.host, options.port),  # noqa: S104
@@ -260,17 +260,14 @@ def _tool_parser(options: GatewayOptions, tokenizer: Any, say: Callable[[str], N
     return "" if parser == "none" else parser
 
 
-def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
+def _arguments(options: GatewayOptions, settings: GatewaySettings) -> list[str]:
     """vLLM's command line."""
-    from tenant_sdk.gateway import endpoints
     from tenant_sdk.gateway.draft_proposer import FOLDER
 
-    assert endpoints.serving is not None  # noqa: S101 - by _prepare
-    manifest, drafts = endpoints.serving.manifest, options.draft_tokens or DRAFT_TOKENS
-    clients = endpoints.serving.authenticator.clients
-    additional: dict[str, Any] = {"clients": clients}
+    manifest, drafts = settings.manifest, options.draft_tokens or DRAFT_TOKENS
+    additional: dict[str, Any] = {"clients": settings.authenticator.clients}
     arguments: dict[str, Any] = {
-        "model": folder,
+        "model": settings.folder,
         "served-model-name": options.name or Path(manifest.model).name,
         "quantization": METHOD,
         "worker-cls": "tenant_sdk.gateway.worker.Worker",
@@ -290,11 +287,11 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
         "allowed-origins": "[]",  # no page of elsewhere may read what is answered here
         "uvicorn-log-level": "error",  # a client without a key could have a line written for each request
         "load-format": "safetensors",
-        "chat-template-content-format": endpoints.serving.content_format,
+        "chat-template-content-format": settings.content_format,
         "structured-outputs-config": json.dumps({"backend": "guidance"}),  # or the first request chooses
         "model-loader-extra-config": json.dumps({"enable_weights_track": True}),
     }
-    arguments["tool-call-parser"] = endpoints.serving.tool_parser or JSON_CALLS
+    arguments["tool-call-parser"] = settings.tool_parser or JSON_CALLS
     if options.chat_template is not None:
         arguments["chat-template"] = options.chat_template
     if options.context is not None:
@@ -302,8 +299,8 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
     if options.adapters is not None:
         arguments |= {
             "max-loras": options.max_adapters,
-            "max-cpu-loras": max(options.max_adapters, _kept(manifest, endpoints.serving.most_rank)),
-            "max-lora-rank": endpoints.serving.most_rank,
+            "max-cpu-loras": max(options.max_adapters, _kept(manifest, settings.most_rank)),
+            "max-lora-rank": settings.most_rank,
         }
     if options.speculate:
         drafted: dict[str, Any] = {"num_speculative_tokens": drafts}
@@ -354,32 +351,31 @@ def _only_beside_experts(manifest: Manifest) -> list[str]:
     )
 
 
-def _run(arguments: list[str], options: GatewayOptions) -> None:
+def _run(arguments: list[str], settings: GatewaySettings) -> None:
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.plugins import load_endpoint_plugins
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from tenant_sdk.gateway import endpoints
     from tenant_sdk.gateway.connection_limits import Connections
+    from tenant_sdk.gateway.endpoints import Endpoints
     from tenant_sdk.gateway.vllm_patches import read_responses_as_chats
 
+    Endpoints.settings = settings
     if METHOD not in [each.name for each in load_endpoint_plugins(("generate",))]:
         # vLLM would go on without, and so without an authenticator.
         raise ConfigurationError("vLLM does not find this package's plugins; install it in this environment")
     read_responses_as_chats()
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     validate_parsed_serve_args(parsed)
-    serving = endpoints.serving
-    assert serving is not None  # noqa: S101 - by _prepare
     try:
-        arrivals = Connections.at(serving.authenticator).protocol()
+        arrivals = Connections.at(settings.authenticator).protocol()
         uvloop.run(run_server(parsed, http=arrivals, ws="none"))
     except RuntimeError as error:
-        why = Status.read(serving.folder).error
-        if why and serving.engine is None:  # it did not start, and the worker said so in a sentence
+        why = Status.read(settings.folder).error
+        if why and Endpoints.engine is None:  # it did not start, and the worker said so in a sentence
             raise ConfigurationError(why) from error
         raise
-    if serving.engine_died:
+    if Endpoints.engine_died():
         raise SymbiosisError("vLLM's engine ended by itself; what it said last is above")
