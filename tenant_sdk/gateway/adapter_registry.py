@@ -13,7 +13,7 @@ from vllm.lora.request import LoRARequest
 from shared.errors import ConfigurationError
 from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
 from tenant_sdk.gateway.admission import MAX_ADAPTERS, Queue
-from tenant_sdk.gateway.client_fairness import Reservations
+from tenant_sdk.gateway.reservations import Reservations
 from tenant_sdk.gateway.round_robin import FairLock, current_client
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from shared.errors import ModelMismatch, RequestRefused, SymbiosisError, VerificationError, WireError
 from tenant_sdk.connection.replicas.retrying import may_come_back
-from tenant_sdk.gateway.client_fairness import Reservations
+from tenant_sdk.gateway.reservations import Reservations
 
 MAX_ADAPTERS = 1024  # names, of all clients
 RECENT = 32  # requests that an estimate goes by

@@ -17,9 +17,10 @@ These rules say what one client can take:
 - ``tool_calls``: the part of an answer in which calls of tools are looked for, and how often.
 - ``round_robin``: one at a time of the server's threads for tokenizing.
 - ``adapter_registry``: names of adapters; one change of them at a time.
-- here: ``Reservations`` of all that is counted; sequences, their adapters and their memory
-  (``next_admissions``, ``next_preemptions``); of a step the time (``Steps``), attention
-  (``AttentionTimeDebt``), sampling (``paused_sampling``) and rows for prompts (``second_prompts``,
+- ``reservations``: a part of all that is counted, which stays free for the others.
+- ``step_latency``: the time of a step.
+- here: sequences, their adapters and their memory (``next_admissions``, ``next_preemptions``); of a step
+  attention (``AttentionTimeDebt``), sampling (``paused_sampling``) and rows for prompts (``second_prompts``,
   ``rows_per_client``); time to apply constraints (``TimeBudget``, ``paused_constraints``), and texts that
   they have (``too_long``).
 """
@@ -29,78 +30,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from shared.latency import LEARNING, OUTLIER, LinearLatency
+from tenant_sdk.gateway.reservations import Reservations
+from tenant_sdk.gateway.step_latency import StepLatency
 
-# How many times as long a step may take for prompts: while others decode, and else while others may come.
-STEP_FACTOR_BUSY, STEP_FACTOR_QUIET = 1.5, 2.5
-MIN_ROWS = 8  # of prompts, however long they take
 MAX_SORTED = 1 << 17  # numbers that are sorted in a step for one client, while others have sequences
-FEW_TOKENS = 2048  # attended to in a step; beyond that, attention takes the blame for its time
-RECENT_SECONDS = (
-    1.0  # seconds for which a client counts after its last sequence: its next one finds a short step
-)
-
-
-def eviction_victim(entries: Collection[tuple[str, Any]]) -> tuple[str, Any]:
-    """Which of kept things makes room for another, by client: the oldest of the client that has the most.
-
-    Args:
-        entries: clients, each with a thing of its own; the oldest first, and not empty.
-    """
-    counts = Counter(client for client, _ in entries)
-    largest = max(counts.values())
-    return next(each for each in entries if counts[each[0]] == largest)
-
-
-@dataclass
-class Reservations:
-    """What clients share, of which a part stays free for each of the others.
-
-    Args:
-        most: taken at once.
-        clients: how many there may be.
-    """
-
-    most: int
-    clients: int = 1
-    taken: dict[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def one_each(cls, most: int, clients: int) -> Reservations:
-        """Of at least two for each client, so that one stays free for each."""
-        return cls(max(most, 2 * clients), clients)
-
-    @property
-    def reserved(self) -> int:
-        """What stays free for each client, until it takes it: one at least, if there is one for each."""
-        if self.clients == 1 or self.most < self.clients:
-            return 0
-        return max(1, self.most // (2 * self.clients))
-
-    @property
-    def largest(self) -> int:
-        """The most that one client can have."""
-        return self.most - self.reserved * (self.clients - 1)
-
-    @property
-    def total(self) -> int:
-        """Taken by all."""
-        return sum(self.taken.values())
-
-    def take(self, client: str, count: int) -> bool:
-        """Whether a client could; it gives back what it took."""
-        others = [min(self.reserved, amount) for other, amount in self.taken.items() if other != client]
-        kept = self.reserved * (self.clients - 1) - sum(others)
-        if self.total + count + kept > self.most:
-            return False
-        self.taken[client] = self.taken.get(client, 0) + count
-        return True
-
-    def give_back(self, client: str, count: int) -> None:
-        """What ``take`` took."""
-        self.taken[client] -= count
+RECENT_SECONDS = 1.0  # for which a client counts after its last sequence: its next one finds a short step
 
 
 @dataclass
@@ -289,48 +225,6 @@ def _share(sequences: Sequence[SequenceInfo], memory: Memory | None) -> int | No
 
 
 @dataclass
-class Steps:
-    """How long a step takes: for its rows, and for what decoding sequences attend to.
-
-    Args:
-        line: for rows.
-        per_token: seconds for each token that the row of a decoding sequence attends to.
-    """
-
-    line: LinearLatency
-    per_token: float
-
-    def seconds(self, rows: int, tokens: int = 0) -> float:
-        """The forecast."""
-        return self.line.seconds(rows) + self.per_token * tokens
-
-    def observe(self, rows: int, tokens: int, seconds: float, *, prompts: bool) -> None:
-        """Correct it. Prompts are in every step as long as a client sends them: what they add is theirs."""
-        if prompts or tokens <= FEW_TOKENS:
-            self.line.observe(rows, seconds - self.per_token * tokens, fixed=not prompts)
-            return
-        seconds = min(seconds, OUTLIER * self.seconds(rows, tokens))
-        right = max((seconds - self.line.seconds(rows)) / tokens, 0.1 * self.per_token)
-        self.per_token += LEARNING * (right - self.per_token)
-
-    def most(self, decoding: int, tokens: int = 0, *, busy: bool) -> float:
-        """Seconds that a step may take while there are several clients.
-
-        Args:
-            decoding: rows of sequences whose prompt is read.
-            tokens: that those of the client attend to which attends to the fewest.
-            busy: clients other than those whose prompts are read have sequences.
-        """
-        return (STEP_FACTOR_BUSY if busy and decoding else STEP_FACTOR_QUIET) * self.seconds(
-            max(1, decoding), tokens
-        )
-
-    def rows(self, decoding: int, tokens: int, seconds: float, max_rows: int) -> int:
-        """How many rows such a step may have; ``tokens``: that those attend to whose clients read as well."""
-        return min(max_rows, max(self.line.rows(seconds - self.per_token * tokens), decoding + MIN_ROWS))
-
-
-@dataclass
 class AttentionTimeDebt:
     """What clients owe for steps that took longer because of what their sequences attend to."""
 
@@ -339,7 +233,7 @@ class AttentionTimeDebt:
     def paused(
         self,
         going: Sequence[SequenceInfo],
-        steps: Steps,
+        latency: StepLatency,
         seconds: float,
         *,
         clients: int,
@@ -349,7 +243,7 @@ class AttentionTimeDebt:
 
         Args:
             going: sequences that could go on; those that have waited longest first.
-            steps: how long steps take.
+            latency: how long steps take.
             seconds: beyond that of rows and of the lightest client, for all others together.
             clients: how many there are.
             lightest: the client whose sequences attend to the fewest tokens, which never wait.
@@ -357,7 +251,7 @@ class AttentionTimeDebt:
         share, paused = seconds / clients, set[str]()
         self.owed = {client: owed - share for client, owed in self.owed.items() if owed > share}
         for each in going:
-            takes, owed = steps.per_token * each.tokens, self.owed.get(each.client, 0.0)
+            takes, owed = latency.per_token * each.tokens, self.owed.get(each.client, 0.0)
             if each.client == lightest:
                 continue
             if owed and owed + takes > share:

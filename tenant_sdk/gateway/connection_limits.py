@@ -10,8 +10,8 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tenant_sdk.gateway.admission import Authenticator, Refusal, UnauthenticatedConnections
-from tenant_sdk.gateway.client_fairness import Reservations
 from tenant_sdk.gateway.http_frontend import BODY_BYTES, FLUSHED, SMALL_BODY_BYTES
+from tenant_sdk.gateway.reservations import Reservations
 
 HEADER_SECONDS = 10.0
 HEADER_BYTES = 64 << 10

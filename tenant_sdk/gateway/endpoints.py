@@ -46,7 +46,7 @@ FIGURES_SECONDS = 1.0  # for which metrics and the status are good
 # Of vLLM's paths those that a gateway is for; the others would only be there to be attacked.
 KEPT = GENERATES | TOKENIZES | {"/health", "/version"}
 # vLLM's counters and gauges that the page shows.
-_SHOWN = {
+_PAGE_METRICS = {
     "vllm:generation_tokens_total": "tokens",
     "vllm:prompt_tokens_total": "prompt_tokens",
     "vllm:num_requests_running": "running",
@@ -208,8 +208,7 @@ class Endpoints:
         names = ", ".join([self._models.model_name(), *self._adapters.served])
         settings.say(f"serving {names} at {url}/v1; {url}/ shows how it goes")
         if settings.ready_file is not None:
-            with whole_file(settings.ready_file, 0o644) as file:
-                file.write_text(url)
+            write_whole(settings.ready_file, url.encode(), 0o644)
 
     def _cards(self) -> list[dict[str, Any]]:
         base, length = self._models.model_name(), self.engine.model_config.max_model_len
@@ -232,12 +231,12 @@ class Endpoints:
         return Response(msgspec.json.encode(card), media_type="application/json")
 
     async def _list(self) -> Response:
-        whole = {"data": self._shown(), "refused": self._adapters.refused}
+        whole = {"data": self._adapter_entries(), "refused": self._adapters.refused}
         return Response(msgspec.json.encode(whole), media_type="application/json")
 
     async def _add(self, request: Request) -> JSONResponse:
         try:
-            request_fields = msgspec.json.decode(await request.body(), type=_Asked)
+            request_fields = msgspec.json.decode(await request.body(), type=_AdapterRequest)
             folder = self._settings.adapters
             if folder is None:
                 raise ConfigurationError("this gateway was started without adapters, so it takes none")
@@ -249,7 +248,7 @@ class Endpoints:
             adapter = await self._adapters.add(path, request_fields.name or path.name)
         except (SymbiosisError, OSError, ValueError, *UNREADABLE) as error:
             return _answer(Refusal(400, "invalid_request_error", str(error)))
-        return JSONResponse(_shown(adapter), 201)
+        return JSONResponse(_adapter_entry(adapter), 201)
 
     async def _remove(self, name: str) -> JSONResponse:
         if not await self._adapters.remove(name):
@@ -268,7 +267,7 @@ class Endpoints:
             {
                 "about": self._settings.about,
                 "model": self._models.model_name(),
-                "adapters": self._shown(),
+                "adapters": self._adapter_entries(),
                 "refused": self._adapters.refused,
                 "failing": status.failing,
                 "failure": status.failure if status.failing else "",
@@ -277,8 +276,8 @@ class Endpoints:
             }
         )
 
-    def _shown(self) -> list[dict[str, Any]]:
-        return [_shown(adapter) for adapter in list(self._adapters.served.values())]
+    def _adapter_entries(self) -> list[dict[str, Any]]:
+        return [_adapter_entry(adapter) for adapter in list(self._adapters.served.values())]
 
     async def _sample(self) -> None:
         """One more point of every line of the page, each second."""
@@ -294,11 +293,11 @@ class Endpoints:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def _counts(self) -> dict[str, float]:
-        counts = dict.fromkeys(_SHOWN.values(), 0.0)
+        counts = dict.fromkeys(_PAGE_METRICS.values(), 0.0)
         for metric in prometheus_client.REGISTRY.collect():
             for sample in metric.samples:
-                if sample.name in _SHOWN:
-                    counts[_SHOWN[sample.name]] += sample.value
+                if sample.name in _PAGE_METRICS:
+                    counts[_PAGE_METRICS[sample.name]] += sample.value
         with suppress(OSError, msgspec.DecodeError):
             status = Status.read(self._settings.folder)
             names = ("steps", "sequences", "products", "rows", "rows_ahead", "seconds_waiting")
@@ -306,12 +305,12 @@ class Endpoints:
         return counts
 
 
-class _Asked(msgspec.Struct, forbid_unknown_fields=True):
+class _AdapterRequest(msgspec.Struct, forbid_unknown_fields=True):
     path: Annotated[str, msgspec.Meta(max_length=1024)]
     name: Annotated[str, msgspec.Meta(max_length=200)] = ""
 
 
-def _shown(adapter: Adapter) -> dict[str, Any]:
+def _adapter_entry(adapter: Adapter) -> dict[str, Any]:
     return {"id": adapter.name, "path": str(adapter.source), "rank": adapter.rank, "notes": adapter.notes}
 
 

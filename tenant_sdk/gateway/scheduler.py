@@ -20,7 +20,6 @@ from tenant_sdk.gateway.client_fairness import (
     Memory,
     RecentClients,
     SequenceInfo,
-    Steps,
     TimeBudget,
     next_admissions,
     next_preemptions,
@@ -32,6 +31,7 @@ from tenant_sdk.gateway.client_fairness import (
 )
 from tenant_sdk.gateway.grammars import ENGINE_STACK
 from tenant_sdk.gateway.status import SequenceErrors, client_of
+from tenant_sdk.gateway.step_latency import StepLatency
 from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance, by_client
 from tenant_sdk.gateway.worker import FailedStep
 
@@ -57,7 +57,7 @@ class Scheduler(Base):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **options: Any) -> None:
         threading.stack_size(ENGINE_STACK)  # of threads that compile constraints, which begin later
         super().__init__(*arguments, **options)
-        self._steps, self._seen = Steps(LinearLatency(*GUESSED_LINE), GUESSED_TOKEN), RecentClients()
+        self._latency, self._seen = StepLatency(LinearLatency(*GUESSED_LINE), GUESSED_TOKEN), RecentClients()
         self._attention_debt, self._attended = AttentionTimeDebt(), 0
         self._most_rows: int = self.scheduler_config.max_num_batched_tokens
         self._time_budget = TimeBudget(GRACE_SECONDS, STEP_SECONDS)
@@ -158,16 +158,16 @@ class Scheduler(Base):  # type: ignore[misc]
         lightest = min(attended, key=attended.__getitem__) if busy else None
         count = rows * sum(not each.prefilling for each in going)
         least = attended[lightest] if lightest is not None else 0
-        max_seconds = self._steps.most(count, least, busy=busy)
-        spare = max_seconds - self._steps.seconds(count, least)
+        max_seconds = self._latency.most(count, least, busy=busy)
+        spare = max_seconds - self._latency.seconds(count, least)
         paused |= self._attention_debt.paused(
-            going, self._steps, spare, clients=max(1, len(attended)), lightest=lightest
+            going, self._latency, spare, clients=max(1, len(attended)), lightest=lightest
         )
         decoding = [each for each in going if not each.prefilling and each.name not in paused]
         # A client whose prompt is read pays with its rows for what else it attends to.
         clients = {each.client for each in running if each.prefilling}
         count, tokens = len(decoding) * rows, sum(each.tokens for each in decoding if each.client in clients)
-        self.max_num_scheduled_tokens = self._steps.rows(count, tokens, max_seconds, self._most_rows)
+        self.max_num_scheduled_tokens = self._latency.rows(count, tokens, max_seconds, self._most_rows)
         self._for_prompts = self.max_num_scheduled_tokens - count
         return paused
 
@@ -193,7 +193,7 @@ class Scheduler(Base):  # type: ignore[misc]
         rows = scheduler_output.total_num_scheduled_tokens
         if rows and not isinstance(model_runner_output, FailedStep):
             prompts = rows > len(scheduler_output.num_scheduled_tokens) * (1 + self.num_spec_tokens)
-            self._steps.observe(rows, self._attended, time.monotonic() - self._began, prompts=prompts)
+            self._latency.observe(rows, self._attended, time.monotonic() - self._began, prompts=prompts)
         scheduled = scheduler_output.num_scheduled_tokens.keys()
         lost: dict[str, str] = getattr(model_runner_output, "lost", {})
         failed = scheduled if isinstance(model_runner_output, FailedStep) else lost.keys()

@@ -88,7 +88,7 @@ def serve(options: GatewayOptions, config: SessionConfig, say: Callable[[str], N
     signal.signal(signal.SIGTERM, _end)  # until vLLM has its own: the folder goes, however early that is
     if options.ready_file is not None:
         options.ready_file.unlink(missing_ok=True)
-    options, config = _from_the_root(options), read(written(config))
+    options, config = _with_absolute_paths(options), read(written(config))
     with tempfile.TemporaryDirectory(prefix="symbiosis-gateway-") as name:  # for its owner alone
         folder = Path(name)
         # vLLM, its processes and what they load look for programs, libraries and settings in the working
@@ -127,8 +127,8 @@ def _check_port(options: GatewayOptions) -> None:
             ) from error
 
 
-def _from_the_root(options: GatewayOptions) -> GatewayOptions:
-    """With absolute paths."""
+def _with_absolute_paths(options: GatewayOptions) -> GatewayOptions:
+    """Before the working directory changes."""
     values = {each.name: getattr(options, each.name) for each in dataclasses.fields(options)}
     paths: dict[str, Any] = {
         name: value.absolute() for name, value in values.items() if isinstance(value, Path)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TELL_SECONDS = 0.5  # between two states of ``Status``
+STATUS_SECONDS = 0.5  # between two states of ``Status``
 ADAPTER_MOST = 1e6  # of what an adapter adds to a layer's output, for inputs about 1
 TRIED_ROWS = 8
 PROBE_SECONDS = 2.0  # between two looks at a provider that was away
@@ -98,10 +98,10 @@ class Worker(Base):  # type: ignore[misc]
         self._lost, self._in_step = dict[str, str](), list[str]()
         config = self.vllm_config
         self._folder, self._status = Path(config.model_config.model), Status()
-        self._telling = threading.Lock()
+        self._status_lock = threading.Lock()
         speculation = config.speculative_config
         self._draft = speculation.num_speculative_tokens if speculation else 0
-        threading.Thread(target=self._tell, name="symbiosis-status", daemon=True).start()
+        threading.Thread(target=self._report_status, name="symbiosis-status", daemon=True).start()
 
     def compile_or_warm_up_model(self) -> Any:
         """See vLLM; it is the last that comes before requests."""
@@ -210,15 +210,15 @@ class Worker(Base):  # type: ignore[misc]
 
     # -- what the server in front is told ----------------------------------------------------------
 
-    def _tell(self) -> None:
+    def _report_status(self) -> None:
         waited, server = 0.0, os.getppid()
         pause = threading.Event()
         while True:
             if os.getppid() != server:  # it was killed, and nobody ends this process
                 os._exit(1)
             self._write()
-            pause.wait(TELL_SECONDS)
-            waited += TELL_SECONDS
+            pause.wait(STATUS_SECONDS)
+            waited += STATUS_SECONDS
             status = self._status
             if status.failing and status.failure != Failure.WRONG and waited >= PROBE_SECONDS:
                 waited, failed_at = 0.0, status.failed_at
@@ -235,7 +235,7 @@ class Worker(Base):  # type: ignore[misc]
 
     def _write(self, failing: bool | None = None) -> None:
         """Tell the counters, and whether steps fail if that has changed. Two threads do."""
-        with self._telling:
+        with self._status_lock:
             stats, status = session_here().stats, self._status
             if failing is not None:
                 status.failing = failing

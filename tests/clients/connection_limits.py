@@ -14,9 +14,9 @@ import uvicorn
 
 from tenant_sdk.gateway import connection_limits
 from tenant_sdk.gateway.admission import Authenticator, UnauthenticatedConnections
-from tenant_sdk.gateway.client_fairness import Reservations
 from tenant_sdk.gateway.connection_limits import Connections
 from tenant_sdk.gateway.http_frontend import FLUSHED
+from tenant_sdk.gateway.reservations import Reservations
 
 left: list[str] = []  # paths of answers that clients have taken
 KEYS = ("a-key-of-enough-letters", "another-key-of-enough")

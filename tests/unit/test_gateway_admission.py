@@ -32,11 +32,12 @@ from tenant_sdk.gateway.admission import (
     UnauthenticatedConnections,
     failure_refusal,
 )
-from tenant_sdk.gateway.client_fairness import Reservations, TimeBudget
+from tenant_sdk.gateway.client_fairness import TimeBudget
 from tenant_sdk.gateway.http_frontend import HttpFrontend, Served
 from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.requests import ParsedRequest, parse_request
+from tenant_sdk.gateway.reservations import Reservations
 from tenant_sdk.gateway.status import Status, client_of, request_name
 from tenant_sdk.gateway.status_page import PAGE
 from tenant_sdk.session.options import SessionConfig

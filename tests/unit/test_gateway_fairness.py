@@ -10,16 +10,12 @@ from hypothesis import strategies as st
 
 from shared.latency import LinearLatency
 from tenant_sdk.gateway.client_fairness import (
-    MIN_ROWS,
     RECENT_SECONDS,
-    STEP_FACTOR_BUSY,
     AttentionTimeDebt,
     Memory,
     RecentClients,
     SequenceInfo,
-    Steps,
     TimeBudget,
-    eviction_victim,
     next_admissions,
     next_preemptions,
     paused_constraints,
@@ -28,6 +24,8 @@ from tenant_sdk.gateway.client_fairness import (
     second_prompts,
     too_long,
 )
+from tenant_sdk.gateway.reservations import eviction_victim
+from tenant_sdk.gateway.step_latency import MIN_ROWS, STEP_FACTOR_BUSY, StepLatency
 
 
 def several(client: str, count: int, first: int = 0, adapter: int = 0) -> list[SequenceInfo]:
@@ -100,7 +98,7 @@ def test_a_client_counts_for_a_while_after_its_last_sequence() -> None:
 
 def test_prompts_take_a_time_that_decoding_sequences_set() -> None:
     def rows(line: LinearLatency, decoding: int, busy: bool) -> int:
-        steps = Steps(line, 1e-6)
+        steps = StepLatency(line, 1e-6)
         return steps.rows(decoding, 0, steps.most(decoding, busy=busy), 512)
 
     near, far = LinearLatency(0.018, 0.0005), LinearLatency(0.5, 0.0005)
@@ -116,7 +114,7 @@ def test_prompts_take_a_time_that_decoding_sequences_set() -> None:
 @pytest.mark.parametrize(("tokens", "most"), [(2000, 2), (6000, 1), (100_000, 1), (10, 32)])
 def test_long_sequences_take_turns_by_what_they_attend_to(tokens: int, most: int) -> None:
     """A plain client's steps take 1.5 times as long on average, and all long sequences get on."""
-    steps, debt, got = Steps(LinearLatency(0.02, 0.0005), 3e-6), AttentionTimeDebt(), Counter[str]()
+    steps, debt, got = StepLatency(LinearLatency(0.02, 0.0005), 3e-6), AttentionTimeDebt(), Counter[str]()
     long = [SequenceInfo(f"a{at}", "a", tokens=tokens) for at in range(min(31, most * 4))]
     plain, total, count = SequenceInfo("b0", "b", tokens=20), 0.0, 2000
     limit = steps.most(1 + len(long), 20, busy=True)
@@ -135,14 +133,14 @@ def test_long_sequences_take_turns_by_what_they_attend_to(tokens: int, most: int
 
 
 def test_prompts_get_what_attention_leaves() -> None:
-    steps = Steps(LinearLatency(0.02, 0.0005), 1e-6)
+    steps = StepLatency(LinearLatency(0.02, 0.0005), 1e-6)
     most = steps.most(2, 100, busy=True)
     assert steps.rows(2, 100, most, 512) == 23
     assert steps.rows(2, 10_000, most, 512) == 2 + MIN_ROWS
 
 
 def test_attention_takes_the_blame_for_long_sequences() -> None:
-    steps = Steps(LinearLatency(0.02, 0.0005), 1e-6)
+    steps = StepLatency(LinearLatency(0.02, 0.0005), 1e-6)
     for _ in range(100):
         steps.observe(8, 48_000, 0.024 + 48_000 * 3e-6, prompts=False)
     assert abs(steps.per_token - 3e-6) < 1e-8

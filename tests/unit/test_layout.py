@@ -106,6 +106,8 @@ NO_IO = [
     "shared/kept_groups.py",
     "shared/log_rate_limit.py",
     "tenant_sdk/gateway/client_fairness.py",
+    "tenant_sdk/gateway/reservations.py",
+    "tenant_sdk/gateway/step_latency.py",
     "provider/workers/planner.py",
     "provider/planning/simulation.py",
     "provider/planning/capacity.py",

@@ -1,0 +1,68 @@
+"""What clients of a gateway share: how much is taken, and whose makes room. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Reservations:
+    """What clients share, of which a part stays free for each of the others.
+
+    Args:
+        most: taken at once.
+        clients: how many there may be.
+    """
+
+    most: int
+    clients: int = 1
+    taken: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def one_each(cls, most: int, clients: int) -> Reservations:
+        """Of at least two for each client, so that one stays free for each."""
+        return cls(max(most, 2 * clients), clients)
+
+    @property
+    def reserved(self) -> int:
+        """What stays free for each client, until it takes it: one at least, if there is one for each."""
+        if self.clients == 1 or self.most < self.clients:
+            return 0
+        return max(1, self.most // (2 * self.clients))
+
+    @property
+    def largest(self) -> int:
+        """The most that one client can have."""
+        return self.most - self.reserved * (self.clients - 1)
+
+    @property
+    def total(self) -> int:
+        """Taken by all."""
+        return sum(self.taken.values())
+
+    def take(self, client: str, count: int) -> bool:
+        """Whether a client could; it gives back what it took."""
+        others = [min(self.reserved, amount) for other, amount in self.taken.items() if other != client]
+        kept = self.reserved * (self.clients - 1) - sum(others)
+        if self.total + count + kept > self.most:
+            return False
+        self.taken[client] = self.taken.get(client, 0) + count
+        return True
+
+    def give_back(self, client: str, count: int) -> None:
+        """What ``take`` took."""
+        self.taken[client] -= count
+
+
+def eviction_victim(entries: Collection[tuple[str, Any]]) -> tuple[str, Any]:
+    """Which of kept things makes room for another, by client: the oldest of the client that has the most.
+
+    Args:
+        entries: clients, each with a thing of its own; the oldest first, and not empty.
+    """
+    counts = Counter(client for client, _ in entries)
+    largest = max(counts.values())
+    return next(each for each in entries if counts[each[0]] == largest)
