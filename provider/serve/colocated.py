@@ -27,7 +27,7 @@ from provider.engine.loop import READ, Loop
 from provider.observe.metrics import Reason
 from provider.serve.connection import Connection, Connections
 from provider.serve.descriptors import explained, none_left
-from provider.serve.handshake import NO_ROOM, Admitted
+from provider.serve.handshake import NO_ROOM, RETRY_SECONDS, Admitted
 from provider.serve.tokens import ExpiredToken, TokenFile, sha256_of
 from provider.session.tenant import Service, TenantSession
 from shared.errors import ConfigurationError, WireError
@@ -59,7 +59,6 @@ log = logging.getLogger(__name__)
 FIRST_BYTES = 1 << 20  # of a session's memory; it grows with what is asked of it
 FIRST_MESSAGE_MILLISECONDS = 10_000
 LINGER_MILLISECONDS = 1000
-_RETRY_SECONDS = 5.0
 PEER = "local"  # for the log, where others have an address
 # Requests whose rows lie in memory. What is parsed is not among them: it comes in the message, where the
 # tenant cannot change it any more.
@@ -436,7 +435,7 @@ class ColocatedServer:
             )
         if not self._connections.reserve_for(tenant):
             return self._refuse(
-                "overloaded", "this tenant has too many sessions", _RETRY_SECONDS, counted=True
+                "overloaded", "this tenant has too many sessions", RETRY_SECONDS, counted=True
             )
         admitted = Admitted(tenant, sha256_of(token))
         try:
@@ -444,13 +443,13 @@ class ColocatedServer:
         except Exception as error:
             self._connections.release_for(tenant)
             if isinstance(error, MemoryError):
-                return self._refuse("overloaded", "no shared memory for another session", _RETRY_SECONDS)
+                return self._refuse("overloaded", "no shared memory for another session", RETRY_SECONDS)
             raise
         if not self._connections.reserve(PEER):
             connection.abandon()
             self._connections.release_for(tenant)
             return self._refuse(
-                "overloaded", "as many sessions as the executor allows", _RETRY_SECONDS, counted=True
+                "overloaded", "as many sessions as the executor allows", RETRY_SECONDS, counted=True
             )
         opened = connection.opened()  # before it may end
         self._connections.loop.call_soon_threadsafe(partial(self._connections.start, connection))
@@ -476,7 +475,7 @@ class ColocatedServer:
     def _failed(self, error: Exception) -> list[bytes]:
         if none_left(error):
             log.error("no session for a tenant of this machine: %s", explained(error))
-            return self._refuse("overloaded", NO_ROOM, _RETRY_SECONDS)
+            return self._refuse("overloaded", NO_ROOM, RETRY_SECONDS)
         log.error("no session for a tenant of this machine", exc_info=error)
         return self._refuse("internal", "the executor failed to open a session; report it")
 

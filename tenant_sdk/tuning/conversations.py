@@ -20,7 +20,7 @@ from shared.errors import ConfigurationError, Placeholder
 from tenant_sdk.tuning.message_parts import MessagePart, TemplateProbe
 
 IGNORE_INDEX = -100  # a label that takes no part in the loss
-Example = dict[str, list[int]]  # input_ids and, as long, labels: the same ids, or IGNORED
+Example = dict[str, list[int]]  # input_ids and, as long, labels: the same ids, or IGNORE_INDEX
 Messages = Sequence[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
 
