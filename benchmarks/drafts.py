@@ -1,11 +1,15 @@
 """Drafts: how they are trained, and tokens a second with them, beside kept layers, at several distances.
 
     python benchmarks/drafts.py --model out/models/SmolLM2-135M-Instruct
+    python benchmarks/drafts.py --model ... --adapter out/demo/adapter \
+        --data examples/data/chats_train.jsonl --held-out examples/data/chats_heldout.jsonl
 
 A local copy of the model answers made-up prompts. `make_draft` learns these answers through an executor.
 Prompts about other topics are then answered in sessions with one-time masks: without anything, with a quarter
 of the weights kept, with the draft, and with both, in turn. Provider and mask source are processes of this
 machine, behind a relay that holds back what passes. Prompt lookup is transformers' own.
+
+With an adapter, the draft learns the chats of ``--data`` as they are, and answers those of ``--held-out``.
 """
 
 from __future__ import annotations
@@ -29,13 +33,16 @@ import torch
 from common import Executor, executor, save
 from distance import away
 from matplotlib import pyplot
+from peft import PeftModel
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 import tenant_sdk
+from tenant_sdk.drafts.head import trunks_of
 from tenant_sdk.drafts.making import DraftCallbacks, make_draft
 from tenant_sdk.drafts.options import DraftOptions
+from tenant_sdk.trust.attestation import base_model
 from tenant_sdk.tuning.data import chat_prompt
 from tenant_sdk.tuning.generation import answer_ids
 from tenant_sdk.tuning.sampling import Sampling
@@ -200,11 +207,13 @@ def write_answers(model: Path, asked: list[str], most: int, file: Path) -> None:
             console.print(f"{at + len(part)} of {len(asked)} answers")
 
 
-def train(model: Path, pair: tuple[Executor, Executor], data: Path, folder: Path) -> dict[str, Any]:
+def train(pair: tuple[Executor, Executor], adapter: Path | None, data: Path, folder: Path) -> dict[str, Any]:
     """A draft, through an executor, without masks: these would change the times, not the draft."""
     began = time.perf_counter()
     with tenant_sdk.connect(pair[0].url, token=pair[0].token, ca=pair[0].ca, privacy="plain") as session:
-        loaded = session.load_model(progress=False)
+        loaded: Any = session.load_model(progress=False)
+        if adapter:
+            loaded = tenant_sdk.load_adapter(loaded, adapter, session)
         tokenizer = session.load_tokenizer()
         options = DraftOptions(folder, data=[data])
         report = make_draft(options, loaded, tokenizer, session, DraftCallbacks(say=console.print))
@@ -219,7 +228,9 @@ def train(model: Path, pair: tuple[Executor, Executor], data: Path, folder: Path
 class Way:
     """A session in which text is written in one way."""
 
-    def __init__(self, pair: tuple[Executor, Executor], gib: float, folder: Path | None) -> None:
+    def __init__(
+        self, pair: tuple[Executor, Executor], adapter: Path | None, gib: float, folder: Path | None
+    ) -> None:
         provider, source = pair
         self.session = tenant_sdk.connect(
             provider.url,
@@ -232,6 +243,8 @@ class Way:
             keep_gib=gib,
         )
         self.model: Any = self.session.load_model(progress=False)
+        if adapter:
+            self.model = tenant_sdk.load_adapter(self.model, adapter, self.session)
         self.draft = folder and tenant_sdk.load_draft(folder, self.model, self.session)
         self.rates: list[float] = []
 
@@ -241,21 +254,23 @@ class Way:
         options = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
         more = {"custom_generate": self.draft} if self.draft else {}
         began = time.perf_counter()
-        text: Any = self.model.generate(prompt, max_new_tokens=tokens, **options, **more)
+        text: Any = self.model.generate(input_ids=prompt, max_new_tokens=tokens, **options, **more)
         new: list[int] = text[0, len(ids) :].tolist()
         self.rates.append(len(new) / (time.perf_counter() - began))
         return new
 
 
-def lookup(model: Path, asked: list[list[int]], tokens: int) -> float:
+def lookup(model: Path, adapter: Path | None, asked: list[list[int]], tokens: int) -> float:
     """Tokens that a pass writes with prompt lookup, in a local model."""
     local: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    if adapter:
+        local = PeftModel.from_pretrained(local, adapter).eval()
     passes, written = [0], 0
-    local.base_model.register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
+    trunks_of(base_model(local))[-1].register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
     for ids in asked:
         prompt = torch.tensor([ids])
         text = local.generate(
-            prompt,
+            input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
             do_sample=False,
             max_new_tokens=tokens,
@@ -274,6 +289,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--draft", type=Path, help="a folder instead of a new draft")
     parser.add_argument("--data", type=Path, help="file with chats, to which missing answers are added")
+    parser.add_argument("--adapter", type=Path, help="folder of an adapter that answers")
+    parser.add_argument("--held-out", type=Path, help="file with chats instead of made-up prompts")
     parser.add_argument("--answers", type=int, default=480)
     parser.add_argument("--distances", type=float, nargs="+", default=[0.0, 1.0, 10.0], help="ms")
     parser.add_argument("--tokens", type=int, default=48)
@@ -285,13 +302,16 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     learned, held_out = prompts()
     tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
-    asked = [chat_prompt(tokenizer, [{"role": "user", "content": each}]) for each in held_out]
+    chats = [[{"role": "user", "content": each}] for each in held_out]
+    if options.held_out:
+        chats = [json.loads(line)["messages"][:-1] for line in options.held_out.read_text().splitlines()]
+    asked = [chat_prompt(tokenizer, each) for each in chats]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="symbiosis-bench-") as name, ExitStack() as stack:
         folder = Path(name)
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         data = options.data or folder / "chats.jsonl"
-        if options.draft is None:
+        if options.draft is None and options.adapter is None:
             write_answers(options.model, learned[: options.answers], 112, data)
         both = [
             stack.enter_context(executor(options.model, folder / party, "--numerics", "ring"))
@@ -299,8 +319,8 @@ def main() -> None:
         ]
         draft = options.draft or options.output / f"draft-{int(time.time())}"
         if options.draft is None:
-            found["training"] = train(options.model, (both[0], both[1]), data, draft)
-        found["lookup"] = lookup(options.model, asked[: options.rounds * 2], options.tokens)
+            found["training"] = train((both[0], both[1]), options.adapter, data, draft)
+        found["lookup"] = lookup(options.model, options.adapter, asked[: options.rounds * 2], options.tokens)
         console.print(f"prompt lookup: {found['lookup']:.2f} tokens a pass")
         found["rates"] = {
             distance: measure(both, distance, draft, asked, options) for distance in options.distances
@@ -319,7 +339,7 @@ def measure(
             groups = [each for each in session.manifest.groups if not each.head]
         size = 4 * sum(each.inputs * sum(m.outputs for m in each.members) for each in groups) / 2**30
         ways = {
-            title: Way(pair, gib, folder)
+            title: Way(pair, options.adapter, gib, folder)
             for title, gib, folder in (
                 ("nothing", 0.0, None),
                 ("a quarter kept", 0.2501 * size, None),
