@@ -13,8 +13,8 @@ PROGRAM = """
 import importlib, pkgutil, sys
 from importlib.util import find_spec
 import provider.observe.status, shared.ring.native, security.report.page
-APART = "connection_limits", "endpoints", "grammars", "linear"
-APART += "scheduler", "segmented", "structured", "worker"
+APART = "adapter_registry", "connection_limits", "endpoints", "grammars", "linear"
+APART += "scheduler", "segmented", "structured", "vllm_patches", "worker"
 VLLM = tuple(f"gateway.{name}" for name in APART)
 for name in ("shared", "provider", "tenant_sdk", "security"):
     package = importlib.import_module(name)
