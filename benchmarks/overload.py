@@ -183,6 +183,7 @@ async def loaded(load: Load, pipe: Connection) -> None:
 
 def run_load(load: Load, pipe: Connection) -> None:
     """Main of a process."""
+    os.nice(10)  # the load is that of other machines, and must not take this one's processors
     torch.set_num_threads(1)
     asyncio.run(loaded(load, pipe))
 
