@@ -323,7 +323,7 @@ def main() -> None:
         found["lookup"] = lookup(options.model, options.adapter, asked[: options.rounds * 2], options.tokens)
         console.print(f"prompt lookup: {found['lookup']:.2f} tokens a pass")
         found["rates"] = {
-            distance: measure(both, distance, draft, asked, options) for distance in options.distances
+            distance: measure(both, distance, draft, asked, options) for distance in sorted(options.distances)
         }
     save(options.output / "drafts.json", found)
     plot(found["rates"], options.output / "drafts.png")

@@ -166,9 +166,13 @@ class RemoteGroup:
     ) -> list[torch.Tensor]:
         """``product``, what a recording has of it, or what stands for it in a graph that is being made."""
         if is_traced():
-            answers: list[torch.Tensor] = _products(
-                blocks, self.handle, direction, member_bits, request_class
-            )
+            token = _traced.set(True)
+            try:
+                answers: list[torch.Tensor] = _products(
+                    blocks, self.handle, direction, member_bits, request_class
+                )
+            finally:
+                _traced.reset(token)
             return answers
         return answered(
             (self, direction, member_bits),
@@ -266,6 +270,7 @@ def check_values(block: torch.Tensor, direction: Direction, names: Iterable[str]
 # and sockets. It takes ``_traced_output`` as it is; that runs while the graph is made, once for each layer,
 # which puts one ``symbiosis::products`` into it for all members with the same input, forward and backward.
 
+_traced: ContextVar[bool] = ContextVar("traced", default=False)  # a graph is made of what is computed now
 _handles = itertools.count()
 _groups: weakref.WeakValueDictionary[int, RemoteGroup] = weakref.WeakValueDictionary()
 
@@ -274,7 +279,14 @@ _groups: weakref.WeakValueDictionary[int, RemoteGroup] = weakref.WeakValueDictio
 def _products(
     blocks: list[torch.Tensor], handle: int, direction: int, member_bits: int, request_class: int
 ) -> list[torch.Tensor]:
-    results = _groups[handle].product(Direction(direction), member_bits, blocks, RequestClass(request_class))
+    group = _groups[handle]
+    try:
+        results = group.product(Direction(direction), member_bits, blocks, RequestClass(request_class))
+    except NonFiniteError:
+        if not _traced.get():
+            raise
+        # ``torch.func.linearize`` makes its graph with rows that nobody has written.
+        return [answer.fill_(torch.nan) for answer in _unwritten(group, direction, member_bits, blocks[0])]
     # Answers of several members may lie in one block of memory, which operators must not give.
     return results if len(results) == 1 else [result.clone() for result in results]
 
@@ -283,9 +295,15 @@ def _products(
 def _(
     blocks: list[torch.Tensor], handle: int, direction: int, member_bits: int, request_class: int
 ) -> list[torch.Tensor]:
-    group, (first, *_) = _groups[handle], blocks
+    return _unwritten(_groups[handle], direction, member_bits, blocks[0])
+
+
+def _unwritten(
+    group: RemoteGroup, direction: int, member_bits: int, rows: torch.Tensor
+) -> list[torch.Tensor]:
+    """Tensors as answers to rows are, without values."""
     widths = group.widths(member_bits) if direction == Direction.FORWARD else [group.info.inputs]
-    return [first.new_empty((first.shape[0], width)) for width in widths]
+    return [rows.new_empty((rows.shape[0], width)) for width in widths]
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]

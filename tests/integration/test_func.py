@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 import tenant_sdk
+from shared.errors import NonFiniteError
 
 pytest_plugins = ("ring_fixtures",)
 # ``linearize`` of torch itself, for any model.
@@ -97,6 +98,25 @@ def test_on_floats(privacy: str, llama: Executor, local: dict[str, torch.Tensor]
     with llama.connect(privacy=privacy) as session:
         got = results(session.load_model(progress=False))
     assert_near(got, local, FLOAT if privacy == "plain" else 10 * FLOAT)
+
+
+def test_a_graph_is_made_with_rows_that_nobody_has_written(
+    llama: Executor, local: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `linearize` does: such memory may hold NaN. Rows of the user are refused as ever."""
+    new_empty = torch.Tensor.new_empty
+
+    def unwritten(self: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
+        return new_empty(self, *size, **options).fill_(torch.nan)
+
+    with llama.connect(privacy="plain") as session:
+        layer = session.load_model(progress=False).model.layers[0].mlp.requires_grad_(False)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "new_empty", unwritten)
+            _, derivative = linearize(layer, X)
+        assert_near({"linearize": derivative(TANGENT)}, {"linearize": local["linearize"]}, FLOAT)
+        with pytest.raises(NonFiniteError):
+            derivative(TANGENT * torch.nan)
 
 
 @pytest.fixture(scope="module")
