@@ -297,6 +297,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
+    if options.adapter and not (options.draft or options.data):
+        parser.error("--adapter needs --data, the chats that its draft learns, or --draft")
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     options.output.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,7 @@ def write_whole(path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, in
         if owner is not None:
             os.fchown(descriptor, *owner)
         file.write(data)
+        file.flush()
         os.fchmod(descriptor, mode)
 
 
