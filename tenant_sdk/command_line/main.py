@@ -84,10 +84,11 @@ def finetune(training: TrainingOptions, local: ModelOptions, connection: options
         from tenant_sdk.drafts.passes import check_suited
         from tenant_sdk.session.opening import open_session
         from tenant_sdk.tuning.data import has_chat_template
-        from tenant_sdk.tuning.finetuning import TrainingCallbacks, check_reports
+        from tenant_sdk.tuning.finetuning import TrainingCallbacks
         from tenant_sdk.tuning.finetuning import finetune as train
         from tenant_sdk.tuning.own import load
         from tenant_sdk.tuning.preview import show_first
+        from tenant_sdk.tuning.trackers import check_reports
 
     check_reports(training.report_to)
     # Beside the adapter: what lies in the folder of the training goes when it is done.

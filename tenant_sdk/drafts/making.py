@@ -36,10 +36,10 @@ from tenant_sdk.trust.attestation import base_model
 from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
 from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example
 from tenant_sdk.tuning.data import Reader, Say, chat_prompt, has_chat_template, prompt_tokens
-from tenant_sdk.tuning.finetuning import digest_of
 from tenant_sdk.tuning.generation import answer_ids, context_of, ignores_padding, together
 from tenant_sdk.tuning.records import prompts_of
 from tenant_sdk.tuning.sampling import Sampling, ends_of
+from tenant_sdk.tuning.settings import digest_of
 
 _HELD_OUT = 10  # one text of so many
 _STEPS, _LEAST_STEPS, _MOST_EPOCHS = 1500, 200, 40

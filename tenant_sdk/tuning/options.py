@@ -16,6 +16,17 @@ LENGTH = 256  # tokens of an example, unless another number is given
 MAX_ANSWER_TOKENS = 64  # tokens of an answer that is compared
 
 
+@dataclass(frozen=True)
+class TrainingOption(Option):
+    """An option of a training.
+
+    Attributes:
+        may_change: a training that is resumed may have another value; ``settings_of`` has the two exceptions.
+    """
+
+    may_change: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReadingOptions:
     """How files become examples.
@@ -61,16 +72,22 @@ class TrainingOptions(ReadingOptions):
             single="data",
         ),
     ]
-    output: Annotated[Path, Option(_ADAPTER, "New folder for the adapter, in PEFT's format.", unit="FOLDER")]
+    output: Annotated[
+        Path,
+        TrainingOption(
+            _ADAPTER, "New folder for the adapter, in PEFT's format.", unit="FOLDER", may_change=True
+        ),
+    ]
     _: KW_ONLY
     held_out: Annotated[
         Sequence[Path],
-        Option(
+        TrainingOption(
             _DATA,
             "Data that is not learned. The loss on it is measured before, during and after the training. At "
             "the end, the base model and the adapter answer some of its prompts.",
             unit="FILE",
             single="held_out",
+            may_change=True,
         ),
     ] = ()
     method: Annotated[
@@ -152,16 +169,21 @@ class TrainingOptions(ReadingOptions):
     steps: Annotated[
         int | None, Option(_TRAINING, "Number of optimizer steps, instead of {epochs}.", least=1)
     ] = None
-    epochs: Annotated[float, Option(_TRAINING, "Passes over the data.", unit="COUNT")] = 3.0
+    epochs: Annotated[
+        float,
+        # The number of steps may not change.
+        TrainingOption(_TRAINING, "Passes over the data.", unit="COUNT", may_change=True),
+    ] = 3.0
     batch_size: Annotated[int, Option(_TRAINING, "Blocks or records that are computed at once.", least=1)] = 8
     gradient_accumulation: Annotated[int, Option(_TRAINING, "Batches in a step.", least=1, unit="COUNT")] = 1
     eval_steps: Annotated[
         int | None,
-        Option(
+        TrainingOption(
             _TRAINING,
             "Steps between measurements of the held-out loss. Default: a fifth of all steps.",
             least=1,
             unit="STEPS",
+            may_change=True,
         ),
     ] = None
     early_stopping: Annotated[
@@ -176,21 +198,23 @@ class TrainingOptions(ReadingOptions):
     ] = None
     samples: Annotated[
         int,
-        Option(
+        TrainingOption(
             _DATA,
             "Number of held-out prompts that base and adapter answer at the end. Only prompts whose held-out "
             "answer has at most 64 tokens are used. Three are shown, and the right answers are counted.",
             least=0,
             unit="COUNT",
+            may_change=True,
         ),
     ] = 20
     memory_gib: Annotated[
         float | None,
-        Option(
+        TrainingOption(
             _TRAINING,
             "Memory that this process may use. Default: the memory in use when the training begins, plus "
             "80 % of the free memory.",
             unit="GIB",
+            may_change=True,
         ),
     ] = None
     packing: Annotated[
@@ -201,34 +225,41 @@ class TrainingOptions(ReadingOptions):
         ),
     ] = False
     seed: Annotated[int, Option(_TRAINING, "Seed of everything random except masks.", unit="NUMBER")] = 0
-    save_steps: Annotated[int, Option(_TRAINING, "Steps between checkpoints.", least=1)] = 50
-    resume: Annotated[bool, Option(_TRAINING, "Continue an interrupted training run.")] = False
+    save_steps: Annotated[
+        int, TrainingOption(_TRAINING, "Steps between checkpoints.", least=1, may_change=True)
+    ] = 50
+    resume: Annotated[
+        bool, TrainingOption(_TRAINING, "Continue an interrupted training run.", may_change=True)
+    ] = False
     report_to: Annotated[
         Sequence[str],
-        Option(
+        TrainingOption(
             _TRAINING,
             "Tracker: tensorboard (files in OUTPUT.runs), wandb or another of transformers' Trainer. The "
             "tracker gets losses, options and the model's configuration, but no text.",
             unit="NAME",
             single="report_to",
+            may_change=True,
         ),
     ] = ()
     with_draft: Annotated[
         Path | None,
-        Option(
+        TrainingOption(
             _ADAPTER,
             "New folder for a draft of the adapter. At the end, the model reads the training data once more, "
             "and a draft learns to guess it (docs/how-to/distance.md).",
             unit="FOLDER",
+            may_change=True,
         ),
     ] = None
     base: Annotated[
         str | None,
-        Option(
+        TrainingOption(
             _ADAPTER,
             "Base model that the adapter's configuration names. Other programs load the adapter with this "
             "model.",
             unit="FOLDER|FILE.gguf|hub:NAME[@REVISION]",
+            may_change=True,
         ),
     ] = None
 

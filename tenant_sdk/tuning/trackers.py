@@ -10,6 +10,11 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+)
+
 from shared.errors import Argument, ConfigurationError, Message
 from tenant_sdk.session.profiles import check_approved
 
@@ -45,6 +50,25 @@ _SERVERS = {
     "mlflow": "MLFLOW_TRACKING_URI",
     "clearml": "CLEARML_API_HOST",
 }
+
+
+def check_reports(names: Sequence[str]) -> None:
+    """Refuse what the Trainer cannot report to.
+
+    Raises:
+        ConfigurationError: it knows no such thing, or its package is not installed.
+    """
+    for name in names:
+        argument = Argument("report_to", name)
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise ConfigurationError("{} must be one of {}", argument, ", ".join(INTEGRATION_TO_CALLBACK))
+        # Before its package is imported, which looks for its files.
+        check_trackers([name])
+        keep_from_git([name])
+        if name not in get_available_reporting_integrations():
+            raise ConfigurationError(
+                "{} needs its package, which is not installed: `pip install {}`", argument, name
+            )
 
 
 def check_trackers(names: Sequence[str]) -> None:

@@ -29,13 +29,14 @@ from tenant_sdk.tuning.adapters import METHODS, default_rate
 from tenant_sdk.tuning.conversations import fully_learned
 from tenant_sdk.tuning.data import Reader, pack, text_tokens
 from tenant_sdk.tuning.evaluation import EvaluationCallbacks, evaluate, perplexity
-from tenant_sdk.tuning.finetuning import TrainingCallbacks, check_reports, finetune
+from tenant_sdk.tuning.finetuning import TrainingCallbacks, finetune
 from tenant_sdk.tuning.generation import generate_answers
 from tenant_sdk.tuning.options import EvaluationOptions
 from tenant_sdk.tuning.progress import TrainingStep
 from tenant_sdk.tuning.records import read_text
 from tenant_sdk.tuning.samples import Sample, sample_prompts
 from tenant_sdk.tuning.sampling import Sampling
+from tenant_sdk.tuning.trackers import check_reports
 
 
 def test_packing() -> None:
@@ -345,9 +346,7 @@ def test_reports(session: tenant_sdk.Session, text: Path, monkeypatch: pytest.Mo
     with pytest.raises(ConfigurationError, match=r"report_to='paper' must be one of .*tensorboard"):
         train(session, options(text, "adapter", report_to=["paper"]))
     monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", Recorder)
-    monkeypatch.setattr(
-        "tenant_sdk.tuning.finetuning.get_available_reporting_integrations", lambda: ["wandb"]
-    )
+    monkeypatch.setattr("tenant_sdk.tuning.trackers.get_available_reporting_integrations", lambda: ["wandb"])
     train(session, options(text, "adapter", report_to=("wandb",)))
     assert any("loss" in each for each in collected)
 

@@ -27,6 +27,7 @@ from shared.errors import (
 )
 from tenant_sdk.tuning import finetuning
 from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
+from tenant_sdk.tuning.held_out import HeldOutLoss
 from tenant_sdk.tuning.options import TrainingOptions
 from tenant_sdk.tuning.progress import TrainingStep
 
@@ -166,7 +167,7 @@ def test_a_disk_that_is_full_at_the_end(
 def test_too_little_space_is_noticed_before_the_training(
     session: tenant_sdk.Session, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tenant_sdk.tuning.finetuning.free_megabytes", lambda _: 1.0)
+    monkeypatch.setattr("tenant_sdk.tuning.preparation.free_megabytes", lambda _: 1.0)
     with pytest.raises(StorageError, match="only 1 MB are free"):
         train(session, options(text, "adapter"))
     assert not (text.parent / "adapter.checkpoints").exists()
@@ -239,7 +240,7 @@ def test_early_stopping_is_resumed_to_the_same_adapter(
     assert whole.best_step is not None
     assert whole.best_step < 8
     expected = load_file(text.parent / "whole" / "adapter_model.safetensors")
-    measure = finetuning._HeldOut.measure
+    measure = HeldOutLoss.measure
     for interrupted in range(2, 7):  # the first is before the training; the last after it
         counted = 0
 
@@ -251,7 +252,7 @@ def test_early_stopping_is_resumed_to_the_same_adapter(
             return measure(self, *steps)
 
         with monkeypatch.context() as patch:
-            patch.setattr(finetuning._HeldOut, "measure", stops)
+            patch.setattr(HeldOutLoss, "measure", stops)
             with pytest.raises(KeyboardInterrupt):
                 train(session, options(path, f"at-{interrupted}", **more))
         report, _ = train(session, options(path, f"at-{interrupted}", resume=True, **more))

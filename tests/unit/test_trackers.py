@@ -11,8 +11,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from shared.errors import ConfigurationError
 from tenant_sdk.session.profiles import approve
-from tenant_sdk.tuning.finetuning import check_reports
-from tenant_sdk.tuning.trackers import check_trackers, keep_from_git, where_reports_go
+from tenant_sdk.tuning.trackers import check_reports, check_trackers, keep_from_git, where_reports_go
 
 
 @pytest.fixture

@@ -1,0 +1,51 @@
+"""What must be the same if a training is resumed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from shared.options import fields_of
+from tenant_sdk.storage import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from tenant_sdk.tuning.conversations import Example, TemplateDate
+from tenant_sdk.tuning.options import TrainingOption, TrainingOptions
+
+
+def settings_of(
+    training: TrainingOptions,
+    examples: Sequence[Example],
+    held_out: Sequence[Example],
+    day: TemplateDate,
+    adapter_folder: Path | None,
+) -> dict[str, Any]:
+    """What must be the same if the training is resumed, as a file in JSON has it.
+
+    Args:
+        adapter_folder: of the adapter that is trained further.
+    """
+    options = asdict(training)
+    settings = {
+        name: options[name]
+        for name, field in fields_of(TrainingOptions).items()
+        if not isinstance(field.option, TrainingOption) or not field.option.may_change
+    }
+    if training.early_stopping is not None:  # the best step is that of these
+        settings["eval_steps"] = training.eval_steps
+        settings["held_out"] = digest_of(repr(held_out).encode())
+    settings["targets"] = list(training.targets)
+    del settings["target_modules"]
+    if day.written:
+        settings["day"] = str(day.day)
+    settings["data"] = digest_of(repr(examples).encode())
+    if adapter_folder is not None:  # the adapter that is trained further
+        files = [(adapter_folder / name).read_bytes() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+        settings["adapter"] = digest_of(b"".join(files))
+    return settings
+
+
+def digest_of(content: bytes) -> str:
+    """Short, to compare a setting by."""
+    return hashlib.sha256(content).hexdigest()[:16]
