@@ -10,7 +10,7 @@ These rules say what one client can take:
 - ``http_frontend``: bodies that arrive; requests for adapters and metrics under way; one tokenizing request
   and one large body at a time.
 - ``admission``: sequences under way (``Queue``).
-- ``requests``, ``constraints``: the size of each field of a request, and of an answer.
+- ``request_limits``, ``constraints``: the size of each field of a request, and of an answer.
 - ``grammars``: time and memory for compiling a constraint; ``constraint_checks``: one at a time.
 - ``structured``: compiled constraints that are kept, 64 in all; a further one replaces one of the client that
   has the most.

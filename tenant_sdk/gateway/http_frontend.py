@@ -15,7 +15,8 @@ import msgspec
 
 from tenant_sdk.gateway.admission import Authenticator, Failure, Queue, Refusal, failure_refusal
 from tenant_sdk.gateway.constraints import Constraint
-from tenant_sdk.gateway.requests import RESPONSES, ParsedRequest, parse_request, text_bytes
+from tenant_sdk.gateway.request_limits import text_bytes
+from tenant_sdk.gateway.requests import RESPONSES, ParsedRequest, parse_request
 from tenant_sdk.gateway.reservations import Reservations
 from tenant_sdk.gateway.round_robin import FairLock, current_client
 from tenant_sdk.gateway.status import SequenceErrors, Status, request_name

@@ -25,7 +25,7 @@ from raw_peers import SYN_SENT, connecting
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tenant_sdk.gateway.requests import NO_VARIABLES
+from tenant_sdk.gateway.chats import RESERVED_VARIABLES
 
 pytestmark = needed
 
@@ -134,7 +134,7 @@ USUAL: dict[str, dict[str, Any]] = {
 
 def test_templates_get_variables_alone(vllm: dict[str, Any]) -> None:
     """No option of the functions that apply them: one pads a prompt until memory ends."""
-    assert set(vllm["of_templates"]) <= NO_VARIABLES
+    assert set(vllm["of_templates"]) <= RESERVED_VARIABLES
 
 
 @pytest.mark.parametrize("path", USUAL)

@@ -17,7 +17,8 @@ from tenant_sdk.gateway.constraints import (
     closed,
     constraint,
 )
-from tenant_sdk.gateway.requests import PARTS, RESPONSES, ParsedRequest, parse_request
+from tenant_sdk.gateway.request_limits import PARTS
+from tenant_sdk.gateway.requests import RESPONSES, ParsedRequest, parse_request
 
 CONTEXT = 64
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -111,11 +111,15 @@ _WORDS += (
     b"tool_choice",
     b"response_format",
 )
-_REQUESTS = ("tenant_sdk/gateway/requests.py", "tenant_sdk/gateway/constraints.py")
+_CONSTRAINTS = ("tenant_sdk/gateway/constraints.py",)
+_REQUESTS = (
+    *(f"tenant_sdk/gateway/{name}.py" for name in ("requests", "completions", "chats", "responses")),
+    *_CONSTRAINTS,
+)
 TARGETS: Sequence[Target] = (
     Target("gateway_request", gateway_request, _requests, _REQUESTS, (), _WORDS),
     Target(
-        *("answer_constraint", answer_constraint, _constraints, _REQUESTS[1:]),
+        *("answer_constraint", answer_constraint, _constraints, _CONSTRAINTS),
         (ConstraintRefused,),
         _WORDS,
     ),
