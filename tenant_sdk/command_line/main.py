@@ -72,14 +72,14 @@ def finetune(training: TrainingOptions, local: ModelOptions, connection: options
     """Train an adapter on files; the text, the adapter and its gradients stay on this machine."""
     from tenant_sdk.storage import check_new_folder
     from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
-    from tenant_sdk.tuning.records import check_data, spoken_to
+    from tenant_sdk.tuning.records import check_data, find_conversations
 
     TrainingCheckpoints(check_new_folder(training.output), {}).check(resume=training.resume)
     making = _draft_after(training)
     config = connection.session()
     config = replace(config, keep_for=config.keep_for or TRAINING)
     check_data([*training.data, *training.held_out])
-    talks, system = spoken_to(training.data)  # the files may be others when the training ends
+    talks, system = find_conversations(training.data)  # the files may be others when the training ends
     with loading():
         from tenant_sdk.drafts.passes import check_suited
         from tenant_sdk.session.opening import open_session

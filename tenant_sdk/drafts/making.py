@@ -36,7 +36,7 @@ from tenant_sdk.trust.attestation import base_model
 from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
 from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example
 from tenant_sdk.tuning.data import Reader, Say, chat_prompt, has_chat_template, prompt_tokens
-from tenant_sdk.tuning.generation import answer_ids, context_of, ignores_padding, together
+from tenant_sdk.tuning.generation import answer_ids, context_length, ignores_padding, together
 from tenant_sdk.tuning.records import prompts_of
 from tenant_sdk.tuning.sampling import Sampling, ends_of
 from tenant_sdk.tuning.settings import digest_of
@@ -162,7 +162,7 @@ def make_draft(
 def _read(options: DraftOptions, model: Any, tokenizer: Any, say: Say) -> list[Example]:
     reader = Reader(
         tokenizer,
-        min(options.sequence_length, context_of(model)),
+        min(options.sequence_length, context_length(model)),
         options.train_on_prompt,
         ends=ends_of(model.generation_config, tokenizer),
         embeddings=model.get_input_embeddings().weight.shape[0],
@@ -213,7 +213,7 @@ def _answers(
     """The model's own answers to prompts; those that lie in a folder are not written again."""
     found = list[Example]()
     longest = max(map(len, prompts), default=0) + options.answer_tokens
-    if prompts and longest > context_of(model):
+    if prompts and longest > context_length(model):
         raise ConfigurationError("the longest prompt and {answer_tokens} do not fit into the model's context")
     padded, done = ignores_padding(model, longest), 0
     for part in together(prompts, padded=padded, most=options.batch_size):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.lora.request import LoRARequest
 
 from shared.errors import ConfigurationError
-from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
+from tenant_sdk.gateway.adapters import Adapter, files_version, folders_in, import_adapter
 from tenant_sdk.gateway.admission import MAX_ADAPTERS, Queue
 from tenant_sdk.gateway.reservations import Reservations
 from tenant_sdk.gateway.round_robin import FairLock, current_client
@@ -64,12 +64,12 @@ class AdapterRegistry:
         """Serve an adapter, in place of the one of this name if its content is another.
 
         Raises:
-            SymbiosisError: see ``tenant_sdk.gateway.adapters.take``.
+            SymbiosisError: see ``tenant_sdk.gateway.adapters.import_adapter``.
         """
         settings = self._settings
         async with self._changing.turn(current_client.get()):
             adapter = await asyncio.to_thread(
-                take,
+                import_adapter,
                 folder,
                 settings.folder / "adapters",
                 settings.manifest,
@@ -84,7 +84,7 @@ class AdapterRegistry:
             if before is not None and before.folder == adapter.folder:
                 return before
             owner = self._owners.get(adapter.name, current_client.get())
-            if adapter.name not in self._owners and not self._names.take(owner, 1):
+            if adapter.name not in self._owners and not self._names.reserve(owner, 1):
                 mine = self._names.taken.get(owner, 0)
                 raise ConfigurationError(
                     f"{mine} adapters are yours, and of {MAX_ADAPTERS} a part is kept for others; remove one"
@@ -142,7 +142,7 @@ class AdapterRegistry:
 
     def _disown(self, name: str) -> None:
         if (owner := self._owners.pop(name, None)) is not None:
-            self._names.give_back(owner, 1)
+            self._names.release(owner, 1)
 
     async def remove_unused_copies(self) -> None:
         """Remove copies of what was served before; nobody has been using any for a while."""
@@ -163,7 +163,9 @@ class AdapterRegistry:
                 same.
             again: also look at those that were refused, whose reason may have gone.
         """
-        marks = await asyncio.to_thread(lambda: {path.name: mark_of(path) for path in folders_in(folder)})
+        marks = await asyncio.to_thread(
+            lambda: {path.name: files_version(path) for path in folders_in(folder)}
+        )
         last, self._marks = marks if begins else self._marks, marks
         self.refused = {name: why for name, why in self.refused.items() if name in marks}
         for name, adapter in list(self.served.items()):

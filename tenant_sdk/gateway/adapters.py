@@ -50,7 +50,7 @@ class Adapter:
 def folders_in(folder: Path) -> Iterator[Path]:
     """The adapters below a folder, by name; what begins with a dot is being written.
 
-    Also such as this process may not look into: ``take`` says why they are not served.
+    Also such as this process may not look into: ``import_adapter`` says why they are not served.
     """
     for path in sorted(folder.iterdir()):
         try:
@@ -61,7 +61,7 @@ def folders_in(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def mark_of(folder: Path) -> object:
+def files_version(folder: Path) -> object:
     """What changes when an adapter's files do, without reading them."""
     marks = []
     for name in (CONFIG, WEIGHTS, RECORD):
@@ -96,7 +96,7 @@ def _rank_bound(rank: int) -> int:
     return next((each for each in RANKS if each >= rank), RANKS[-1])
 
 
-def take(
+def import_adapter(
     source: Path,
     copies: Path,
     manifest: Manifest,
@@ -121,7 +121,7 @@ def take(
         ModelMismatch: it was made for another base.
         StorageError: no room for the copy.
     """
-    from tenant_sdk.tuning.received import receive
+    from tenant_sdk.tuning.untrusted_adapter import copy_and_check
 
     name = name or source.name
     if not _NAME.fullmatch(name):
@@ -133,15 +133,15 @@ def take(
         tempfile.TemporaryDirectory(prefix=".", dir=copies, ignore_cleanup_errors=True) as temporary,
     ):
         copy = Path(temporary)
-        check = partial(_check, source=source, most_rank=most_rank)
-        received = receive(source, copy, _stub_model(manifest), within=within, check=check)
+        check = partial(_check_servable, source=source, most_rank=most_rank)
+        checked = copy_and_check(source, copy, _stub_model(manifest), within=within, check=check)
         record = None if allow_other_base else Provenance.read(copy, source)
         notes = record.check(manifest, source) if record is not None else ""
-        folder = copies / received.digest[:32]
+        folder = copies / checked.digest[:32]
         if not folder.exists():
-            (copy / CONFIG).write_text(json.dumps(_for_vllm(received.config)), encoding="utf-8")
+            (copy / CONFIG).write_text(json.dumps(_vllm_config(checked.config)), encoding="utf-8")
             copy.rename(folder)
-    return Adapter(name, source, folder, _rank(received.config), notes)
+    return Adapter(name, source, folder, _rank(checked.config), notes)
 
 
 def _stub_model(manifest: Manifest) -> nn.Module:
@@ -177,7 +177,7 @@ def _rank(config: Any) -> int:
     return int(max([config.r, *config.rank_pattern.values()]))
 
 
-def _check(config: PeftConfig, source: Path, most_rank: int) -> None:
+def _check_servable(config: PeftConfig, source: Path, most_rank: int) -> None:
     """Refuse an adapter that cannot be served as it is.
 
     Raises:
@@ -206,7 +206,7 @@ def _check(config: PeftConfig, source: Path, most_rank: int) -> None:
         )
 
 
-def _for_vllm(config: Any) -> dict[str, Any]:
+def _vllm_config(config: Any) -> dict[str, Any]:
     """An adapter's configuration in names: vLLM matches patterns while all sequences wait."""
     fields = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
     said = {name: getattr(config, name) for name in fields}

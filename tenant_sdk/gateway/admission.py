@@ -123,7 +123,7 @@ class Queue:
         if count > (largest := self._shares.largest):
             why = f"it asks for {count} sequences at once, and this gateway takes {largest}; ask for less"
             return Refusal(400, "invalid_request_error", why)
-        if self._shares.take(client, count):
+        if self._shares.reserve(client, count):
             self.requests += 1
             return None
         self.refused += 1
@@ -138,7 +138,7 @@ class Queue:
 
     def leave(self, client: str, count: int, seconds: float) -> None:
         """A client that entered with so many is done after so many seconds."""
-        self._shares.give_back(client, count)
+        self._shares.release(client, count)
         self.requests -= 1
         self._seconds.append(seconds)
 

@@ -9,7 +9,12 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from shared.encoded import UNREADABLE
 from tenant_sdk.gateway.completions import GenerationRequest, RequestSize
-from tenant_sdk.gateway.constraints import Constraint, ConstraintRefused, call_of, one_call_of
+from tenant_sdk.gateway.constraints import (
+    Constraint,
+    ConstraintRefused,
+    tool_arguments_constraint,
+    tool_calls_constraint,
+)
 from tenant_sdk.gateway.request_limits import (
     FIELDS_BYTES,
     MESSAGES,
@@ -177,8 +182,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
             )
         functions = {each.function.name: given(each.function.parameters) for each in given(self.tools)}
         if isinstance(choice, ChosenTool):
-            return call_of(functions[choice.function.name])
-        return one_call_of(functions)
+            return tool_arguments_constraint(functions[choice.function.name])
+        return tool_calls_constraint(functions)
 
     def size(self, context: int) -> RequestSize:
         """See ``RequestSize``; of its prompt an answer has nothing."""

@@ -164,17 +164,21 @@ def next_admissions(
         )  # of those that have as many, the first that came
         each = queues[client].popleft()
         within_share = share is None or used[client] + each.more <= share or not held[client]
-        if not within_share or (share is not None and each.more > free) or not for_sequences.take(client, 1):
+        if (
+            not within_share
+            or (share is not None and each.more > free)
+            or not for_sequences.reserve(client, 1)
+        ):
             del queues[client]
             continue
-        if each.adapter in adapters or for_adapters.take(client, 1):
+        if each.adapter in adapters or for_adapters.reserve(client, 1):
             adapters.add(each.adapter)
             begin.append(each.name)
             held[client] += 1
             used[client] += each.more
             free -= each.more
         else:
-            for_sequences.give_back(client, 1)
+            for_sequences.release(client, 1)
         if not queues[client]:
             del queues[client]
     return begin

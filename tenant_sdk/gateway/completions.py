@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from tenant_sdk.gateway.constraints import Constraint, constraint
+from tenant_sdk.gateway.constraints import Constraint, read_constraint
 from tenant_sdk.gateway.request_limits import (
     ANSWER_BYTES,
     ID_BYTES,
@@ -133,8 +133,8 @@ class GenerationRequest(Struct, kw_only=True):
         return False
 
     def unify_constraint(self) -> Constraint | None:
-        """See ``constraints.constraint``; the request has it in one field afterwards."""
-        limit = constraint(given(self.response_format), given(self.structured_outputs))
+        """See ``constraints.read_constraint``; the request has it in one field afterwards."""
+        limit = read_constraint(given(self.response_format), given(self.structured_outputs))
         self.response_format, self.structured_outputs = UNSET, limit.as_field() if limit else UNSET
         return limit
 

@@ -35,16 +35,16 @@ def written(config: SessionConfig) -> dict[str, Any]:
         value = getattr(config, name)
         if value == each.default or name == "profile":
             continue
-        plain[name] = _plain(value, each.option.unit, secret=bool(each.option.confidential))
+        plain[name] = _encode_value(value, each.option.unit, secret=bool(each.option.confidential))
     return plain
 
 
-def _plain(value: Any, unit: str = "", *, secret: bool = False) -> Any:
+def _encode_value(value: Any, unit: str = "", *, secret: bool = False) -> Any:
     if isinstance(value, Secret):
         names = [each.name for each in dataclasses.fields(value)]  # never what was read already
-        return {_SECRET: {name: _plain(getattr(value, name)) for name in names}}
+        return {_SECRET: {name: _encode_value(getattr(value, name)) for name in names}}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(each, unit, secret=secret) for each in value]
+        return [_encode_value(each, unit, secret=secret) for each in value]
     if (isinstance(value, Path) or (unit == "FILE" and isinstance(value, str))) and str(value) != SYSTEM:
         return str(Path(value).absolute())
     if isinstance(value, str) and value.startswith(LOCAL) and not value.startswith(LOCAL + HUB):
@@ -62,12 +62,12 @@ def read(options: Mapping[str, Any]) -> SessionConfig:
     Raises:
         ConfigurationError: see ``SessionConfig``.
     """
-    return SessionConfig(**{name: _read(value) for name, value in options.items()})
+    return SessionConfig(**{name: _decode_value(value) for name, value in options.items()})
 
 
-def _read(value: Any) -> Any:
+def _decode_value(value: Any) -> Any:
     if isinstance(value, list):
-        return [_read(each) for each in value]
+        return [_decode_value(each) for each in value]
     if not isinstance(value, dict):
         return value
     secret = value[_SECRET]

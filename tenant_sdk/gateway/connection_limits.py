@@ -78,7 +78,7 @@ class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
         self.shared.unauthenticated.leave(self)
         self._read()
         if self._client is not None:
-            self.shared.known.give_back(self._client, 1)
+            self.shared.known.release(self._client, 1)
             self._client = None
         super().connection_lost(exc)
 
@@ -125,7 +125,7 @@ class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
             client = self.shared.authenticator.admit(self.headers)
             if not isinstance(client, Refusal):
                 self.shared.unauthenticated.leave(self)
-                if not self.shared.known.take(client, 1):
+                if not self.shared.known.reserve(client, 1):
                     self.transport.abort()
                     return
                 self._client = client
@@ -155,7 +155,7 @@ class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
         self._unread = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
         if self._client is not None:
             size = self.transport.get_write_buffer_size()
-            if not self.shared.unread.take(self._client, size):
+            if not self.shared.unread.reserve(self._client, size):
                 self.transport.abort()
                 return
             self._held = size
@@ -168,7 +168,7 @@ class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
     def _read(self) -> None:
         self._cancel("_unread")
         if self._held and self._client is not None:
-            self.shared.unread.give_back(self._client, self._held)
+            self.shared.unread.release(self._client, self._held)
         self._held = 0
 
     def send_400_response(self, msg: str) -> None:

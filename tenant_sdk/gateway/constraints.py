@@ -47,13 +47,17 @@ class Constraint(NamedTuple):
         return {self.kind: json.loads(self.text) if self.kind == "choice" else self.text}
 
 
-def constraint(response_format: Any, structured_outputs: Any) -> Constraint | None:
+def read_constraint(response_format: Any, structured_outputs: Any) -> Constraint | None:
     """The constraint of a request, from its fields of these names; None: it has none.
 
     Raises:
         ConstraintRefused: it is none that this gateway takes.
     """
-    constraints = [each for each in (_of_format(response_format), _of_outputs(structured_outputs)) if each]
+    constraints = [
+        each
+        for each in (_from_response_format(response_format), _from_structured_outputs(structured_outputs))
+        if each
+    ]
     if len(constraints) > 1:
         raise ConstraintRefused("give response_format or structured_outputs, not both")
     if not constraints:
@@ -62,22 +66,22 @@ def constraint(response_format: Any, structured_outputs: Any) -> Constraint | No
     return constraints[0]
 
 
-def call_of(parameters: dict[str, Any] | None) -> Constraint:
+def tool_arguments_constraint(parameters: dict[str, Any] | None) -> Constraint:
     """The arguments of a function, by the schema of its parameters.
 
     Raises:
-        ConstraintRefused: see ``constraint``.
+        ConstraintRefused: see ``read_constraint``.
     """
     encoded = Constraint("json", _encoded(parameters or _NO_PARAMETERS))
     _check(encoded)
     return encoded
 
 
-def one_call_of(functions: Mapping[str, dict[str, Any] | None]) -> Constraint:
+def tool_calls_constraint(functions: Mapping[str, dict[str, Any] | None]) -> Constraint:
     """A list of calls of functions, not empty, by the schemas of their parameters.
 
     Raises:
-        ConstraintRefused: see ``constraint``.
+        ConstraintRefused: see ``read_constraint``.
     """
     calls, definitions = list[dict[str, Any]](), dict[str, Any]()
     for name, function_parameters in functions.items():
@@ -97,64 +101,64 @@ def one_call_of(functions: Mapping[str, dict[str, Any] | None]) -> Constraint:
 
 
 # Of a schema: schemas by name, lists of them, and single ones; what else is in it is data.
-_BY_NAME, _LISTS = (
+_NAMED_SUBSCHEMAS, _LISTED_SUBSCHEMAS = (
     ("properties", "patternProperties", "$defs", "definitions"),
     ("anyOf", "oneOf", "prefixItems"),
 )
 _OPEN = {"additionalProperties", "unevaluatedProperties", "allOf", "$ref"}
-_SINGLE = ("items", "additionalProperties", "contains", "else", "then")
-_OWN = {"properties", "patternProperties", "additionalProperties"}
+_SINGLE_SUBSCHEMAS = ("items", "additionalProperties", "contains", "else", "then")
+_MEMBER_KEYS = {"properties", "patternProperties", "additionalProperties"}
 
 
-def closed(schema: Any) -> Any:
+def close_objects(schema: Any) -> Any:
     """A schema whose objects have no other members than those that it describes, unless it says so.
 
     Models go on with members of their own where they may. A schema that describes an object in several
     places is left as it is: closed, each of them would forbid the members of the others.
     """
-    return schema if _in_places(schema) else _closed(schema)
+    return schema if _described_in_several_places(schema) else _close_objects(schema)
 
 
-def _in_places(schema: Any) -> bool:
+def _described_in_several_places(schema: Any) -> bool:
     """Whether any object of a schema is described in several places."""
     if not isinstance(schema, dict):
         return False
-    places = bool(schema.keys() & _OWN) + sum(key in schema for key in ("$ref", "anyOf", "oneOf"))
+    places = bool(schema.keys() & _MEMBER_KEYS) + sum(key in schema for key in ("$ref", "anyOf", "oneOf"))
     if isinstance(several := schema.get("allOf"), list):
         places += len(several)
-    return places > 1 or any(map(_in_places, _inside(schema)))
+    return places > 1 or any(map(_described_in_several_places, _subschemas(schema)))
 
 
-def _inside(schema: dict[str, Any]) -> Iterator[Any]:
+def _subschemas(schema: dict[str, Any]) -> Iterator[Any]:
     """The schemas directly in one."""
-    for key in _BY_NAME:
+    for key in _NAMED_SUBSCHEMAS:
         if isinstance(named := schema.get(key), dict):
             yield from named.values()
-    for key in (*_LISTS, "allOf"):
+    for key in (*_LISTED_SUBSCHEMAS, "allOf"):
         if isinstance(listed := schema.get(key), list):
             yield from listed
-    yield from (schema[key] for key in _SINGLE if key in schema)
+    yield from (schema[key] for key in _SINGLE_SUBSCHEMAS if key in schema)
 
 
-def _closed(schema: Any) -> Any:
+def _close_objects(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     strict = dict(schema)
-    for key in _BY_NAME:
+    for key in _NAMED_SUBSCHEMAS:
         if isinstance(strict.get(key), dict):
-            strict[key] = {name: _closed(each) for name, each in strict[key].items()}
-    for key in _LISTS:
+            strict[key] = {name: _close_objects(each) for name, each in strict[key].items()}
+    for key in _LISTED_SUBSCHEMAS:
         if isinstance(strict.get(key), list):
-            strict[key] = [_closed(each) for each in strict[key]]
-    for key in _SINGLE:
+            strict[key] = [_close_objects(each) for each in strict[key]]
+    for key in _SINGLE_SUBSCHEMAS:
         if key in strict:
-            strict[key] = _closed(strict[key])
+            strict[key] = _close_objects(strict[key])
     if "properties" in strict and not strict.keys() & _OPEN:
         strict["additionalProperties"] = False
     return strict
 
 
-def _of_format(response_format: Any) -> Constraint | None:
+def _from_response_format(response_format: Any) -> Constraint | None:
     if response_format is None:
         return None
     kind = response_format.get("type") if isinstance(response_format, dict) else None
@@ -171,7 +175,7 @@ def _of_format(response_format: Any) -> Constraint | None:
     )
 
 
-def _of_outputs(outputs: Any) -> Constraint | None:
+def _from_structured_outputs(outputs: Any) -> Constraint | None:
     if outputs is None:
         return None
     if not isinstance(outputs, dict):

@@ -80,7 +80,7 @@ def write_folder(session: Session, options: Mapping[str, Any], mark: str, folder
     config = {name: value for name, value in model.config.to_dict().items() if name in known}
     config["quantization_config"] = {"quant_method": METHOD, "mark": mark, "session": dict(options)}
     config["architectures"] = [type(model).__name__]
-    tokenizer = without_end(session.load_tokenizer())
+    tokenizer = without_end_token(session.load_tokenizer())
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     _drop_unknown_ends(config, model.generation_config, tokenizer, vocabulary)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
@@ -110,7 +110,7 @@ def _drop_unknown_ends(config: dict[str, Any], generation: Any, tokenizer: Any, 
         )
 
 
-def without_end(tokenizer: Any) -> Any:
+def without_end_token(tokenizer: Any) -> Any:
     """The tokenizer, which from now on adds nothing behind a text: an answer follows it, as in training."""
     from tokenizers import Tokenizer
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import llguidance
 import msgspec
 
-from tenant_sdk.gateway.constraints import Constraint, closed
+from tenant_sdk.gateway.constraints import Constraint, close_objects
 from tenant_sdk.gateway.helper_process import answer
 
 SECONDS = 0.4  # of a processor, for one trial
@@ -64,7 +64,7 @@ def _grammars(constraint: Constraint) -> list[str]:
     if constraint.kind != "json":
         return [llguidance.grammar_from(constraint.kind, constraint.text)]
     schema = json.loads(constraint.text)
-    forms = dict.fromkeys(json.dumps(each) for each in (closed(schema), schema))
+    forms = dict.fromkeys(json.dumps(each) for each in (close_objects(schema), schema))
     return [llguidance.LLMatcher.grammar_from_json_schema(form, defaults=_FORM) for form in forms]
 
 

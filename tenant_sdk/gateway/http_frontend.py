@@ -117,7 +117,7 @@ class HttpFrontend:
             return await self._application(scope, receive, send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
-        receive, send = _until_given_up(receive, send)
+        receive, send = _giving_up_slow_clients(receive, send)
         path = scope["path"]
         client = self._authenticator.admit(scope["headers"])
         if path in OPEN and (self._authenticator.keys or isinstance(client, str)):
@@ -136,8 +136,8 @@ class HttpFrontend:
             if not isinstance(body, bytes):
                 return await _refuse(send, body)
             if path not in GENERATES | TOKENIZES:
-                return await self._serve_unqueued(client, scope, _replayed(body, receive), send)
-            wanted = self._away() or await self._parse(client, path, body)
+                return await self._serve_unqueued(client, scope, _replaying_body(body, receive), send)
+            wanted = self._executors_away() or await self._parse(client, path, body)
         if isinstance(wanted, Refusal):
             return await _refuse(send, wanted)
         if why := self._served.unserved(wanted.model):
@@ -151,7 +151,7 @@ class HttpFrontend:
         entered = self._clock()
         try:
             await self._serve_queued(client, wanted, scope, receive, send)
-            await _flushed(scope)
+            await _wait_until_flushed(scope)
         finally:
             self._queue.leave(client, wanted.sequences, self._clock() - entered)
 
@@ -160,22 +160,22 @@ class HttpFrontend:
         if method not in ("GET", "HEAD"):
             return await _refuse(send, Refusal(405, "invalid_request_error", f"{path} is only read"))
         if path == "/":
-            return await _say(send, PAGE.encode(), b"text/html; charset=utf-8", HEADERS)
+            return await _respond(send, PAGE.encode(), b"text/html; charset=utf-8", HEADERS)
         status = Status.read(self._folder)
         if status.failing:
             return await _refuse(send, failure_refusal(status.failure, status.error, self._retry_after))
-        return await _say(send, b'{"status":"ok"}', b"application/json")
+        return await _respond(send, b'{"status":"ok"}', b"application/json")
 
     async def _serve_unqueued(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
         """Have a request answered that needs no place in the queue."""
-        if not self._unqueued.take(client, 1):
+        if not self._unqueued.reserve(client, 1):
             why = "too many requests for adapters or figures are under way with your key; try again"
             return await _refuse(send, Refusal(429, "overloaded", why, 1))
         try:
             await self._application(scope, receive, send)
-            await _flushed(scope)
+            await _wait_until_flushed(scope)
         finally:
-            self._unqueued.give_back(client, 1)
+            self._unqueued.release(client, 1)
 
     async def _serve_queued(
         self, client: str, wanted: ParsedRequest, scope: Message, receive: Receive, send: Send
@@ -184,7 +184,7 @@ class HttpFrontend:
         body = wanted.body
         if scope["path"] in TOKENIZES:
             await self._serve_one_per_client(
-                client, _with_length(scope, body), _replayed(body, receive), send
+                client, _with_body(scope, body), _replaying_body(body, receive), send
             )
             return
         if wanted.constraint is not None:
@@ -196,7 +196,7 @@ class HttpFrontend:
         name, entered = request_name(client, secrets.token_hex(16)), self._clock()
         if scope["path"] == RESPONSES:  # vLLM takes the name of the others from a header
             body = body[:-1] + f',"request_id":"resp_{name}"}}'.encode()
-        explaining_send = self._explaining_send(send, name, entered)
+        explaining_send = self._send_explaining_failures(send, name, entered)
         begun = False
 
         async def tell(message: Message) -> None:
@@ -205,7 +205,9 @@ class HttpFrontend:
             await explaining_send(message)
 
         try:
-            await self._application(_with_length(scope, body, name.encode()), _replayed(body, receive), tell)
+            await self._application(
+                _with_body(scope, body, name.encode()), _replaying_body(body, receive), tell
+            )
         except Exception:
             if scope["path"] != RESPONSES or not begun:
                 raise
@@ -218,12 +220,12 @@ class HttpFrontend:
         """Have one request at a time answered of a client's that take the server long."""
         answer = list[Message]()
 
-        async def keep(message: Message) -> None:  # others do not wait until this client reads
+        async def collect(message: Message) -> None:  # others do not wait until this client reads
             answer.append(message)
 
         # Not a turn among all: its text waits for one in vLLM's threads, behind the client's own.
         async with self._client_locks.setdefault(client, asyncio.Lock()):
-            await self._application(scope, receive, keep)
+            await self._application(scope, receive, collect)
         for message in answer:
             await send(message)
 
@@ -253,12 +255,12 @@ class HttpFrontend:
             max_bytes = min(BODY_BYTES, longest)
         body = bytearray()
         try:
-            yield await self._received(client, max_bytes, body, receive)
+            yield await self._receive_body(client, max_bytes, body, receive)
         finally:
             if body:
-                self._arriving.give_back(client, len(body))
+                self._arriving.release(client, len(body))
 
-    async def _received(
+    async def _receive_body(
         self, client: str, max_bytes: int, body: bytearray, receive: Receive
     ) -> bytes | Refusal | None:
         try:
@@ -272,7 +274,7 @@ class HttpFrontend:
                         return Refusal(
                             413, "invalid_request_error", f"a request here has {max_bytes} bytes at most"
                         )
-                    if not self._arriving.take(client, len(part)):
+                    if not self._arriving.reserve(client, len(part)):
                         why = "too many requests are arriving; try again"
                         return Refusal(429, "overloaded", why, self._queue.retry_after)
                     body += part
@@ -282,14 +284,14 @@ class HttpFrontend:
             why = f"the request did not come within {BODY_SECONDS:g} s"
             return Refusal(408, "invalid_request_error", why)
 
-    def _away(self) -> Refusal | None:
+    def _executors_away(self) -> Refusal | None:
         """What would be told after the patience, if executors are known to be away."""
         status = Status.read(self._folder)
         if not status.failing or status.failure != Failure.AWAY:
             return None
         return failure_refusal(status.failure, status.error, self._retry_after)
 
-    def _explaining_send(self, send: Send, name: str, since: float) -> Send:
+    def _send_explaining_failures(self, send: Send, name: str, since: float) -> Send:
         """``send``, for which a failure of a step is what ``failure_refusal`` makes of it."""
         failed = False
 
@@ -300,7 +302,7 @@ class HttpFrontend:
                 return await _refuse(send, self._step_refusal(name, since))
             if failed:  # the body of what was replaced
                 return None
-            if _failed(message.get("body", b"")):
+            if _is_server_error(message.get("body", b"")):
                 message = {
                     **message,
                     "body": b"data: " + self._step_refusal(name, since).encoded() + b"\n\n",
@@ -318,7 +320,7 @@ class HttpFrontend:
         return failure_refusal(status.failure, status.error, self._retry_after)
 
 
-def _failed(event: bytes) -> bool:
+def _is_server_error(event: bytes) -> bool:
     """Whether a part of a stream says that the gateway failed, and not that its client is wrong."""
     if not event.startswith(_ERROR):
         return False
@@ -347,13 +349,13 @@ async def _unless_gone(answer: Awaitable[Refusal], receive: Receive) -> Refusal 
         gone.cancel()
 
 
-async def _flushed(scope: Message) -> None:
+async def _wait_until_flushed(scope: Message) -> None:
     """Until the client has taken its answer, or is given up: as long it has its place."""
     if (flush := scope.get("extensions", {}).get(FLUSHED)) is not None:
         await flush()
 
 
-def _until_given_up(receive: Receive, send: Send) -> tuple[Receive, Send]:
+def _giving_up_slow_clients(receive: Receive, send: Send) -> tuple[Receive, Send]:
     """Both, for which a client that does not read has hung up: its sequences are computed for nobody."""
     gone = asyncio.Event()
 
@@ -366,7 +368,7 @@ def _until_given_up(receive: Receive, send: Send) -> tuple[Receive, Send]:
         except TimeoutError:
             gone.set()
 
-    async def hear() -> Message:
+    async def receive_or_give_up() -> Message:
         heard, given_up = asyncio.ensure_future(receive()), asyncio.ensure_future(gone.wait())
         try:
             await asyncio.wait({heard, given_up}, return_when=asyncio.FIRST_COMPLETED)
@@ -375,10 +377,10 @@ def _until_given_up(receive: Receive, send: Send) -> tuple[Receive, Send]:
             heard.cancel()
             given_up.cancel()
 
-    return hear, tell
+    return receive_or_give_up, tell
 
 
-def _with_length(scope: Message, body: bytes, name: bytes = b"") -> Message:
+def _with_body(scope: Message, body: bytes, name: bytes = b"") -> Message:
     """A request whose body was written again, under a name of ours."""
     replaced = (b"content-length", b"content-type")
     headers = [header for header in scope["headers"] if header[0].lower() not in replaced]
@@ -388,7 +390,7 @@ def _with_length(scope: Message, body: bytes, name: bytes = b"") -> Message:
     return {**scope, "headers": headers}
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
+def _replaying_body(body: bytes, receive: Receive) -> Receive:
     """``receive`` as if nobody had asked for the body yet."""
     first: Message | None = {"type": "http.request", "body": body, "more_body": False}
 
@@ -400,7 +402,9 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return once_more
 
 
-async def _say(send: Send, body: bytes, kind: bytes, more: Mapping[str, str] = MappingProxyType({})) -> None:
+async def _respond(
+    send: Send, body: bytes, kind: bytes, more: Mapping[str, str] = MappingProxyType({})
+) -> None:
     headers = [(name.lower().encode(), value.encode()) for name, value in more.items()]
     headers += [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})

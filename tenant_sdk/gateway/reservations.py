@@ -43,7 +43,7 @@ class Reservations:
         """Taken by all."""
         return sum(self.taken.values())
 
-    def take(self, client: str, count: int) -> bool:
+    def reserve(self, client: str, count: int) -> bool:
         """Whether a client could; it gives back what it took."""
         others = [min(self.reserved, amount) for other, amount in self.taken.items() if other != client]
         kept = self.reserved * (self.clients - 1) - sum(others)
@@ -52,7 +52,7 @@ class Reservations:
         self.taken[client] = self.taken.get(client, 0) + count
         return True
 
-    def give_back(self, client: str, count: int) -> None:
+    def release(self, client: str, count: int) -> None:
         """What ``take`` took."""
         self.taken[client] -= count
 

@@ -32,7 +32,7 @@ from tenant_sdk.gateway.client_fairness import (
 from tenant_sdk.gateway.grammars import ENGINE_STACK
 from tenant_sdk.gateway.status import SequenceErrors, client_of
 from tenant_sdk.gateway.step_latency import StepLatency
-from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance, by_client
+from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance, compile_by_client
 from tenant_sdk.gateway.worker import FailedStep
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Scheduler(Base):  # type: ignore[misc]
             manager.backend = LimitedGuidance(
                 self.vllm_config, tokenizer=manager.tokenizer, vocab_size=vocabulary
             )
-            by_client(manager, client_of)
+            compile_by_client(manager, client_of)
 
     def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
         """See vLLM; clients take turns. What a step does is remembered, since clients hang up."""

@@ -85,7 +85,7 @@ def serve(options: GatewayOptions, config: SessionConfig, say: Callable[[str], N
             experts=config.experts,
         )
     _check_port(options)
-    signal.signal(signal.SIGTERM, _end)  # until vLLM has its own: the folder goes, however early that is
+    signal.signal(signal.SIGTERM, _exit)  # until vLLM has its own: the folder goes, however early that is
     if options.ready_file is not None:
         options.ready_file.unlink(missing_ok=True)
     options, config = _with_absolute_paths(options), read(written(config))
@@ -105,7 +105,7 @@ def serve(options: GatewayOptions, config: SessionConfig, say: Callable[[str], N
         _run(_arguments(options, settings), settings)
 
 
-def _end(*_: object) -> None:
+def _exit(*_: object) -> None:
     raise SystemExit(128 + signal.SIGTERM)
 
 
@@ -154,7 +154,7 @@ def _set_environment(options: GatewayOptions, folder: Path) -> None:
         "LD_LIBRARY_PATH": ":".join(filter(None, libraries)) or str(folder),
         # No limit: it would count the time in which a chat waits for its turn, and end all clients' turns.
         "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT": "0",
-        # Constraints of tools are tried before, as they are here (``constraints.one_call_of``).
+        # Constraints of tools are tried before, as they are here (``constraints.tool_calls_constraint``).
         "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0",
         "TORCH_COMPILE_DISABLE": "1",  # the first request that needs a function would wait for a compiler
     }
@@ -299,7 +299,7 @@ def _arguments(options: GatewayOptions, settings: GatewaySettings) -> list[str]:
     if options.adapters is not None:
         arguments |= {
             "max-loras": options.max_adapters,
-            "max-cpu-loras": max(options.max_adapters, _kept(manifest, settings.most_rank)),
+            "max-cpu-loras": max(options.max_adapters, _adapters_in_memory(manifest, settings.most_rank)),
             "max-lora-rank": settings.most_rank,
         }
     if options.speculate:
@@ -324,13 +324,13 @@ def _arguments(options: GatewayOptions, settings: GatewaySettings) -> list[str]:
     return [
         *listed,
         *(f"--{flag}" for flag in flags),
-        *(_only_beside_experts(manifest) if options.adapters is not None else []),
+        *(_targets_beside_experts(manifest) if options.adapters is not None else []),
         "--disable-fastapi-docs",
         "--disable-uvicorn-access-log",
     ]
 
 
-def _kept(manifest: Manifest, rank: int) -> int:
+def _adapters_in_memory(manifest: Manifest, rank: int) -> int:
     """Adapters that a quarter of the free memory holds, if all have this rank in every layer, in float32.
 
     A step that needs another one waits for the disk, with all clients' sequences.
@@ -342,7 +342,7 @@ def _kept(manifest: Manifest, rank: int) -> int:
     return min(max_adapters, MAX_ADAPTERS)
 
 
-def _only_beside_experts(manifest: Manifest) -> list[str]:
+def _targets_beside_experts(manifest: Manifest) -> list[str]:
     """What keeps vLLM's layers for adapters away from experts: on processors they do not run there."""
     members = [each for group in manifest.groups if not group.head for each in group.members]
     others = {each.name.rpartition(".")[2] for each in members if each.expert is None}

@@ -120,7 +120,7 @@ class LimitedGuidance(GuidanceBackend):  # type: ignore[misc]
         """One for a sequence of a client."""
         with self._lock:
             matcher, uses = self._kept.pop((client, constraint), (None, 0))
-        if matcher is None or uses >= SHARED or _used_up(matcher):
+        if matcher is None or uses >= SHARED or _is_used_up(matcher):
             matcher, uses = compiled(self.ll_tokenizer, constraint), 0
         with self._lock:
             self._kept[client, constraint] = matcher, uses + 1
@@ -132,14 +132,14 @@ class LimitedGuidance(GuidanceBackend):  # type: ignore[misc]
         return matcher.deep_copy()
 
 
-def _used_up(matcher: Any) -> bool:
+def _is_used_up(matcher: Any) -> bool:
     """Whether earlier sequences left no states for another one."""
     probe = matcher.deep_copy()
     probe.compute_logit_bias()
     return bool(probe.is_error())
 
 
-def by_client(manager: Any, client_of: Callable[[str], str]) -> None:
+def compile_by_client(manager: Any, client_of: Callable[[str], str]) -> None:
     """Have vLLM's manager compile constraints of one client after another, and none whose request has ended.
 
     Its own thread would compile in the order of arrival, also for clients that have hung up.

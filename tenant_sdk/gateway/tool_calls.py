@@ -12,7 +12,7 @@ GROWTH = 8
 JSON_CALLS = "hermes"  # vLLM's parser for calls that must be made, in which it looks for JSON and no marks
 
 
-def bounded_parser(reads: Any, forced: Any, message: Any, *, collects: bool) -> Any:
+def bounded_parser(automatic: Any, required: Any, message: Any, *, collects: bool) -> Any:
     """A parser of vLLM's that looks at less, see ``vllm.parser.Parser``.
 
     It looks again at a call that has grown by an eighth, so that all its looks at an answer together cost
@@ -20,16 +20,16 @@ def bounded_parser(reads: Any, forced: Any, message: Any, *, collects: bool) -> 
     ``MAX_CHARACTERS`` is passed on as it is.
 
     Args:
-        reads: vLLM's parser for answers that may have calls.
-        forced: the one for answers that must be calls, for which not every parser has a constraint.
+        automatic: vLLM's parser for answers that may have calls.
+        required: the one for answers that must be calls, for which not every parser has a constraint.
         message: of a stream, as vLLM calls it: ``DeltaMessage``.
-        collects: whether ``reads`` finds the same in long parts of a stream as in its tokens.
+        collects: whether ``automatic`` finds the same in long parts of a stream as in its tokens.
     """
 
-    class Bounded(reads):  # type: ignore[misc]
+    class BoundedParser(automatic):  # type: ignore[misc]
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            self._forced = forced(*arguments, **options)
+            self._forced = required(*arguments, **options)
             self._text, self._tokens = "", list[int]()  # that it has not looked at
             self._seen = self._content = 0  # characters that it has, and those of them before a call
             self._full = False
@@ -75,7 +75,7 @@ def bounded_parser(reads: Any, forced: Any, message: Any, *, collects: bool) -> 
                 found.content = (found.content or "") + delta_text
             return found
 
-    return Bounded
+    return BoundedParser
 
 
 def _must_call(request: Any) -> bool:

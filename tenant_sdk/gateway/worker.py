@@ -86,14 +86,18 @@ class Worker(Base):  # type: ignore[misc]
                 check_adaptable(self.model_runner.model)
                 vllm_patches.include_every_version()
         except (SymbiosisError, ValueError) as error:
-            why = _shown(error) if isinstance(error, SymbiosisError) else f"vLLM does not take this: {error}"
+            why = (
+                _error_for_user(error)
+                if isinstance(error, SymbiosisError)
+                else f"vLLM does not take this: {error}"
+            )
             Status(error=why).write(Path(self.vllm_config.model_config.model))
             raise SystemExit(1) from error  # without pages on how it came there
         if current_platform.is_cpu():
             from tenant_sdk.gateway.segmented import multiply_meanwhile
 
             multiply_meanwhile(self.model_runner.model)
-        self.model_runner.model.register_forward_hook(_without_lost)
+        self.model_runner.model.register_forward_hook(_zero_lost_rows)
         vllm_patches.patch_sampling()
         self._lost, self._in_step = dict[str, str](), list[str]()
         config = self.vllm_config
@@ -120,7 +124,7 @@ class Worker(Base):  # type: ignore[misc]
         for name, layer in adapter.loras.items():
             downs, ups = (each if isinstance(each, list) else [each] for each in (layer.lora_a, layer.lora_b))
             for down, up in zip(downs, ups, strict=True):
-                if down is not None and not _sane(down, up):
+                if down is not None and not _has_ordinary_size(down, up):
                     self.remove_lora(lora_request.lora_int_id)
                     raise ValueError(
                         f"at {name} it makes numbers above {ADAPTER_MOST:g} of numbers about 1, or none at "
@@ -143,8 +147,8 @@ class Worker(Base):  # type: ignore[misc]
             with request_options(self._request_options(scheduler_output)):
                 output = super().execute_model(scheduler_output)
             if status.failing:
-                self._write(failing=False)
-            self._lost = self._owners(scheduled)
+                self._write_status(failing=False)
+            self._lost = self._lost_sequences(scheduled)
             return output
         except Exception as error:
             return self._failed(error)
@@ -155,9 +159,9 @@ class Worker(Base):  # type: ignore[misc]
         log.warning("a step failed: %s", error if ours else redacted(error))
         status.failed_steps += 1
         status.failure = Failure.of(error)
-        status.error = _shown(error) if ours else ""
+        status.error = _error_for_user(error) if ours else ""
         status.failed_at = time.monotonic()
-        self._write(failing=True)  # before the clients are told
+        self._write_status(failing=True)  # before the clients are told
         return FailedStep(
             req_ids=self._in_step,
             req_id_to_index={request: at for at, request in enumerate(self._in_step)},
@@ -167,7 +171,7 @@ class Worker(Base):  # type: ignore[misc]
     def sample_tokens(self, grammar_output: Any) -> Any:
         """See vLLM; sequences whose rows were lost get no token."""
         try:
-            with _for_later(self.model_runner):
+            with _keep_generators(self.model_runner):
                 output = super().sample_tokens(grammar_output)
         except Exception as error:
             return self._failed(error)
@@ -179,7 +183,7 @@ class Worker(Base):  # type: ignore[misc]
         log.warning("%d of %d sequences of a step were lost", len(self._lost), len(output.req_ids))
         return PartlyFailed(**vars(output), lost=self._lost)
 
-    def _owners(self, scheduled: dict[str, int]) -> dict[str, str]:
+    def _lost_sequences(self, scheduled: dict[str, int]) -> dict[str, str]:
         """The sequences of a step whose rows were lost, and why."""
         if non_finite_rows.rows is None:
             return {}
@@ -187,9 +191,9 @@ class Worker(Base):  # type: ignore[misc]
         counts = [scheduled[each] for each in sequences]
         parts = non_finite_rows.rows[: sum(counts)].split(counts)
         lost = [sequence for sequence, part in zip(sequences, parts, strict=True) if part.any()]
-        return {sequence: self._explained(sequence) for sequence in lost}
+        return {sequence: self._lost_explanation(sequence) for sequence in lost}
 
-    def _explained(self, sequence: str) -> str:
+    def _lost_explanation(self, sequence: str) -> str:
         adapter = self.model_runner.requests[sequence].lora_request
         maker = "the model" if adapter is None else f"the adapter {adapter.lora_name}"
         return f"{maker} made NaN, infinity or absurdly large numbers of this text; other requests went on"
@@ -216,7 +220,7 @@ class Worker(Base):  # type: ignore[misc]
         while True:
             if os.getppid() != server:  # it was killed, and nobody ends this process
                 os._exit(1)
-            self._write()
+            self._write_status()
             pause.wait(STATUS_SECONDS)
             waited += STATUS_SECONDS
             status = self._status
@@ -225,15 +229,15 @@ class Worker(Base):  # type: ignore[misc]
                 try:
                     probe()
                 except SymbiosisError as error:  # which may be another: back with another model, say
-                    status.failure, status.error = Failure.of(error), _shown(error)
+                    status.failure, status.error = Failure.of(error), _error_for_user(error)
                     continue
                 except Exception:  # or nobody would look again, and all would be refused
                     log.exception("cannot look whether the executor is back")
                     continue
                 if status.failed_at == failed_at:
-                    self._write(failing=False)
+                    self._write_status(failing=False)
 
-    def _write(self, failing: bool | None = None) -> None:
+    def _write_status(self, failing: bool | None = None) -> None:
         """Tell the counters, and whether steps fail if that has changed. Two threads do."""
         with self._status_lock:
             stats, status = session_here().stats, self._status
@@ -249,7 +253,7 @@ class Worker(Base):  # type: ignore[misc]
                 log.warning("cannot write to %s: %s", self._folder, error.strerror)
 
 
-def _shown(error: Exception) -> str:
+def _error_for_user(error: Exception) -> str:
     """What it says to the user of the command line."""
     if isinstance(error, SymbiosisError):
         error.show_options(flags_of(SessionConfig) | flags_of(GatewayOptions))
@@ -257,7 +261,7 @@ def _shown(error: Exception) -> str:
 
 
 @contextmanager
-def _for_later(runner: Any) -> Iterator[None]:
+def _keep_generators(runner: Any) -> Iterator[None]:
     """Leave the generators of sequences that still read their prompt alone in this block.
 
     vLLM draws a token for these too, and sets their generators back, which those of a processor cannot be.
@@ -271,12 +275,12 @@ def _for_later(runner: Any) -> Iterator[None]:
         generators.update(kept)
 
 
-def _without_lost(_: Any, __: Any, hidden: Any) -> Any:
+def _zero_lost_rows(_: Any, __: Any, hidden: Any) -> Any:
     """What a model makes last is looked at by no layer behind it; see ``NonFiniteRows``."""
     return non_finite_rows.without(hidden) if isinstance(hidden, torch.Tensor) else hidden
 
 
-def _sane(down: torch.Tensor, up: torch.Tensor) -> bool:
+def _has_ordinary_size(down: torch.Tensor, up: torch.Tensor) -> bool:
     """Whether ``x A^T B^T`` is of an ordinary size; the scale is in B."""
     chance = torch.Generator()
     chance.seed()  # its author must not know the rows

@@ -20,8 +20,10 @@ _KINDS = {"lora": "LORA", "ia3": "IA3", "vera": "VERA", "loha": "LOHA", "lokr": 
 _LORAS = ("lora", "rslora", "adalora")
 # Two layers of each expert are one parameter, which PEFT gives twice the rank. It looks for it among layers
 # alone before it says that it has not.
-_UNTRUE = "The following (rank|alpha)_pattern keys did not match any targeted module and were ignored: "
-_TWO_IN_ONE, _TWO_LAYERS = "gate_up_proj", ", which is two layers in one"
+_FALSE_WARNING = (
+    "The following (rank|alpha)_pattern keys did not match any targeted module and were ignored: "
+)
+_FUSED_LAYER, _FUSED_NOTE = "gate_up_proj", ", which is two layers in one"
 _LONGEST_NAME = 40
 _OF_EXPERTS = r"\[('[^']*\.gate_up_proj'(, )?)+\]"
 
@@ -174,7 +176,7 @@ def find_method(name: str) -> Method:
     raise ConfigurationError(f"unknown method {name!r}{why}; choose from {', '.join(METHODS)}")
 
 
-def options_of(config: Any) -> dict[str, Any]:
+def training_options_of(config: Any) -> dict[str, Any]:
     """The options of a training that made an adapter, from PEFT's configuration of it.
 
     Raises:
@@ -232,24 +234,24 @@ def default_rate(method: Method, model: Any) -> float:
 
 
 @contextmanager
-def no_untrue_warnings(keys: str = _OF_EXPERTS) -> Iterator[None]:
+def without_false_warnings(keys: str = _OF_EXPERTS) -> Iterator[None]:
     """Around what makes an adapter: keep back PEFT's word that experts' rank was ignored.
 
     Args:
         keys: a regular expression of the keys that are not told; of a folder that was read, none are.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=_UNTRUE + keys, category=RuntimeWarning)
+        warnings.filterwarnings("ignore", message=_FALSE_WARNING + keys, category=RuntimeWarning)
         yield
 
 
-def other_ranks(adapted: Any) -> str:
+def other_ranks_text(adapted: Any) -> str:
     """Where LoRA's rank is another than was asked for, to go on a line with; or nothing."""
     patterns = getattr(adapted.peft_config["default"], "rank_pattern", None) or {}
     ranks = {key: rank for key, rank in patterns.items() if isinstance(rank, int)}  # AdaLoRA's are lists
     pairs = dict.fromkeys((key.rpartition(".")[2], rank) for key, rank in ranks.items())
     return "".join(
-        f"; rank {rank} in {peer_text(name, _LONGEST_NAME)}{_TWO_LAYERS if name == _TWO_IN_ONE else ''}"
+        f"; rank {rank} in {peer_text(name, _LONGEST_NAME)}{_FUSED_NOTE if name == _FUSED_LAYER else ''}"
         for name, rank in pairs
     )
 
@@ -280,7 +282,7 @@ def add_adapter(model: Any, options: AdapterOptions) -> Any:
     layers = {name for name, each in model.named_modules() if isinstance(each, (VirtLinear, VirtConv1D))}
     names = sorted({name.rpartition(".")[2] for name in layers})
     try:
-        with no_untrue_warnings():
+        with without_false_warnings():
             adapted = _peft().get_peft_model(model, method.make(options))
     except (ValueError, KeyError, TypeError) as error:
         if method.low_rank and re.search("target.modules", str(error), re.IGNORECASE):
@@ -293,7 +295,7 @@ def add_adapter(model: Any, options: AdapterOptions) -> Any:
         raise ConfigurationError(
             f"{options.method} does not fit {type(model).__name__} with these options: {error}"
         ) from error
-    if method.low_rank and (lost := _lost(adapted, options.targets)):
+    if method.low_rank and (lost := _targets_without_layers(adapted, options.targets)):
         raise ConfigurationError(
             "{target_modules}: {} has no layer of that name; those with the provider are {}",
             *(type(model).__name__, ",".join(names)),
@@ -304,7 +306,7 @@ def add_adapter(model: Any, options: AdapterOptions) -> Any:
     return adapted
 
 
-def _lost(adapted: Any, targets: tuple[str, ...]) -> list[str]:
+def _targets_without_layers(adapted: Any, targets: tuple[str, ...]) -> list[str]:
     """Targets that PEFT has found no layer for; those that it knows as parts of experts it takes out."""
     found, left = adapted.base_model.targeted_module_names, adapted.peft_config["default"].target_modules
     return [

@@ -16,12 +16,12 @@ _LETTER = "a"
 _SHOWN = 8  # characters that a line names, of those of which the same becomes
 
 
-def note(first: dict[str, int], characters: set[str], line: int) -> None:
+def note_first_lines(first: dict[str, int], characters: set[str], line: int) -> None:
     """Add the line of those characters that are new."""
     first.update(dict.fromkeys(sorted(characters.difference(first)), line))
 
 
-def not_kept(tokenizer: Any, first: Mapping[str, int]) -> str:
+def lost_characters_text(tokenizer: Any, first: Mapping[str, int]) -> str:
     """What to tell about characters that do not come back from their tokens; empty: there are none.
 
     Args:
@@ -31,7 +31,7 @@ def not_kept(tokenizer: Any, first: Mapping[str, int]) -> str:
     groups: dict[str, list[str]] = {}
     lines: dict[str, int] = {}
     judged = [each for each in first if not each.isspace()]
-    lost = _lost(tokenizer, judged)
+    lost = _changed_characters(tokenizer, judged)
     for each, became in lost.items():
         shown = repr(each)
         if unknown and unknown in became:
@@ -56,27 +56,29 @@ def not_kept(tokenizer: Any, first: Mapping[str, int]) -> str:
     )
 
 
-def _lost(tokenizer: Any, characters: Sequence[str]) -> dict[str, str]:
+def _changed_characters(tokenizer: Any, characters: Sequence[str]) -> dict[str, str]:
     """What becomes of the characters that do not come back, alone or behind a letter."""
     text = " ".join(f"{each} {_LETTER}{each}" for each in characters)
-    if _same(_back(tokenizer, text), text):  # most tokenizers keep all, and one text shows it
+    if _equivalent(_decoded(tokenizer, text), text):  # most tokenizers keep all, and one text shows it
         return {}
     if len(characters) > 1:
         half = len(characters) // 2
-        return _lost(tokenizer, characters[:half]) | _lost(tokenizer, characters[half:])
+        return _changed_characters(tokenizer, characters[:half]) | _changed_characters(
+            tokenizer, characters[half:]
+        )
     for each in characters:
         for before in (_LETTER, ""):
-            kept, became = _back(tokenizer, before), _back(tokenizer, before + each)
-            if not _same(became, kept + each):
+            kept, became = _decoded(tokenizer, before), _decoded(tokenizer, before + each)
+            if not _equivalent(became, kept + each):
                 return {each: became.removeprefix(kept)}
     return {}
 
 
-def _back(tokenizer: Any, text: str) -> str:
+def _decoded(tokenizer: Any, text: str) -> str:
     return str(tokenizer.decode(encode(tokenizer, text), clean_up_tokenization_spaces=False))
 
 
-def _same(text: str, other: str) -> bool:
+def _equivalent(text: str, other: str) -> bool:
     """Whether two texts are the same to Unicode, but for white space."""
     one, two = (unicodedata.normalize("NFC", "".join(each.split())) for each in (text, other))
     return one == two

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shared.errors import ConfigurationError, Message
 from tenant_sdk.tuning.data import chat_prompt
-from tenant_sdk.tuning.generation import Decoder, GenerationOutput, context_of, stream
+from tenant_sdk.tuning.generation import Decoder, GenerationOutput, context_length, stream
 from tenant_sdk.tuning.message_parts import REASONING
 from tenant_sdk.tuning.sampling import Sampling
 
@@ -90,12 +90,12 @@ class Chat:
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         tokens = chat_prompt(self._tokenizer, messages)
-        room = context_of(self._model) - len(tokens)
+        room = context_length(self._model) - len(tokens)
         if room < 1:
             raise ConfigurationError(
                 Message(
                     "the conversation has {} tokens, and the model's context {}: /clear begins a new one",
-                    *(len(tokens), context_of(self._model)),
+                    *(len(tokens), context_length(self._model)),
                 )
             )
         max_tokens = min(self._sampling.max_new_tokens or ANSWER, room)

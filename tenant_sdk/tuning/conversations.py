@@ -25,7 +25,9 @@ Messages = Sequence[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
 
 # Marks of what assistants say, as transformers looks for them.
-_MARK, _MARK_END = (re.compile(rf"\{{%(-?)\s*{name}\s*(-?)%\}}") for name in ("generation", "endgeneration"))
+_GENERATION, _GENERATION_END = (
+    re.compile(rf"\{{%(-?)\s*{name}\s*(-?)%\}}") for name in ("generation", "endgeneration")
+)
 _BEGIN, _END = "\ue0b1", "\ue0b2"  # characters that stand for them in a text
 _MARKERS = re.compile(f"([{_BEGIN}{_END}])")
 _NOW = re.compile(r"""\bstrftime_now\(\s*(["'])([^"'\n]{,64})\1\s*\)""")
@@ -72,14 +74,14 @@ def chat_template(
     try:
         return str(tokenizer.get_chat_template(tools=tools))
     except (ValueError, AttributeError):  # none, or several and none of them the default
-        raise _refusal(
+        raise _template_error(
             "{}: a chat needs a chat template and this tokenizer has none; give a tokenizer that has one "
             "with {tokenizer}, or {}",
             *(where, instead),
         ) from None
 
 
-def _refusal(template: str, *values: object) -> ConfigurationError:
+def _template_error(template: str, *values: object) -> ConfigurationError:
     """An error that names the tokenizer's option; see ``Message``."""
     return ConfigurationError(template, *values, tokenizer=Placeholder("FOLDER"))
 
@@ -144,7 +146,7 @@ class Conversations:
             raise ConfigurationError(
                 f"{where}: `messages` has no turn of the role assistant that answers one"
             )
-        chat = _Chat(self, messages, tools, where)
+        chat = _RenderedConversation(self, messages, tools, where)
         learned: list[Example] = []
         for count, at in enumerate(at for at in answers if messages[at].get("weight") != 0):
             before = chat.generation_prompt(at)
@@ -183,7 +185,7 @@ class Conversations:
                 f"{where}: `weight`: 0 of a message says that it is not learned, and training on the prompt "
                 "learns everything; remove it, or train on answers alone"
             )
-        chat = _Chat(self, messages, tools, where)
+        chat = _RenderedConversation(self, messages, tools, where)
         text = chat.rendered(chat.messages)
         chat.check(chat.placeholder_rendering(len(messages)), text, lambda part: True)
         last = len(messages) - 1
@@ -194,13 +196,13 @@ class Conversations:
         return fully_learned(prompt + chat.answer(last, before, prompt)[0])
 
 
-class _Chat:
+class _RenderedConversation:
     """A record's conversation, as the chat template writes it."""
 
     def __init__(self, of: Conversations, messages: Messages, tools: Tools, where: str) -> None:
         self.tokenizer, self.day, self.where = of.tokenizer, of.day, where
         self.tools = tools or None  # a template may write that there are tools, though the list is empty
-        self.messages = self._in_form(messages)
+        self.messages = self._with_supported_arguments(messages)
         self.probe = TemplateProbe(self.messages, self.tools)
         self.ends = [end for end in map(of.tokenizer.decode, of.ends) if end]
 
@@ -227,7 +229,7 @@ class _Chat:
         if not lost:
             end, changed = self.probe.end(rendering, text)
         if lost or changed:
-            raise _refusal(
+            raise _template_error(
                 "{}: the chat template does not write the whole conversation: it {} {}. Use a tokenizer "
                 "whose template writes it ({tokenizer}), or remove it from the record, or write the record "
                 "with `prompt` and `completion`. Some templates leave parts out of earlier answers only: "
@@ -248,9 +250,9 @@ class _Chat:
         self.check(rendering, before, lambda part: part.at < at and not part.thought)
         answered = self.rendered(self.messages[: at + 1])
         with_placeholders = self.rendered([*self.messages[:at], probe.messages[at]])
-        begin, ahead = _begin(before, answered), _begin(before, with_placeholders)
+        begin, ahead = _answer_start(before, answered), _answer_start(before, with_placeholders)
         if begin is None or ahead is None:
-            raise self._begun_otherwise(at, rendering)
+            raise self._other_beginning_error(at, rendering)
         end = begin + self.check(with_placeholders[ahead:], answered[begin:], lambda part: part.at == at)
         ids: list[int] = []
         labels: list[int] = []
@@ -259,7 +261,7 @@ class _Chat:
             before, ids = before + piece, ids + more
             labels += more if learned else [IGNORE_INDEX] * len(more)
         if all(label == IGNORE_INDEX for label in labels):
-            raise _refusal(
+            raise _template_error(
                 "{}: the chat template marks parts with {{% generation %}}, and nothing of an answer. Use a "
                 "tokenizer whose template marks it ({tokenizer}), or write `weight`: 0 if it is not to be "
                 "learned",
@@ -267,14 +269,14 @@ class _Chat:
             )
         return ids, labels
 
-    def _begun_otherwise(self, at: int, rendering: str) -> ConfigurationError:
+    def _other_beginning_error(self, at: int, rendering: str) -> ConfigurationError:
         """``rendering``: the prompt with placeholders, so that the message shows no text of the data."""
         probe = self.probe
         prompt, text = probe.redacted(rendering), probe.redacted(self.placeholder_rendering(at + 1))
         pairs = enumerate(zip(prompt, text, strict=False))
         same = next((n for n, (one, other) in pairs if one != other), min(len(prompt), len(text)))
         same = max(prompt.rfind(">", 0, same) + 1, same - _SHOWN)  # not in the middle of a marker
-        return _refusal(
+        return _template_error(
             "{}: the chat template begins the answer of message {} otherwise than it asks for it: the prompt "
             "ends with {!r}, and the conversation has {!r} where the prompt has {!r}. Give the answer a "
             "`reasoning_content` if the prompt opens a thought, or none if the prompt closes it; or use a "
@@ -290,11 +292,11 @@ class _Chat:
         Args:
             answered: the conversation up to the answer, which has its ``begin`` and its last part's ``end``.
         """
-        stop = _stop(answered[end:], self.ends)
+        stop = _end_of_answer(answered[end:], self.ends)
         template = chat_template(self.tokenizer, self.where, tools=self.tools)
-        if _MARK.search(template):
+        if _GENERATION.search(template):
             until = end + stop if stop else len(answered)
-            return self._marked(at, _with_markers(template), answered[begin:until], begin)
+            return self._marked_pieces(at, _with_markers(template), answered[begin:until], begin)
         if stop:
             return [(answered[begin : end + stop], True)]
         turns = [*self.messages[:at], self.probe.messages[at], self.probe.next_turn(at)]
@@ -302,11 +304,11 @@ class _Chat:
             behind = self.probe.text_after(self.rendered(turns), at)
         except ConfigurationError:  # some want another order of roles
             behind = ""
-        if stop := _stop(behind, self.ends):
+        if stop := _end_of_answer(behind, self.ends):
             return [(answered[begin:end] + behind[:stop], True)]
         return [(answered[begin:end] + answered[end:].rstrip() + "".join(self.ends[:1]), True)]
 
-    def _marked(self, at: int, template: str, answer: str, begin: int) -> list[tuple[str, bool]]:
+    def _marked_pieces(self, at: int, template: str, answer: str, begin: int) -> list[tuple[str, bool]]:
         """Pieces of an answer that begins at ``begin``; the template marks those that are learned."""
         text = self.rendered(self.messages[: at + 1], chat_template=template)
         marked, place, learned = [], 0, False
@@ -318,7 +320,7 @@ class _Chat:
             marked += [(overlap, learned)] if overlap else []
             place += len(piece)
         if "".join(overlap for overlap, _ in marked) != answer:
-            raise _refusal(
+            raise _template_error(
                 "{}: it does not show what the chat template marks with {{% generation %}}: with signs in "
                 "place of the marks it writes another text. Use a tokenizer whose template marks less, or "
                 "nothing ({tokenizer})",
@@ -326,11 +328,11 @@ class _Chat:
             )
         return marked
 
-    def _in_form(self, messages: Messages) -> Messages:
+    def _with_supported_arguments(self, messages: Messages) -> Messages:
         """Messages with the arguments of calls as objects, or as texts of JSON if the template wants that."""
         at = next((at for at, message in enumerate(messages) if message.get("tool_calls")), None)
         if at is not None:
-            for form in (messages, [_with_texts(message) for message in messages]):
+            for form in (messages, [_with_json_arguments(message) for message in messages]):
                 probe = TemplateProbe(form, None)
                 try:
                     rendering = self.rendered([*form[:at], probe.messages[at]])
@@ -341,7 +343,7 @@ class _Chat:
         return messages
 
 
-def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
+def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
     if not (calls := message.get("tool_calls")):
         return message
     functions = [call["function"] for call in calls]
@@ -353,7 +355,7 @@ def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _begin(before: str, answered: str) -> int | None:
+def _answer_start(before: str, answered: str) -> int | None:
     """Where an answer begins in a conversation, behind what inference sends; None: it has something else.
 
     One difference is none to a model: a prompt may open a thought with white space that the template does not
@@ -369,7 +371,7 @@ def _begin(before: str, answered: str) -> int | None:
     return None
 
 
-def _stop(text: str, ends: Sequence[str]) -> int:
+def _end_of_answer(text: str, ends: Sequence[str]) -> int:
     """Where the first end of an answer ends in a text; 0: there is none."""
     first = min(((text.find(each), -len(each)) for each in ends if each in text), default=(0, 0))
     return first[0] - first[1]
@@ -382,7 +384,7 @@ def _with_markers(template: str) -> str:
     """
     begin = rf'{{%\1 generation %}}{{{{ "{_BEGIN}" }}}}{{% if 0 %}}{{% endif \2%}}'
     end = rf'{{%\1 if 0 %}}{{% endif %}}{{{{ "{_END}" }}}}{{% endgeneration \2%}}'
-    return _MARK_END.sub(end, _MARK.sub(begin, template))
+    return _GENERATION_END.sub(end, _GENERATION.sub(begin, template))
 
 
 def _render(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from shared.errors import ConfigurationError, Message, counted, peer_text
-from tenant_sdk.tuning.characters import not_kept, note
+from tenant_sdk.tuning.characters import lost_characters_text, note_first_lines
 from tenant_sdk.tuning.conversations import (
     IGNORE_INDEX,
     Conversations,
@@ -103,14 +103,14 @@ def text_tokens(path: Path, text: str, tokenizer: Any) -> list[int]:
 
 def prompt_tokens(tokenizer: Any, prompt: str) -> list[int]:
     """Token ids of a text that something will follow: not its end, which some tokenizers add."""
-    ids = list(tokenizer(begun_once(tokenizer, prompt), verbose=False)["input_ids"])
+    ids = list(tokenizer(without_second_bos(tokenizer, prompt), verbose=False)["input_ids"])
     end = getattr(tokenizer, "eos_token_id", None)
     if ids and ids[-1] == end and not prompt.endswith(tokenizer.eos_token):
         ids.pop()
     return ids
 
 
-def begun_once(tokenizer: Any, text: str) -> str:
+def without_second_bos(tokenizer: Any, text: str) -> str:
     """A text without the token that begins one, if it is written there and the tokenizer adds it as well."""
     begin = getattr(tokenizer, "bos_token", None)
     if not begin or not text.startswith(begin):
@@ -137,7 +137,7 @@ def chat_prompt(tokenizer: Any, messages: Messages) -> list[int]:
     return encode(tokenizer, generation_prompt(tokenizer, messages, None, "the prompt"))
 
 
-def check_embedded(tokenizer: Any, ids: Sequence[int], embeddings: int | None, place: str) -> None:
+def check_token_ids(tokenizer: Any, ids: Sequence[int], embeddings: int | None, place: str) -> None:
     """Refuse tokens that the tokenizer has and the model has not.
 
     Args:
@@ -206,9 +206,9 @@ class ReadFile:
                 *lost,
             ]
         records = len({entry.line for entry in self.entries})
-        trained = sum(map(learned_tokens, examples))
+        learned = sum(map(learned_tokens, examples))
         lines = [
-            f"{self.path}: {counted(records, 'record')}, {counted(sum(sizes), 'token')}, {trained:,} "
+            f"{self.path}: {counted(records, 'record')}, {counted(sum(sizes), 'token')}, {learned:,} "
             "of them to learn"
         ]
         longer = f"of {records} records are longer than {length} tokens"
@@ -293,11 +293,11 @@ class Reader:
         first: dict[str, int] = {}
         if not holds_records(path, text):
             tokens = text_tokens(path, text, self.tokenizer)
-            check_embedded(self.tokenizer, tokens, self.embeddings, str(path))
+            check_token_ids(self.tokenizer, tokens, self.embeddings, str(path))
             blocks = pack(tokens, self.length, keep_tail=self.keep_tail)
             for line, words in enumerate(text.split("\n"), 1):
-                note(first, set(words), line)
-            lost = not_kept(self.tokenizer, first)
+                note_first_lines(first, set(words), line)
+            lost = lost_characters_text(self.tokenizer, first)
             entries += (Entry(None, fully_learned(block)) for block in blocks)
             return ReadFile(path, tuple(entries), tokens=len(tokens), lost=lost)
         unread: set[str] = set()
@@ -305,7 +305,7 @@ class Reader:
         for line, record in records_of(path, text):
             unread |= {*record.unread}
             passed |= {*record.passed}
-            note(first, record.characters(), line)
+            note_first_lines(first, record.characters(), line)
             examples = self._encode(record, where(path, line))
             fitting = [each for each in examples if len(each["input_ids"]) <= self.length]
             if not examples or not all(map(learned_tokens, fitting)):
@@ -313,14 +313,14 @@ class Reader:
                     f"{where(path, line)}: there is nothing to learn: no answer that follows something"
                 )
             for example in examples:
-                check_embedded(self.tokenizer, example["input_ids"], self.embeddings, where(path, line))
-                entries += self._fitted(example, line)
-        lost = not_kept(self.tokenizer, first)
+                check_token_ids(self.tokenizer, example["input_ids"], self.embeddings, where(path, line))
+                entries += self._fit_length(example, line)
+        lost = lost_characters_text(self.tokenizer, first)
         return ReadFile(path, tuple(entries), tuple(sorted(unread)), tuple(sorted(passed)), lost=lost)
 
-    def _fitted(self, example: Example, line: int) -> list[Entry]:
+    def _fit_length(self, example: Example, line: int) -> list[Entry]:
         learned = [label for label in example["labels"] if label != IGNORE_INDEX]
-        ended = not learned or learned[-1] in self._ends
+        ended = not learned or learned[-1] in self._end_tokens
         if len(example["input_ids"]) <= self.length:
             return [Entry(line, example, ended=ended)]
         if example["labels"] == example["input_ids"]:
@@ -331,31 +331,32 @@ class Reader:
     def _encode(self, record: Record, place: str) -> list[Example]:
         """Usually one example; what is too long is the caller's matter."""
         if record.messages is not None:
-            chats = Conversations(self.tokenizer, self._ends, self.length, self.day)
+            chats = Conversations(self.tokenizer, self._end_tokens, self.length, self.day)
             tools = record.tools if isinstance(record.tools, list) else None
             if self.train_on_prompt:
                 return [chats.whole_conversation(record.messages, tools, place)]
             return chats.examples(record.messages, tools, place)
         if record.text is not None:
-            text = begun_once(self.tokenizer, record.text)
-            return [fully_learned(self._ended(self.tokenizer(text, verbose=False)["input_ids"]))]
-        prompt, completion = begun_once(self.tokenizer, record.prompt or ""), record.completion or ""
+            text = without_second_bos(self.tokenizer, record.text)
+            return [fully_learned(self._with_end(self.tokenizer(text, verbose=False)["input_ids"]))]
+        prompt, completion = without_second_bos(self.tokenizer, record.prompt or ""), record.completion or ""
         start = prompt_tokens(self.tokenizer, prompt)
         if not start:
             raise ConfigurationError(
                 f"{place}: the prompt is empty and the tokenizer begins no text with a token, so that "
                 "nothing predicts the completion's first token: write a prompt, or the whole as `text`"
             )
-        answer = self._ended(encode_continuation(self.tokenizer, prompt, start, completion, special=True))
+        answer = self._with_end(encode_continuation(self.tokenizer, prompt, start, completion, special=True))
         if self.train_on_prompt:
             return [fully_learned(start + answer)]
         return [{"input_ids": start + answer, "labels": [IGNORE_INDEX] * len(start) + answer}]
 
     @property
-    def _ends(self) -> tuple[int, ...]:
+    def _end_tokens(self) -> tuple[int, ...]:
         end = getattr(self.tokenizer, "eos_token_id", None)
         return self.ends or (() if end is None else (end,))
 
-    def _ended(self, ids: Sequence[int]) -> list[int]:
+    def _with_end(self, ids: Sequence[int]) -> list[int]:
         """With the end of text, by which `generate` knows that a record is complete."""
-        return [*ids] if not self._ends or (ids and ids[-1] in self._ends) else [*ids, self._ends[0]]
+        ended = not self._end_tokens or (ids and ids[-1] in self._end_tokens)
+        return [*ids] if ended else [*ids, self._end_tokens[0]]

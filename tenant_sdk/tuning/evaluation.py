@@ -12,7 +12,7 @@ import torch
 
 from tenant_sdk.tuning.conversations import Example
 from tenant_sdk.tuning.data import Reader, Say, collate, learned_tokens
-from tenant_sdk.tuning.generation import context_of
+from tenant_sdk.tuning.generation import context_length
 from tenant_sdk.tuning.options import EvaluationOptions
 from tenant_sdk.tuning.samples import Sample, base_alone, compare
 from tenant_sdk.tuning.sampling import ends_of
@@ -65,7 +65,7 @@ def evaluate(
     """
     reader = Reader(
         tokenizer,
-        min(options.sequence_length, context_of(model)),
+        min(options.sequence_length, context_length(model)),
         options.train_on_prompt,
         keep_tail=True,
         ends=ends_of(model.generation_config, tokenizer),

@@ -23,7 +23,7 @@ from tenant_sdk.tuning.options import TrainingOptions
 from tenant_sdk.tuning.preparation import count_tokens, prepare
 from tenant_sdk.tuning.progress import Progress, TrainingStep
 from tenant_sdk.tuning.samples import Sample, compare, right
-from tenant_sdk.tuning.trainer import Run, shown_losses, train
+from tenant_sdk.tuning.trainer import TrainingRun, shown_losses, train
 from tenant_sdk.tuning.warm_up import check_gradients, warm_up
 
 _WARM_UPS = 4  # examples of which one has gradients
@@ -112,7 +112,7 @@ def finetune(
             check_gradients(warm_up(model, examples[:_WARM_UPS]), say)
         started = time.perf_counter()
         rate = prepared.steps.learning_rate
-        run = Run(steps, rate, eval_steps, held_out.measure, checkpoints.folder, resume_from)
+        run = TrainingRun(steps, rate, eval_steps, held_out.measure, checkpoints.folder, resume_from)
         ended = train(training, run, model, examples, progress)
         seconds = time.perf_counter() - started
         losses, after = (ended.first_loss, ended.last_loss), held_out.perplexity_after(ended)

@@ -17,9 +17,9 @@ from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.session.session import Session
 from tenant_sdk.storage import disk_errors
 from tenant_sdk.trust.attestation import base_model
-from tenant_sdk.tuning.adapters import no_untrue_warnings
+from tenant_sdk.tuning.adapters import without_false_warnings
 from tenant_sdk.tuning.provenance import Provenance, training_of, write_card
-from tenant_sdk.tuning.received import receive
+from tenant_sdk.tuning.untrusted_adapter import copy_and_check
 
 log = logging.getLogger(__name__)
 
@@ -138,22 +138,22 @@ def load_adapter(
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary)
         with disk_errors(copy, f"a copy of {source}", "TMPDIR names another place."):
-            received = receive(source, copy, model, own_modules=_resized(model, session))
+            checked = copy_and_check(source, copy, model, own_modules=_resized(model, session))
         record = None if allow_other_base else Provenance.read(copy, source)
         if record is not None and (differs := record.check(session.manifest, source)):
             log.warning("%s", differs)
         base = dict(model.named_parameters())
         versions = {name: each._version for name, each in base.items() if not isinstance(each, RemoteWeight)}
         try:
-            with no_untrue_warnings(""):
+            with without_false_warnings(""):
                 loaded = PeftModel.from_pretrained(
-                    model, temporary, config=received.config, is_trainable=trainable
+                    model, temporary, config=checked.config, is_trainable=trainable
                 )
         except Exception as error:  # what nobody has seen of a model, or of a later PEFT
             raise ConfigurationError(f"cannot read the adapter in {source}: {error}") from error
     # Whatever PEFT makes of the names in the file.
     for name, version in versions.items():
-        if base[name]._version != version and name not in received.overwritten:
+        if base[name]._version != version and name not in checked.overwritten:
             raise ConfigurationError(
                 f"the adapter in {source} has written over {name} of the base model: load the model again"
             )

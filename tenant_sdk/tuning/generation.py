@@ -29,15 +29,15 @@ from tenant_sdk.sequences.positions import steady_length
 from tenant_sdk.sequences.text_cache import forgets
 from tenant_sdk.terminal import visible
 from tenant_sdk.trust.attestation import base_model
-from tenant_sdk.tuning.data import check_embedded
+from tenant_sdk.tuning.data import check_token_ids
 from tenant_sdk.tuning.sampling import Sampling
 
 # A stretch that is there at least so often, and fills at least so many tokens, is a loop.
-_TIMES, _LOOP_TOKENS = 3, 32
-_AT_ONCE = 4  # prompts of many that are answered together
+_REPETITIONS, _REPEATED_TOKENS = 3, 32
+_BATCH = 4  # prompts of many that are answered together
 
 
-class _Terminal(TextStreamer):
+class _SafeStreamer(TextStreamer):
     """What a peer's tokenizer decodes is shown without control characters."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -45,7 +45,7 @@ class _Terminal(TextStreamer):
         super().on_finalized_text(visible(text), stream_end=stream_end)
 
 
-class _Loop(StoppingCriteria):
+class _StopAtRepetition(StoppingCriteria):
     """Stops a text that goes round in circles; which tokens are chosen before that, it leaves alone."""
 
     def __init__(self, prompt: int) -> None:
@@ -53,12 +53,12 @@ class _Loop(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """See StoppingCriteria; ``[B]``."""
-        found = [in_a_loop(row) for row in input_ids[:, self._prompt :].tolist()]
+        found = [repeats_itself(row) for row in input_ids[:, self._prompt :].tolist()]
         self.found = any(found)
         return torch.tensor(found, device=input_ids.device)
 
 
-class _Interrupted(StoppingCriteria):
+class _StopWhenInterrupted(StoppingCriteria):
     """Stops a text that its reader has seen enough of."""
 
     def __init__(self, interrupted: Callable[[], bool]) -> None:
@@ -70,7 +70,7 @@ class _Interrupted(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.found, device=input_ids.device)
 
 
-class _Lengths(StoppingCriteria):
+class _RecordLengths(StoppingCriteria):
     """Other criteria together; remembers at which length each of several texts ended.
 
     ``generate`` goes on with a text that has ended until all have. It fills up with padding if the model has
@@ -89,12 +89,12 @@ class _Lengths(StoppingCriteria):
         return ended  # type: ignore[no-any-return]
 
 
-def in_a_loop(tokens: list[int]) -> bool:
+def repeats_itself(tokens: list[int]) -> bool:
     """Whether tokens end with the same stretch, of any length, three times over and 32 tokens in all."""
-    for period in range(1, len(tokens) // _TIMES + 1):
+    for period in range(1, len(tokens) // _REPETITIONS + 1):
         if tokens[-1] != tokens[-1 - period]:  # as for most; the rest would take the square of the length
             continue
-        of_it = max(_TIMES, -(-_LOOP_TOKENS // period)) * period
+        of_it = max(_REPETITIONS, -(-_REPEATED_TOKENS // period)) * period
         if of_it <= len(tokens) and tokens[-of_it:-period] == tokens[period - of_it :]:
             return True
     return False
@@ -122,7 +122,7 @@ class GenerationOutput:
     ended: bool
 
 
-def context_of(model: Any) -> int:
+def context_length(model: Any) -> int:
     """Tokens of prompt and answer together, at most."""
     return getattr(model.config, "max_position_embeddings", None) or sys.maxsize
 
@@ -139,8 +139,8 @@ def check_prompt(
     Raises:
         ConfigurationError: it is empty, has unknown tokens, or leaves no room in the context for an answer.
     """
-    check_embedded(tokenizer, tokens, model.get_input_embeddings().weight.shape[0], name)
-    limit = context_of(model)
+    check_token_ids(tokenizer, tokens, model.get_input_embeddings().weight.shape[0], name)
+    limit = context_length(model)
     if not tokens:
         raise ConfigurationError(f"{name} is empty")
     if len(tokens) + sampling.most_tokens > limit:
@@ -179,10 +179,10 @@ def stream(
     check_prompt(model, tokenizer, tokens, sampling)
     ids = torch.tensor([tokens], device=model.device)
     config = sampling.config(model, tokenizer)
-    loop, enough = _Loop(ids.shape[1]), _Interrupted(interrupted)
+    loop, enough = _StopAtRepetition(ids.shape[1]), _StopWhenInterrupted(interrupted)
     set_seed(sampling.seed)
     model.eval()
-    streamer = _Terminal(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer = _SafeStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     shown = {"streamer": streamer} if draft is None else {"custom_generate": draft.streaming(streamer)}
     started = time.perf_counter()
     out = model.generate(
@@ -231,7 +231,7 @@ def answer_prompts(
     set_seed(sampling.seed)
 
     def more(count: int, length: int) -> Mapping[str, Any]:
-        loop = [] if sampling.allow_loops else [_Loop(length - sampling.most_tokens)]
+        loop = [] if sampling.allow_loops else [_StopAtRepetition(length - sampling.most_tokens)]
         return {**options(count, length), "stopping_criteria": loop}
 
     return generate_answers(model, tokenizer, prompts, sampling, more)
@@ -276,7 +276,7 @@ def ignores_padding(model: Any, longest: int) -> bool:
 
 
 def together(
-    prompts: Sequence[Sequence[int]], *, padded: bool, most: int = _AT_ONCE
+    prompts: Sequence[Sequence[int]], *, padded: bool, most: int = _BATCH
 ) -> Iterator[Sequence[Sequence[int]]]:
     """Prompts that are answered together, in order; without padding, they have one length."""
     same = [prompts] if padded else [[*each] for _, each in itertools.groupby(prompts, key=len)]
@@ -314,7 +314,7 @@ def answer_ids(
     if sampling.stop:
         criteria.append(StopStringCriteria(tokenizer, list(sampling.stop)))
         config.stop_strings = None
-    lengths = _Lengths(criteria, longest)
+    lengths = _RecordLengths(criteria, longest)
     out = model.generate(
         input_ids=ids,
         attention_mask=attended,

@@ -16,7 +16,7 @@ from tenant_sdk.tuning.data import Say
 from tenant_sdk.tuning.evaluation import perplexity
 from tenant_sdk.tuning.progress import Progress
 from tenant_sdk.tuning.settings import digest_of
-from tenant_sdk.tuning.trainer import Trained
+from tenant_sdk.tuning.trainer import TrainingEnd
 
 _BEFORE = "perplexity before"  # in the file of settings
 
@@ -59,7 +59,7 @@ class HeldOutLoss:
         self.say(f"held-out perplexity before: {figure:.2f}")
         return figure
 
-    def perplexity_after(self, ended: Trained) -> float | None:
+    def perplexity_after(self, ended: TrainingEnd) -> float | None:
         """Of the adapter that a training leaves, told as well; None: there are no examples."""
         if not self.examples:
             return None

@@ -28,9 +28,9 @@ from tenant_sdk.trust.attestation import base_model
 
 log = logging.getLogger(__name__)
 
-TRIED, TRIED_WINDOW = 11, 4  # tokens of the sequence that both ways are compared with
-APART = 0.03  # relative; masks round gradients to 5e-3, bfloat16 to 2e-2, and another function is far off
-_CUT = ("labels", "shift_labels", "num_items_in_batch", "input_ids", "inputs_embeds")
+PROBE_TOKENS, PROBE_WINDOW = 11, 4  # tokens of the sequence that both ways are compared with
+TOLERANCE = 0.03  # relative; masks round gradients to 5e-3, bfloat16 to 2e-2, and another function is far off
+_SPLIT = ("labels", "shift_labels", "num_items_in_batch", "input_ids", "inputs_embeds")
 _PER_TOKEN = ("attention_mask", "position_ids")
 _IGNORED = ("use_cache", "return_dict", "logits_to_keep", "output_attentions", "output_hidden_states")
 _TUNING = "_long_tuning"  # of a model: who changed it
@@ -45,7 +45,7 @@ class LongTuning:
 
     def __init__(self, model: nn.Module, folder: Path | None, max_length: int) -> None:
         self.plan, self._model, self._folder, self._max_length = MemoryPlan(), model, folder, max_length
-        self._stack = stack = Stack(model, self._passed_by)
+        self._stack = stack = Stack(model, self._warn_unplanned)
         self._said: set[str] = set()
         self._spill: EncryptedFile | None = None
         self._switched_on, self._attached = False, keeps_products(model)
@@ -101,7 +101,7 @@ class LongTuning:
             return inner(*args, **kwargs)
         return self._forward(dict(zip(self._names, args, strict=False)) | kwargs)
 
-    def _passed_by(self) -> None:
+    def _warn_unplanned(self) -> None:
         if self.plan.chunked_loss:
             self._warn(
                 "a step was not made as planned, and takes the memory of a whole one: the model was called "
@@ -139,12 +139,12 @@ class LongTuning:
             self._warn(f"a text is longer than the {self._max_length:,} tokens that were planned for")
         items = items_of(aims, inputs.get("num_items_in_batch"))
         if plan.window is None:
-            loss = self._whole(inputs, aims, items)
+            loss = self._whole_loss(inputs, aims, items)
         else:
-            loss = self._windowed(inputs, aims, items, plan.window)
+            loss = self._windowed_loss(inputs, aims, items, plan.window)
         return CausalLMOutputWithPast(loss=loss)
 
-    def _whole(self, arguments: dict[str, Any], aims: torch.Tensor, items: Any) -> torch.Tensor:
+    def _whole_loss(self, arguments: dict[str, Any], aims: torch.Tensor, items: Any) -> torch.Tensor:
         apart = ("labels", "shift_labels", "num_items_in_batch", *_IGNORED)
         inputs = {name: each for name, each in arguments.items() if each is not None and name not in apart}
         hidden = self._stack.last_layer_output(**inputs, use_cache=False)
@@ -157,7 +157,7 @@ class LongTuning:
         total.add(hidden, aims)
         return total.mean
 
-    def _windowed(
+    def _windowed_loss(
         self, arguments: dict[str, Any], aims: torch.Tensor, items: Any, window: int
     ) -> torch.Tensor:
         if getattr(self._stack.model.get_input_embeddings(), "neftune_noise_alpha", None):
@@ -165,7 +165,7 @@ class LongTuning:
                 "NEFTune's noise is by the length of the whole: leave it out, with windows"
             )
         for name, each in arguments.items():
-            if name not in (*_CUT, *_PER_TOKEN, *_IGNORED) and each is not None and each is not False:
+            if name not in (*_SPLIT, *_PER_TOKEN, *_IGNORED) and each is not None and each is not False:
                 raise ConfigurationError(f"{name} cannot be cut into windows; leave it out")
         batch = Batch(
             aims,
@@ -266,8 +266,8 @@ def long_tuning(
     tuning = LongTuning(inner, folder, max_length)
     stack = tuning._stack
     try:
-        ids = _some_tokens(inner)
-        with _in_parts(inner):
+        ids = _probe_tokens(inner)
+        with _refuse_unsplittable(inner):
             stack.observe(input_ids=ids)
             shapes = shapes_of(stack, ids)
         left = memory_left(memory_gib, inner.device)
@@ -288,10 +288,10 @@ def long_tuning(
     return tuning
 
 
-def _some_tokens(model: Any) -> torch.Tensor:
+def _probe_tokens(model: Any) -> torch.Tensor:
     """Tokens [1, T] to try with, others each time: rows that are known give away masks that serve again."""
     config = model.config.get_text_config()
-    count = min(TRIED, getattr(config, "max_position_embeddings", None) or TRIED)
+    count = min(PROBE_TOKENS, getattr(config, "max_position_embeddings", None) or PROBE_TOKENS)
     generator = torch.Generator()
     generator.seed()
     ids = torch.randint(config.vocab_size, (1, count), generator=generator)
@@ -299,7 +299,7 @@ def _some_tokens(model: Any) -> torch.Tensor:
 
 
 @contextmanager
-def _in_parts(model: nn.Module) -> Iterator[None]:
+def _refuse_unsplittable(model: nn.Module) -> Iterator[None]:
     """Whatever a model does with a cache that is not its own, it is not taken apart then."""
     try:
         yield
@@ -328,26 +328,26 @@ def _compare(tuning: LongTuning, plan: MemoryPlan, model: nn.Module, ids: torch.
     training = {module: module.training for module in model.modules()}
     model.eval()  # dropout would differ
 
-    def look() -> list[torch.Tensor]:
+    def loss_and_gradients() -> list[torch.Tensor]:
         with torch.enable_grad():
             loss = model(input_ids=ids, labels=ids).loss
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True) if parameters else ()
         return [loss.detach(), *(torch.zeros(()) if each is None else each for each in gradients)]
 
     try:
-        with _in_parts(tuning._model):
-            expected = look()
+        with _refuse_unsplittable(tuning._model):
+            expected = loss_and_gradients()
             tuning.plan = MemoryPlan(
-                chunked_loss=True, window=None if plan.window is None else TRIED_WINDOW, answers=Place.MEMORY
+                chunked_loss=True, window=None if plan.window is None else PROBE_WINDOW, answers=Place.MEMORY
             )
-            got = look()
+            got = loss_and_gradients()
     finally:
         tuning.plan = MemoryPlan()
         for module, was in training.items():
             module.training = was
     for mine, other in ((got[:1], expected[:1]), (got[1:], expected[1:])):
         apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(mine, other, strict=True))
-        if not apart <= APART**2 * sum(float(each.double().square().sum()) for each in other):
+        if not apart <= TOLERANCE**2 * sum(float(each.double().square().sum()) for each in other):
             raise CannotSplit(
                 f"{name} gives another loss, or other gradients, in parts than as a whole (bidirectional "
                 "attention, a recurrent state, or a loss of its own), so its sequences cannot be cut"

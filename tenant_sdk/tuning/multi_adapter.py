@@ -28,7 +28,7 @@ from tenant_sdk.model.virtual import without_padding
 from tenant_sdk.sequences.chunked_loss import shifted
 from tenant_sdk.session.session import Session
 from tenant_sdk.tuning.adapter_config import ALLOWED_INIT_LORA_WEIGHTS, not_plain
-from tenant_sdk.tuning.adapters import no_untrue_warnings
+from tenant_sdk.tuning.adapters import without_false_warnings
 from tenant_sdk.tuning.conversations import IGNORE_INDEX
 from tenant_sdk.tuning.folders import save_adapter
 from tenant_sdk.tuning.segmented import segmented_lora
@@ -98,7 +98,7 @@ class MultiAdapter:
 
     def _add(self, name: str, config: peft.LoraConfig, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
-        with no_untrue_warnings():
+        with without_false_warnings():
             if self.model is None:
                 self.model = peft.get_peft_model(self._base, config, adapter_name=name)
             else:

@@ -49,7 +49,7 @@ def without_patterns(
     Raises:
         ConfigurationError: a pattern is too large, takes too long or is none.
     """
-    names, fields = _Names(list(modules), f"the adapter in {folder}", clock), dict(config)
+    names, fields = _ModuleNames(list(modules), f"the adapter in {folder}", clock), dict(config)
     for field in _PATTERNS:
         names_of_field = config.get(field)
         if isinstance(names_of_field, str) and names_of_field != _ALL:
@@ -83,20 +83,20 @@ def without_patterns(
     return fields
 
 
-class _Names:
+class _ModuleNames:
     """See ``without_patterns``."""
 
     def __init__(self, names: list[str], where: str, clock: Callable[[], float]) -> None:
         self.all, self.where, self._clock, self._end = names, where, clock, clock() + SECONDS
         self.known_names = frozenset(names)
-        self._ends = {end for name in names for end in _ends(name)}
+        self._suffixes = {end for name in names for end in _suffixes(name)}
         self._parts = {part for name in names for part in name.split(".")}
 
     def known(self, names: list[str]) -> list[str]:
         """Those of many names that modules have in theirs; a part may end with one, as of modules to save."""
         if len(names) <= _FEW:
             return names
-        matching = (n for n in names if n in self._ends or any(part.endswith(n) for part in self._parts))
+        matching = (n for n in names if n in self._suffixes or any(part.endswith(n) for part in self._parts))
         return list(dict.fromkeys(matching)) or names[:1]
 
     def matches(self, pattern: str, name: str) -> bool:
@@ -128,7 +128,7 @@ class _Names:
         patterns = [key for key in entries if not _NAME.fullmatch(key)]
         compiled: dict[str, Any] = {}
         for name in self.all:
-            keys = [key for key in _ends(name) if key in order]
+            keys = [key for key in _suffixes(name) if key in order]
             first = min(map(order.__getitem__, keys), default=len(order))
             for key in patterns:
                 if order[key] < first and self.matches(rf"(.*\.)?({key})", name):
@@ -144,7 +144,7 @@ class _Names:
         return {f"^(?:{'|'.join(names)})": value for value, names in same.items()}
 
 
-def _ends(name: str) -> Iterator[str]:
+def _suffixes(name: str) -> Iterator[str]:
     """A name, and all that is behind one of its dots."""
     parts = name.split(".")
     for at in range(len(parts)):

@@ -22,8 +22,8 @@ from tenant_sdk.tuning.adapters import (
     add_adapter,
     default_rate,
     find_method,
-    options_of,
-    other_ranks,
+    other_ranks_text,
+    training_options_of,
 )
 from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
 from tenant_sdk.tuning.conversations import Example, TemplateDate
@@ -113,7 +113,7 @@ def prepare(
     if adapter_folder is not None:
         set_seed(training.seed)
         model = load_adapter(model, adapter_folder, session, trainable=True)
-        training = replace(training, adapter=None, **options_of(model.peft_config["default"]))
+        training = replace(training, adapter=None, **training_options_of(model.peft_config["default"]))
     length = _sequence_length(training, model)
     examples, held_out = _read(training, model, tokenizer, length, day, say)
     preview(examples[0])
@@ -133,7 +133,7 @@ def prepare(
         model.config.use_cache = False
         _check_packing(model, examples)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    say(f"{training.method} adapter with {trained:,} trained parameters{other_ranks(model)}")
+    say(f"{training.method} adapter with {trained:,} trained parameters{other_ranks_text(model)}")
     if not base_of(model).name:
         say(_NO_BASE)
     _check_space(output, state_bytes(model))

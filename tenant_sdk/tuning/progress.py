@@ -12,8 +12,8 @@ from transformers import TrainerCallback
 
 from tenant_sdk.connection.stats import Stats
 
-_WARM = 3  # steps after the first, of which the estimate is made
-_LAST = 50  # steps, of which speed is the mean
+_MEASURED_STEPS = 3  # steps after the first, of which the estimate is made
+_RECENT_STEPS = 50  # steps, of which speed is the mean
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Progress(TrainerCallback):
         self._show, self._say, self._steps, self._eval_steps = show, say, steps, eval_steps
         self._stats, self._clock = stats, clock
         self._begun: tuple[float, int, Stats] | None = None
-        self._costs: deque[_Cost] = deque(maxlen=_LAST)
+        self._costs: deque[_Cost] = deque(maxlen=_RECENT_STEPS)
         self._evaluation = _Cost(0.0, 0, 0, 0)
         self._done = 0  # steps since this process began
         self._held_out: float | None = None
@@ -85,7 +85,7 @@ class Progress(TrainerCallback):
         sent, received = now.bytes_sent - before.bytes_sent, now.bytes_received - before.bytes_received
         self._evaluation, self._held_out = _Cost(self._clock() - begun, 0, sent, received), loss
         if step:
-            self._tell(step, steps, None)
+            self._show_progress(step, steps, None)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """See TrainerCallback."""
@@ -109,25 +109,25 @@ class Progress(TrainerCallback):
                 self._costs.clear()  # of the first, in which connections and buffers were new
             self._costs.append(cost)
         left = state.max_steps - state.global_step
-        if self._done == 1 + _WARM and left:
+        if self._done == 1 + _MEASURED_STEPS and left:
             self._say(self._estimate(left, state.global_step))
-        self._tell(state.global_step, state.max_steps, None)
+        self._show_progress(state.global_step, state.max_steps, None)
         if state.global_step == 1 or state.global_step % self._steps == 0:
-            self._tell(state.global_step, state.max_steps, last_loss(state.log_history, self._steps))
+            self._show_progress(state.global_step, state.max_steps, last_loss(state.log_history, self._steps))
 
     def _evaluations_left(self, step: int, steps: int) -> int:
         return (steps // self._eval_steps - step // self._eval_steps) if self._eval_steps else 0
 
-    def _left(self, step: int, steps: int, of: Callable[[_Cost], float]) -> float:
+    def _remaining(self, step: int, steps: int, of: Callable[[_Cost], float]) -> float:
         mean = sum(map(of, self._costs)) / len(self._costs)
         return mean * (steps - step) + of(self._evaluation) * self._evaluations_left(step, steps)
 
-    def _tell(self, step: int, steps: int, loss: float | None) -> None:
+    def _show_progress(self, step: int, steps: int, loss: float | None) -> None:
         seconds = sum(cost.seconds for cost in self._costs) or 1e-9
         moved = sum(cost.sent + cost.received for cost in self._costs)
         left = None
         if self._done > 1 or step == steps:
-            left = self._left(step, steps, lambda cost: cost.seconds)
+            left = self._remaining(step, steps, lambda cost: cost.seconds)
         tokens = sum(cost.tokens for cost in self._costs)
         now = (tokens / seconds, moved / seconds, left)
         held_out = self._held_out
@@ -136,7 +136,7 @@ class Progress(TrainerCallback):
     def _estimate(self, left: int, step: int) -> str:
         steps = step + left
         took, up, down = (
-            self._left(step, steps, of)
+            self._remaining(step, steps, of)
             for of in (
                 lambda cost: cost.seconds,
                 lambda cost: float(cost.sent),
@@ -145,7 +145,7 @@ class Progress(TrainerCallback):
         )
         return (
             f"estimate: {left} more steps in about {_time(took)}, {_gb(up / 1e9)} up and "
-            f"{_gb(down / 1e9)} down, from {_WARM} measured steps"
+            f"{_gb(down / 1e9)} down, from {_MEASURED_STEPS} measured steps"
         )
 
 

@@ -28,30 +28,34 @@ from tenant_sdk.tuning.message_parts import REASONING
 from tenant_sdk.tuning.parquet import parquet_records
 from tenant_sdk.tuning.tables import csv_records, is_table
 
-_NAMES = (".jsonl", ".ndjson", ".json")
+_RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
 # A record needs one of these.
 _KEYS = ("text", "prompt", "completion", "messages", "conversations", "instruction", "output")
 _FORMS = (*({"text"}, {"prompt", "completion"}, {"messages"}, {"conversations"}, {"instruction", "output"}),)
 _MAX_KEYS, _LONGEST_KEY = 8, 40  # in a message
-_DEEPEST = 64  # lists and objects within each other, in a call's arguments
+_MAX_DEPTH = 64  # lists and objects within each other, in a call's arguments
 # Keys of a message that are read. The chat template is given others too.
-_READ = {"role", "content", "weight", "tool_calls", "tool_call_id", "name", *REASONING}
+_READ_KEYS = {"role", "content", "weight", "tool_calls", "tool_call_id", "name", *REASONING}
 # Other tools' keys for what is learned, and keys that hold what was said.
-_LEARNED = (
+_MASK_KEYS = (
     *("train", "train_detail", "training", "training_detail", "trainable"),
     *("loss", "loss_mask", "loss_weight", "mask", "masked"),
 )
 # Keys of a record that say the same, unless they are 1 or true; a grade must be above 0.
-_JUDGED, _GRADES, _PAIRED = ("weight", "label", *_LEARNED), ("score", "reward"), ("chosen", "rejected")
-_SAID = {
+_WEIGHT_KEYS, _GRADE_KEYS, _PREFERENCE_KEYS = (
+    ("weight", "label", *_MASK_KEYS),
+    ("score", "reward"),
+    ("chosen", "rejected"),
+)
+_UNREAD_CONTENT = {
     "function_call": "write it as `tool_calls`",
     "refusal": "write it as `content`",
     "audio": "sound is not read; remove it",
 }
 _LONGEST_HEADER = 1000  # characters
-_PART = 1 << 20  # bytes that are read at once
+_CHUNK_BYTES = 1 << 20  # bytes that are read at once
 # What holds text, but is none.
-_BINARY = (".arrow", ".pdf", ".docx", ".odt", ".xlsx", ".zip", ".gz")
+_BINARY_SUFFIXES = (".arrow", ".pdf", ".docx", ".odt", ".xlsx", ".zip", ".gz")
 
 
 # ShareGPT's names of roles, and the field's.
@@ -112,7 +116,7 @@ class Record(msgspec.Struct, frozen=True):
         return used
 
 
-_USED = {*Record.__struct_fields__, *_JUDGED, *_GRADES, *_PAIRED} - {"unread", "passed"}
+_USED = {*Record.__struct_fields__, *_WEIGHT_KEYS, *_GRADE_KEYS, *_PREFERENCE_KEYS} - {"unread", "passed"}
 
 
 def check_data(paths: Sequence[Path]) -> None:
@@ -133,7 +137,7 @@ def check_data(paths: Sequence[Path]) -> None:
                 raise ConfigurationError(f"{path} holds no text to learn from")
 
 
-def spoken_to(paths: Sequence[Path]) -> tuple[bool, str]:
+def find_conversations(paths: Sequence[Path]) -> tuple[bool, str]:
     """Whether files hold conversations, and the system message that all of them have; or an empty text."""
     systems = set[str]()
     talks = False
@@ -153,7 +157,7 @@ def read_text(path: Path) -> str:
     Raises:
         ConfigurationError: it cannot be read.
     """
-    if path.suffix.lower() in _BINARY:
+    if path.suffix.lower() in _BINARY_SUFFIXES:
         raise ConfigurationError(
             f"{path} is not plain text: {path.suffix} files are not read. Make plain text of it, or JSONL "
             "with a record in each line"
@@ -178,7 +182,7 @@ def _plain_text(path: Path) -> str:
     try:
         parts = list[bytes]()
         with path.open("rb") as file:
-            while part := file.read(_PART):
+            while part := file.read(_CHUNK_BYTES):
                 if 0 in part:  # also a hole, which may be of any size
                     raise ConfigurationError(f"{path} is not plain text: it has bytes that are zero")
                 parts.append(part)
@@ -193,7 +197,7 @@ def _plain_text(path: Path) -> str:
 
 def holds_records(path: Path, text: str) -> bool:
     """Whether a file's name says so, or the first line of its text is a JSON object."""
-    if path.suffix.lower() in _NAMES or is_table(path):
+    if path.suffix.lower() in _RECORD_SUFFIXES or is_table(path):
         return True
     first = text.lstrip().split("\n", 1)[0]
     try:
@@ -252,7 +256,7 @@ def records_of(path: Path, text: str) -> Iterator[tuple[int, Record]]:
         raise ConfigurationError(f"{path} holds no record to learn from: it is empty")
 
 
-def _has(record: dict[str, Any]) -> str:
+def _describe_keys(record: dict[str, Any]) -> str:
     """The keys that a record has instead, and those that may be meant."""
     keys = [key for key, value in record.items() if value is not None]
     shown = [peer_text(key, _LONGEST_KEY) for key in sorted(keys)[:_MAX_KEYS]]
@@ -278,9 +282,9 @@ def _decode(line: str, place: str) -> Record:
     if keys not in _FORMS:
         raise ConfigurationError(
             f"{place}: a record has `text`, or `prompt` and `completion`, or `messages`, or `instruction` "
-            f"and `output`; {_has(fields)}"
+            f"and `output`; {_describe_keys(fields)}"
         )
-    _check_judged(fields, place)
+    _check_not_weighted(fields, place)
     read = {*keys, "tools"} if keys & {"messages", "conversations"} else keys
     messages = record.messages
     if record.conversations is not None:
@@ -297,19 +301,19 @@ def _decode(line: str, place: str) -> Record:
                 f"{place}: `messages` is a list of objects that have a `role`, not empty"
             )
         messages = [_message(each, place) for each in messages]
-    others = {key for each in messages or () for key, value in each.items() if value is not None} - _READ
+    others = {key for each in messages or () for key, value in each.items() if value is not None} - _READ_KEYS
     return replace(record, messages=messages, unread=_names(fields.keys() - read), passed=_names(others))
 
 
-def _check_judged(fields: dict[str, Any], place: str) -> None:
+def _check_not_weighted(fields: dict[str, Any], place: str) -> None:
     """Refuse a record that says of itself that it is not to be learned, or not as it is.
 
     Raises:
         ConfigurationError: it does; the message names the key.
     """
-    bad = [name for name in _PAIRED if fields.get(name) is not None]
-    bad += [name for name in _JUDGED if fields.get(name) not in (None, 1)]
-    for name in _GRADES:
+    bad = [name for name in _PREFERENCE_KEYS if fields.get(name) is not None]
+    bad += [name for name in _WEIGHT_KEYS if fields.get(name) not in (None, 1)]
+    for name in _GRADE_KEYS:
         grade = fields.get(name)
         if grade is not None and not (isinstance(grade, int | float) and grade > 0):
             bad.append(name)
@@ -337,7 +341,7 @@ def _shared_conversation(turns: list[dict[str, Any]], system: str | None, place:
         else:
             raise ConfigurationError(
                 f"{place}: a turn of `conversations` has `from`, one of {', '.join(_ROLES)}, and `value`. "
-                "Write others as `messages`, with `role` and `content`" + _meant(speaker, _ROLES)
+                "Write others as `messages`, with `role` and `content`" + _closest_role(speaker, _ROLES)
             )
     return messages
 
@@ -349,7 +353,7 @@ def _instruction(record: Record) -> list[dict[str, Any]]:
     return [{"role": role, "content": text} for role, text in said if text or role == "assistant"]
 
 
-def _meant(role: Any, known: Iterable[str]) -> str:
+def _closest_role(role: Any, known: Iterable[str]) -> str:
     """The known role that may be meant, as a question; empty: there is none."""
     name = role[:_LONGEST_KEY].strip().lower() if isinstance(role, str) else ""
     near = get_close_matches(name, known, n=1)
@@ -385,8 +389,8 @@ def _message(raw: dict[str, Any], place: str) -> dict[str, Any]:
             f"{place}: `tool_calls` is a list of objects whose `function` has a `name` and `arguments`, a "
             "JSON object"
         ) from None
-    if any(_deeper(each, _DEEPEST) for each in arguments):
-        raise ConfigurationError(f"{place}: `arguments` of a call are nested more than {_DEEPEST} deep")
+    if any(_is_deeper(each, _MAX_DEPTH) for each in arguments):
+        raise ConfigurationError(f"{place}: `arguments` of a call are nested more than {_MAX_DEPTH} deep")
     if calls:
         message["tool_calls"] = [
             {**call, "function": {**function, "arguments": each}}
@@ -410,14 +414,14 @@ def _check_keys(message: dict[str, Any], place: str) -> None:
     if message["role"] not in _KNOWN_ROLES:
         raise ConfigurationError(
             f"{place}: the role `{peer_text(message['role'], _LONGEST_KEY)}` is not known: it is one of "
-            f"{', '.join(_KNOWN_ROLES)}" + _meant(message["role"], _KNOWN_ROLES)
+            f"{', '.join(_KNOWN_ROLES)}" + _closest_role(message["role"], _KNOWN_ROLES)
         )
-    for name in (name for name in _LEARNED if message.get(name) is not None):
+    for name in (name for name in _MASK_KEYS if message.get(name) is not None):
         raise ConfigurationError(
             f"{place}: `{name}` of a message is not read. Write `weight`: 0 for an answer that is not to be "
             "learned, and remove it from others"
         )
-    for name, instead in _SAID.items():
+    for name, instead in _UNREAD_CONTENT.items():
         if message.get(name) is not None:
             raise ConfigurationError(f"{place}: `{name}` of a message is not read: {instead}")
 
@@ -426,7 +430,7 @@ def _content(content: Any, place: str) -> str:
     """One text; parts of text are joined by ends of lines."""
     parts = content if isinstance(content, list) else [content]
     for part in (part for part in parts if isinstance(part, dict)):
-        judged = [name for name in ("weight", *_LEARNED) if part.get(name) not in (None, 1)]
+        judged = [name for name in ("weight", *_MASK_KEYS) if part.get(name) not in (None, 1)]
         if judged:
             raise ConfigurationError(
                 f"{place}: `{judged[0]}` of a part of `content` is not read: an answer is learned whole, or "
@@ -459,7 +463,7 @@ def _arguments(arguments: Any) -> dict[str, Any]:
     return msgspec.convert(decoded, dict[str, Any])
 
 
-def _deeper(value: Any, max_depth: int) -> bool:
+def _is_deeper(value: Any, max_depth: int) -> bool:
     """Whether a value has more than so many lists and objects within each other."""
     within = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    return within is not None and (max_depth == 0 or any(_deeper(each, max_depth - 1) for each in within))
+    return within is not None and (max_depth == 0 or any(_is_deeper(each, max_depth - 1) for each in within))

@@ -40,7 +40,7 @@ _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 _COMPANIONS = (OPTIMIZER_NAME, SCHEDULER_NAME, "rng_state*.pth")  # the Trainer goes on without them, unsaid
 _SCORES = ("ipt", "exp_avg_ipt", "exp_avg_unc")  # by name of a parameter, in AdaLoRA's ``RankAllocator``
 # Options of methods that keep something else from step to step, in plain attributes.
-_UNKNOWN = ("velora_config", "monteclora_config", "use_asa")
+_UNSUPPORTED = ("velora_config", "monteclora_config", "use_asa")
 _RESUMED = "_resumed_from"  # of a model, between its loading and the training's begin
 
 
@@ -78,7 +78,7 @@ class ExactResume(TrainerCallback):
                 "model of peft.get_peft_model"
             )
         for config in model.peft_config.values():
-            if unknown := [name for name in _UNKNOWN if getattr(config, name, None)]:
+            if unknown := [name for name in _UNSUPPORTED if getattr(config, name, None)]:
                 raise ConfigurationError(
                     f"ExactResume does not know what {unknown[0]} keeps between steps; leave one of them out"
                 )
@@ -115,7 +115,9 @@ class ExactResume(TrainerCallback):
 
 def state_bytes(model: PeftModel) -> int:
     """Size of the file of a model, at most."""
-    return sum(tensor.nbytes for tensor in [*_values(model).values(), *_scored(model).values()])
+    return sum(
+        tensor.nbytes for tensor in [*_trained_tensors(model).values(), *_score_parameters(model).values()]
+    )
 
 
 def _save_pretrained(self: Any, save_directory: Any, *args: Any, **more: Any) -> None:
@@ -141,7 +143,7 @@ def _load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **mor
     return type(self).load_adapter(self, model_id, adapter_name, *args, **more)
 
 
-def _values(model: Any) -> dict[str, Tensor]:
+def _trained_tensors(model: Any) -> dict[str, Tensor]:
     """What training changes: parameters that are trained or an adapter's, and buffers that are saved."""
     marks = ["prompt_encoder.", "modules_to_save.", "trainable_tokens_"]
     if isinstance(model.base_model, BaseTuner):
@@ -156,7 +158,7 @@ def _values(model: Any) -> dict[str, Tensor]:
     return {f"values/{name}": tensor for name, tensor in tensors.items()}
 
 
-def _scored(model: Any) -> dict[str, Tensor]:
+def _score_parameters(model: Any) -> dict[str, Tensor]:
     """The parameters that AdaLoRA may have scores of, which have their shapes, by kind and name."""
     if not isinstance(model.base_model, AdaLoraModel):
         return {}
@@ -164,17 +166,17 @@ def _scored(model: Any) -> dict[str, Tensor]:
     return {f"{kind}/{name}": each for kind in _SCORES for name, each in parameters.items()}
 
 
-def _patterned(model: Any) -> Iterator[tuple[str, AdaLoraConfig]]:
+def _adalora_configs(model: Any) -> Iterator[tuple[str, AdaLoraConfig]]:
     return ((name, each) for name, each in model.peft_config.items() if isinstance(each, AdaLoraConfig))
 
 
 def _write(model: Any, folder: Path, step: int) -> None:
-    tensors = _values(model)
+    tensors = _trained_tensors(model)
     if isinstance(model.base_model, AdaLoraModel):
         for kind in _SCORES:
             scores = getattr(model.base_model.rankallocator, kind)
             tensors |= {f"{kind}/{name}": tensor for name, tensor in scores.items()}
-    patterns = {name: config.rank_pattern for name, config in _patterned(model) if config.rank_pattern}
+    patterns = {name: config.rank_pattern for name, config in _adalora_configs(model) if config.rank_pattern}
     header = msgspec.json.encode(_Header(_FORMAT, step, patterns)).decode()
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     with whole_file(folder / STATE) as file:
@@ -184,15 +186,15 @@ def _write(model: Any, folder: Path, step: int) -> None:
 @torch.no_grad()
 def _restore(model: Any, folder: Path) -> None:
     """Put into the model what the file holds; after an error it is as it was."""
-    file, values, scored = folder / STATE, _values(model), _scored(model)
+    file, values, scored = folder / STATE, _trained_tensors(model), _score_parameters(model)
     header, tensors = _read(file, values, scored)
     patterns = header.rank_patterns
-    for name, _ in _patterned(model):
+    for name, _ in _adalora_configs(model):
         if name in patterns:
             _check_pattern(file, model, name, patterns[name])
     for name, value in values.items():
         value.copy_(tensors[name])
-    for name, config in _patterned(model):
+    for name, config in _adalora_configs(model):
         config.rank_pattern = patterns.get(name)
     if scored:
         allocator = model.base_model.rankallocator
@@ -213,18 +215,22 @@ def _read(
         with safe_open(file, framework="pt") as stored:
             header = msgspec.json.decode((stored.metadata() or {}).get("state", ""), type=_Header)
             if header.format != _FORMAT:
-                raise _other(file, f"it has format {header.format}, this version reads {_FORMAT}")
+                raise _other_model_error(file, f"it has format {header.format}, this version reads {_FORMAT}")
             names = set(stored.keys())
             if missing := sorted(values.keys() - names):
-                raise _other(file, f"{missing[0]} is not there")
+                raise _other_model_error(file, f"{missing[0]} is not there")
             for name in sorted(names):
                 if name not in like:
-                    raise _other(file, f"{name} is only there")
+                    raise _other_model_error(file, f"{name} is only there")
                 if (shape := stored.get_slice(name).get_shape()) != list(like[name].shape):
-                    raise _other(file, f"{name} is {shape} there and {list(like[name].shape)} here")
+                    raise _other_model_error(
+                        file, f"{name} is {shape} there and {list(like[name].shape)} here"
+                    )
                 tensors[name] = stored.get_tensor(name)
                 if tensors[name].dtype != like[name].dtype:
-                    raise _other(file, f"{name} is {tensors[name].dtype} there and {like[name].dtype} here")
+                    raise _other_model_error(
+                        file, f"{name} is {tensors[name].dtype} there and {like[name].dtype} here"
+                    )
     except (*UNREADABLE_TENSORS, *UNREADABLE) as error:
         raise ConfigurationError(f"{file} cannot be read: {error}; remove the folder") from error
     return header, tensors
@@ -236,10 +242,10 @@ def _check_pattern(file: Path, model: Any, adapter: str, pattern: Mapping[str, l
     ranks = {n: len(each) for n, each in model.base_model.model.named_parameters() if n.endswith(end)}
     short = {name.removesuffix(f".{adapter}"): rank for name, rank in ranks.items()}
     if {name: len(kept) for name, kept in pattern.items()} not in (ranks, short):
-        raise _other(file, "the ranks that AdaLoRA keeps are other layers'")
+        raise _other_model_error(file, "the ranks that AdaLoRA keeps are other layers'")
 
 
-def _other(file: Path, what: str) -> ConfigurationError:
+def _other_model_error(file: Path, what: str) -> ConfigurationError:
     return ConfigurationError(
         f"{file} is of another model, adapter or version: {what}; go on with what wrote it, or remove it"
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example
-from tenant_sdk.tuning.generation import context_of, generate_answers
+from tenant_sdk.tuning.generation import context_length, generate_answers
 from tenant_sdk.tuning.options import MAX_ANSWER_TOKENS
 from tenant_sdk.tuning.sampling import Sampling
 
@@ -87,7 +87,7 @@ def compare(
     """
     adapted = hasattr(model, "peft_config")
     virtual = (getattr(model.active_peft_config, "num_virtual_tokens", None) or 0) if adapted else 0
-    pairs = sample_prompts(examples, max_prompts, context_of(model) - virtual, max_tokens)
+    pairs = sample_prompts(examples, max_prompts, context_length(model) - virtual, max_tokens)
     if not pairs:
         return []
     prompts, expected = zip(*pairs, strict=True)

@@ -112,14 +112,14 @@ class Segments:
         if self._padded:
             rows = x[self._sources].view(-1, self._largest, x.shape[-1])
             return [
-                torch.bmm(torch.bmm(rows, _turned(a)), _turned(b)).flatten(0, 1)[self._places]
+                torch.bmm(torch.bmm(rows, _transposed(a)), _transposed(b)).flatten(0, 1)[self._places]
                 for a, b in pairs
             ]
         return [
-            grouped_product(grouped_product(rows, _turned(a), self._ends), _turned(b), self._ends)
+            grouped_product(grouped_product(rows, _transposed(a), self._ends), _transposed(b), self._ends)
             for a, b in pairs
         ]
 
 
-def _turned(stacked: Tensor) -> Tensor:
+def _transposed(stacked: Tensor) -> Tensor:
     return stacked.squeeze(1).transpose(1, 2)

@@ -39,7 +39,7 @@ _FILES: dict[str, tuple[str, ...]] = {
     "clearml": (".hg/hgrc",),
     **dict.fromkeys(("azure_ml", "kubeflow", "mlflow", "neptune", "tensorboard", "trackio"), ()),
 }
-_ABOVE = (*_DVC, ".git/config", ".hg/hgrc")  # which are looked for in the folders above, too
+_IN_PARENTS = (*_DVC, ".git/config", ".hg/hgrc")  # which are looked for in the folders above, too
 # Variables that name the server.
 _SERVERS = {
     "wandb": "WANDB_BASE_URL",
@@ -85,7 +85,7 @@ def check_trackers(names: Sequence[str]) -> None:
                 "where reports go; choose from {}",
                 *(argument, ", ".join(_FILES)),
             )
-        for file in _there(name):
+        for file in _existing_files(name):
             check_approved(
                 file,
                 f"{name} reads it, and it can choose the server that gets the reports and your key",
@@ -108,18 +108,18 @@ def where_reports_go(names: Sequence[str]) -> Iterator[str]:
     for name in names:
         variable = _SERVERS.get(name, "")
         said = [f"{variable}={os.environ[variable]}"] if os.environ.get(variable) else []
-        said += [f"{file} (approved)" for file in _there(name)]
+        said += [f"{file} (approved)" for file in _existing_files(name)]
         where = (
             f"{' and '.join(said)} says" if said else f"{name} is configured to, by nothing in this folder"
         )
         yield f"{name} reports to where {where}"
 
 
-def _there(name: str) -> Iterator[Path]:
+def _existing_files(name: str) -> Iterator[Path]:
     """The files that a tracker would read, relative to the working directory."""
     here = Path.cwd()
     for file in _FILES[name]:
-        folders = (here, *here.parents) if file in _ABOVE else (here,)
+        folders = (here, *here.parents) if file in _IN_PARENTS else (here,)
         for folder in folders:
             if file == ".git/config" and (folder / ".git").is_file():  # says where the repository is
                 yield Path(os.path.relpath(folder / ".git", here))

@@ -33,7 +33,7 @@ LOSSES = 50  # that a training shows, each the mean over as many steps
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """What a training does, beside its options.
 
     Attributes:
@@ -53,7 +53,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingEnd:
     """How a training ended: its last step, the step that the adapter is of, the first and the last loss."""
 
     step: int
@@ -68,16 +68,20 @@ def collator(training: TrainingOptions) -> Collate:
 
 
 def train(
-    training: TrainingOptions, run: Run, model: Any, examples: Sequence[Example], progress: TrainerCallback
-) -> Trained:
+    training: TrainingOptions,
+    run: TrainingRun,
+    model: Any,
+    examples: Sequence[Example],
+    progress: TrainerCallback,
+) -> TrainingEnd:
     """Run the Trainer on a model with an adapter.
 
     Raises:
         ConfigurationError: the checkpoint to go on from is damaged.
         StorageError: a checkpoint cannot be written.
     """
-    between, resume_from = _Between(), run.resume_from
-    callbacks = [ExactResume(), between, progress]
+    unsaved_steps, resume_from = _UnsavedSteps(), run.resume_from
+    callbacks = [ExactResume(), unsaved_steps, progress]
     if training.method == "adalora":
         callbacks.append(_AdaLora())
     if training.early_stopping:
@@ -109,19 +113,19 @@ def train(
         except (KeyboardInterrupt, SymbiosisError):
             # So that nothing is lost when the training is resumed. If a measurement decides how it goes on,
             # the steps before it are done again.
-            if between.unsaved and not (training.early_stopping and trainer.measuring):
-                between.forget_draws()
+            if unsaved_steps.unsaved and not (training.early_stopping and trainer.measuring):
+                unsaved_steps.restore_random_state()
                 trainer._save_checkpoint(model, trial=None)
             raise
         except Exception as error:
-            if resume_from is None or between.begun:
+            if resume_from is None or unsaved_steps.begun:
                 raise
             # torch and the Trainer have many errors for a damaged file.
             raise ConfigurationError(
                 "cannot go on from {}: {}; remove it and leave out {resume}", str(resume_from), str(error)
             ) from error
     history, best = trainer.state.log_history, trainer.state.best_global_step
-    return Trained(
+    return TrainingEnd(
         trainer.state.global_step,
         best if training.early_stopping else None,
         last_loss(history[:1], 1),
@@ -134,7 +138,7 @@ def shown_losses(steps: int) -> int:
     return max(1, steps // LOSSES)
 
 
-def _arguments(training: TrainingOptions, run: Run) -> TrainingArguments:
+def _arguments(training: TrainingOptions, run: TrainingRun) -> TrainingArguments:
     warmup = training.warmup_steps
     best = training.early_stopping is not None
     # The Trainer saves the best model only where it measures.
@@ -169,7 +173,7 @@ def _arguments(training: TrainingOptions, run: Run) -> TrainingArguments:
 class _Trainer(Trainer):
     """Measures the held-out loss by learned token; the Trainer's own is a mean over batches."""
 
-    def __init__(self, run: Run, **options: Any) -> None:
+    def __init__(self, run: TrainingRun, **options: Any) -> None:
         super().__init__(**options)
         self._run, self.measuring = run, False
 
@@ -190,7 +194,7 @@ class _AdaLora(TrainerCallback):
         kwargs["model"].base_model.update_and_allocate(state.global_step)
 
 
-class _Between(TrainerCallback):
+class _UnsavedSteps(TrainerCallback):
     """Whether the parameters are those of a whole number of steps that no checkpoint has.
 
     Attributes:
@@ -209,14 +213,14 @@ class _Between(TrainerCallback):
         if logs and "loss" in logs:  # a checkpoint holds the losses, too
             self.unsaved = True
             cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-            self._drawn = random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+            self._random_state = random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.unsaved = False
 
-    def forget_draws(self) -> None:
+    def restore_random_state(self) -> None:
         """Take back what was drawn since, for a step that was not done: it is drawn again."""
-        python, numpy, cpu, cuda = self._drawn
+        python, numpy, cpu, cuda = self._random_state
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)

@@ -26,7 +26,7 @@ from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.grammars import ENGINE_STACK, _in_child, compiled
 from tenant_sdk.gateway.scheduler import TEXT_BYTES, TEXTS_BYTES, Base, Scheduler
 from tenant_sdk.gateway.status import SequenceErrors
-from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance, by_client
+from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance, compile_by_client
 
 file = Path(sys.argv[1]) / "tokenizer.json"
 tokens = Tokenizer.from_file(str(file)).get_vocab_size()
@@ -120,7 +120,7 @@ def compilations(sequences: int) -> list[int]:
         _create_grammar=lambda _: backend.compile_grammar(StructuredOutputOptions.CHOICE, CHOICE.text),
         grammar_init=None,
     )
-    by_client(manager, lambda name: name)
+    compile_by_client(manager, lambda name: name)
     manager._create_grammar(SimpleNamespace(request_id="another", is_finished=lambda: False))
     return [mine, same, len(made)]
 
@@ -138,7 +138,7 @@ def order_of_compilations() -> list[str]:
         manager.executor.submit(manager._create_grammar, request)
     )
     pending = list[Any]()
-    by_client(manager, lambda name: name[0])
+    compile_by_client(manager, lambda name: name[0])
     for name in ("a1", "a2", "a3", "a4", "b1"):
         manager.grammar_init(SimpleNamespace(request_id=name, is_finished=lambda name=name: name == "a3"))
     held.set()

@@ -56,7 +56,7 @@ out = method.apply(torch.nn.Identity(), rows)
 assert sent[0].shape == rows.shape
 torch.testing.assert_close(out[:3], x[:3])
 assert out[3:].eq(0).all()
-assert worker._without_lost(None, None, rows)[3:].eq(0).all()
+assert worker._zero_lost_rows(None, None, rows)[3:].eq(0).all()
 
 # A sequence that reads its prompt keeps its generator as it is, and no error of a sampler ends the engine.
 batch = ["first", "second", "third"]
@@ -82,7 +82,7 @@ this.model_runner = SimpleNamespace(
     requests={each: SimpleNamespace(lora_request=lora_request) for each in batch},
     sample_tokens=sample,
 )
-this._lost = this._owners({"second": 1, "third": 2, "first": 2})
+this._lost = this._lost_sequences({"second": 1, "third": 2, "first": 2})
 output = this.sample_tokens(None)
 assert output.sampled_token_ids == [[1], [], []]
 assert set(output.prompt_logprobs_dict) == {"first"}  # vLLM ends if a sequence has them and no token
@@ -90,7 +90,7 @@ assert set(output.lost) == {"second", "third"}
 assert "adapter spoiled" in output.lost["second"]
 this._lost = {}
 assert this.sample_tokens(None).sampled_token_ids == [[1], [2], [3]]
-this._status, this._in_step, this._write = Status(), batch, lambda failing: None
+this._status, this._in_step, this._write_status = Status(), batch, lambda failing: None
 failed = this.sample_tokens(RuntimeError("a client's word"))
 assert isinstance(failed, worker.FailedStep)
 assert failed.sampled_token_ids == [[], [], []]
@@ -123,7 +123,7 @@ assert sort_where_asked(apply, logits.clone(), None, p[1:2].repeat(4)).eq(100).a
 assert sorted_rows == [1, 2, 4]
 
 # An adapter is tried when it is added.
-assert worker._sane(torch.randn(8, 16), torch.randn(16, 8))
+assert worker._has_ordinary_size(torch.randn(8, 16), torch.randn(16, 8))
 for down, up in ((1e19, 1.0), (1.0, 1e30), (1e19, 1e19), (INFINITY, 1.0)):
-    assert not worker._sane(torch.randn(8, 16) * down, torch.randn(16, 8) * up)
+    assert not worker._has_ordinary_size(torch.randn(8, 16) * down, torch.randn(16, 8) * up)
 print(json.dumps({"lost": non_finite_rows.rows.tolist()}))

@@ -17,7 +17,7 @@ from vllm.parser import ParserManager
 from vllm.v1.structured_output import backend_xgrammar
 
 from tenant_sdk.gateway import folder
-from tenant_sdk.gateway.constraints import call_of, one_call_of
+from tenant_sdk.gateway.constraints import tool_arguments_constraint, tool_calls_constraint
 from tenant_sdk.gateway.tool_calls import GROWTH, JSON_CALLS
 from tenant_sdk.gateway.vllm_patches import bound_parsers, leave_constraints_alone
 
@@ -114,7 +114,10 @@ def constrained(name: str) -> list[bool]:
     _, kind = parsers(name)
     named = {"type": "function", "function": {"name": "f"}}
     made = []
-    for choice, tried in (("required", one_call_of({"f": SCHEMA})), (named, call_of(SCHEMA))):
+    for choice, tried in (
+        ("required", tool_calls_constraint({"f": SCHEMA})),
+        (named, tool_arguments_constraint(SCHEMA)),
+    ):
         request = asked(choice)
         text = FORCED if choice == "required" else json.dumps(LONG)
         found = kind(Tokenizer(), request.tools).adjust_request(request).structured_outputs

@@ -14,7 +14,7 @@ from transformers import MambaConfig, MambaForCausalLM
 
 import tenant_sdk
 from shared.errors import ConfigurationError, ModelMismatch
-from tenant_sdk.tuning.adapters import METHODS, AdapterOptions, add_adapter, find_method, other_ranks
+from tenant_sdk.tuning.adapters import METHODS, AdapterOptions, add_adapter, find_method, other_ranks_text
 from tenant_sdk.tuning.folders import load_adapter
 
 
@@ -112,7 +112,7 @@ def test_experts_are_adapted_without_a_warning_and_their_rank_is_told(
     """Two layers of a Mixtral's experts are one parameter, which PEFT gives twice the rank."""
     session = sessions("mixtral")
     model = add_adapter(session.load_model(progress=False), AdapterOptions(rank=3))
-    assert other_ranks(model) == "; rank 6 in gate_up_proj, which is two layers in one"
+    assert other_ranks_text(model) == "; rank 6 in gate_up_proj, which is two layers in one"
     model.save_pretrained(tmp_path, save_embedding_layers=False)
     load_adapter(session.load_model(progress=False), tmp_path, session)
     assert not recwarn.list
@@ -122,13 +122,13 @@ def test_experts_are_adapted_without_a_warning_and_their_rank_is_told(
         )
     for method in ("lora", "adalora", "ia3"):
         model = add_adapter(sessions("llama").load_model(progress=False), AdapterOptions(method))
-        assert other_ranks(model) == ""
+        assert other_ranks_text(model) == ""
 
 
 def test_ranks_that_came_with_an_adapter_are_told_as_they_are() -> None:
     patterns = {"layers.0.q_proj": 4, "layers.1.q_proj": 4, "k_proj": 2, "experts.gate_up_proj": 6}
     adapted = SimpleNamespace(peft_config={"default": LoraConfig(rank_pattern=patterns)})
-    assert other_ranks(adapted) == (
+    assert other_ranks_text(adapted) == (
         "; rank 4 in q_proj; rank 2 in k_proj; rank 6 in gate_up_proj, which is two layers in one"
     )
 

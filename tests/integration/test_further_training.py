@@ -19,7 +19,7 @@ import tenant_sdk
 from shared.errors import (
     ConfigurationError,
 )
-from tenant_sdk.tuning.adapters import options_of
+from tenant_sdk.tuning.adapters import training_options_of
 from tenant_sdk.tuning.finetuning import TrainingCallbacks, finetune
 from tenant_sdk.tuning.options import TrainingOptions
 from tenant_sdk.tuning.samples import Sample
@@ -89,7 +89,7 @@ def test_what_an_adapter_decides_is_not_given(session: tenant_sdk.Session, text:
 )
 def test_adapters_that_would_not_learn(config: Any, key: str) -> None:
     with pytest.raises(ConfigurationError, match=f"an adapter with {key} = .* is not trained further"):
-        options_of(config)
+        training_options_of(config)
 
 
 def test_adapters_whose_scale_is_small_but_used() -> None:
@@ -98,7 +98,7 @@ def test_adapters_whose_scale_is_small_but_used() -> None:
         peft.LoraConfig(r=256, lora_alpha=0.17, use_rslora=True),
         peft.LoraConfig(r=8, lora_alpha=16, rank_pattern={"q_proj": 256}, alpha_pattern={"q_proj": 512}),
     ):
-        assert options_of(config)["alpha"] == config.lora_alpha
+        assert training_options_of(config)["alpha"] == config.lora_alpha
 
 
 def test_an_adapter_of_zeros_is_not_trained_further(session: tenant_sdk.Session, text: Path) -> None:

@@ -22,7 +22,7 @@ from tokenizers.models import BPE
 import tenant_sdk
 from shared.errors import ConfigurationError, ModelMismatch
 from shared.wire.messages import Manifest
-from tenant_sdk.gateway.adapters import CONFIG, WEIGHTS, folders_in, largest_rank, take
+from tenant_sdk.gateway.adapters import CONFIG, WEIGHTS, folders_in, import_adapter, largest_rank
 from tenant_sdk.gateway.folder import METHOD, _drop_unknown_ends, write_folder
 from tenant_sdk.tuning.provenance import RECORD
 
@@ -63,17 +63,17 @@ def change(folder: Path, **fields: Any) -> None:
 
 
 def test_an_adapter_is_copied(own: Path, copies: Path, manifest: Manifest) -> None:
-    adapter = take(own, copies, manifest)
+    adapter = import_adapter(own, copies, manifest)
     assert (adapter.name, adapter.rank, adapter.notes) == ("notes", 4, "")
     assert (adapter.folder / WEIGHTS).read_bytes() == (own / WEIGHTS).read_bytes()
-    assert take(own, copies, manifest).folder == adapter.folder  # the same content
+    assert import_adapter(own, copies, manifest).folder == adapter.folder  # the same content
 
 
 def test_other_content_is_another_copy(own: Path, copies: Path, manifest: Manifest) -> None:
     """Or prefixes that were computed with the one would be used with the other."""
-    before = take(own, copies, manifest)
+    before = import_adapter(own, copies, manifest)
     change(own, lora_alpha=64)
-    after = take(own, copies, manifest)
+    after = import_adapter(own, copies, manifest)
     assert before.folder != after.folder
     assert before.folder.is_dir()
 
@@ -104,7 +104,7 @@ def test_what_is_not_computed_is_refused(
 ) -> None:
     change(own, **fields)
     with pytest.raises(ConfigurationError, match=message) as caught:
-        take(own, copies, manifest, most_rank=16)
+        import_adapter(own, copies, manifest, most_rank=16)
     assert str(own) in str(caught.value)  # and not its copy
     assert str(copies) not in str(caught.value)
     assert not list(copies.iterdir())
@@ -119,7 +119,7 @@ def test_tensors_that_would_be_left_out_are_refused(
     tensors = load_file(own / WEIGHTS) | {f"base_model.model.{name}.weight": torch.zeros(2)}
     save_file(tensors, own / WEIGHTS)
     with pytest.raises(ConfigurationError, match="would be left out"):
-        take(own, copies, manifest)
+        import_adapter(own, copies, manifest)
 
 
 def spoiled(name: str, tensor: torch.Tensor, how: str) -> dict[str, torch.Tensor]:
@@ -154,7 +154,7 @@ def test_matrices_that_do_not_fit(
         {k: v for k, v in tensors.items() if k != name} | spoiled(name, tensors[name], how), own / WEIGHTS
     )
     with pytest.raises(ConfigurationError, match=message):
-        take(own, copies, manifest)
+        import_adapter(own, copies, manifest)
     assert not list(copies.iterdir())
 
 
@@ -166,12 +166,12 @@ def test_the_layers_of_gpt2(
     with serve(checkpoint("gpt2")).connect() as session:
         model = peft.get_peft_model(session.load_model(progress=False), config)
         tenant_sdk.save_adapter(model, tmp_path / "gpt2", session)
-        assert take(tmp_path / "gpt2", copies, session.manifest).rank == 2
+        assert import_adapter(tmp_path / "gpt2", copies, session.manifest).rank == 2
 
 
 def test_what_vllm_is_told(own: Path, copies: Path, manifest: Manifest) -> None:
     change(own, target_modules=".*_proj", alpha_pattern={"layers.0.*": 4})
-    said = json.loads((take(own, copies, manifest).folder / CONFIG).read_text())
+    said = json.loads((import_adapter(own, copies, manifest).folder / CONFIG).read_text())
     assert said.keys() == {
         *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern")
     }
@@ -186,8 +186,8 @@ def test_of_another_base(own: Path, copies: Path, manifest: Manifest) -> None:
     record = json.loads((own / "symbiosis.json").read_text())
     (own / "symbiosis.json").write_text(json.dumps(record | {"weights": "0" * 64}))
     with pytest.raises(ModelMismatch, match="allow_other_base=True"):
-        take(own, copies, manifest)
-    assert take(own, copies, manifest, allow_other_base=True).rank == 4
+        import_adapter(own, copies, manifest)
+    assert import_adapter(own, copies, manifest, allow_other_base=True).rank == 4
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_damaged_ones(own: Path, copies: Path, manifest: Manifest, damage: str) 
     else:
         (own / {"config": CONFIG, "weights": WEIGHTS, "record": RECORD}[damage]).write_bytes(b"\x80\x02}q")
     with pytest.raises(ConfigurationError) as caught:
-        take(own, copies, manifest)
+        import_adapter(own, copies, manifest)
     assert str(own) in str(caught.value)
     assert str(copies) not in str(caught.value)
     assert not list(copies.iterdir())
@@ -231,16 +231,16 @@ def test_damaged_ones(own: Path, copies: Path, manifest: Manifest, damage: str) 
 @pytest.mark.parametrize("name", ["../up", "", "a b", "-x", "a/b", "x" * 300])
 def test_names(own: Path, copies: Path, manifest: Manifest, name: str) -> None:
     if not name:
-        assert take(own, copies, manifest, name=name).name == "notes"
+        assert import_adapter(own, copies, manifest, name=name).name == "notes"
         return
     with pytest.raises(ConfigurationError, match="no name"):
-        take(own, copies, manifest, name=name)
+        import_adapter(own, copies, manifest, name=name)
 
 
 def test_a_folder_that_cannot_be_looked_into_keeps_no_other_from_being_served(
     own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``take`` tells why it is refused. Tests may run as root, which may look everywhere."""
+    """``import_adapter`` tells why it is refused. Tests may run as root, which may look everywhere."""
     theirs, is_file = own.parent / "another users", Path.is_file
     theirs.mkdir()
 
@@ -317,7 +317,7 @@ def test_links_out_of_the_folder_are_refused_whoever_asks(
     """The watcher finds them, and the management interface is asked for them."""
     watched = own.parent
     (watched / "inside").symlink_to("notes")
-    assert take(watched / "inside", copies, manifest, within=watched).name == "inside"
+    assert import_adapter(watched / "inside", copies, manifest, within=watched).name == "inside"
     if what == "the folder":
         shutil.rmtree(own)
         own.symlink_to(saved)
@@ -325,7 +325,7 @@ def test_links_out_of_the_folder_are_refused_whoever_asks(
         (own / what).unlink()
         (own / what).symlink_to(saved / what)
     with pytest.raises(ConfigurationError, match=r"from below \S+/watched alone, and \S+ leads out of it"):
-        take(own, copies, manifest, within=watched)
+        import_adapter(own, copies, manifest, within=watched)
     with pytest.raises(ConfigurationError, match="alone"):
-        take(watched / ".." / ".." / saved.name, copies, manifest, within=watched)
+        import_adapter(watched / ".." / ".." / saved.name, copies, manifest, within=watched)
     assert len(list(copies.iterdir())) == 1

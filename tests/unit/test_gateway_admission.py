@@ -167,21 +167,21 @@ def test_a_sequence_says_whose_it_is(client: str) -> None:
 
 def test_shares_of_many_clients() -> None:
     shares = Reservations(3, clients=5)  # fewer than one for each: nothing can be kept free
-    assert [shares.take("0", 1) for _ in range(4)] == [True, True, True, False]
-    shares.give_back("0", 3)
-    assert shares.take("1", 3)
+    assert [shares.reserve("0", 1) for _ in range(4)] == [True, True, True, False]
+    shares.release("0", 3)
+    assert shares.reserve("1", 3)
     shares = Reservations(5, clients=4)
-    assert [shares.take("0", 1) for _ in range(3)] == [True, True, False]
-    assert all(shares.take(client, 1) for client in "123")
+    assert [shares.reserve("0", 1) for _ in range(3)] == [True, True, False]
+    assert all(shares.reserve(client, 1) for client in "123")
 
 
 @pytest.mark.parametrize("clients", [1, 64, 65, 500])
 def test_one_place_stays_free_for_each_client(clients: int) -> None:
     """However many there are: one that takes all it can has the others wait for nothing."""
     places = Reservations.one_each(64, clients)
-    while places.take("0", 1):
+    while places.reserve("0", 1):
         pass
-    assert all(places.take(str(other), 1) for other in range(1, clients))
+    assert all(places.reserve(str(other), 1) for other in range(1, clients))
 
 
 def test_the_stranger_that_waited_longest_makes_room() -> None:

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from tenant_sdk.gateway import serving
 from tenant_sdk.gateway.connection import read, written
-from tenant_sdk.gateway.folder import WORD, content_format, tool_parser, without_end
+from tenant_sdk.gateway.folder import WORD, content_format, tool_parser, without_end_token
 from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.session.options import SessionConfig
 
@@ -60,13 +60,13 @@ def test_nothing_is_added_behind_a_text(nested: bool) -> None:
     tokenizer.backend_tokenizer.post_processor = Tokenizer.from_str(json.dumps(rules)).post_processor
     whole = tokenizer(WORD)["input_ids"]
     assert (whole[0], whole[-1]) == (begin, end)
-    assert without_end(tokenizer)(WORD)["input_ids"] == whole[:-1]
+    assert without_end_token(tokenizer)(WORD)["input_ids"] == whole[:-1]
 
 
 def test_a_tokenizer_without_such_rules_stays() -> None:
     tokenizer = copy.deepcopy(real_tokenizer("smollm2"))
     ids = tokenizer(WORD)["input_ids"]
-    assert without_end(tokenizer)(WORD)["input_ids"] == ids
+    assert without_end_token(tokenizer)(WORD)["input_ids"] == ids
 
 
 def test_paths_hold_in_another_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

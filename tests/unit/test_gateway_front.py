@@ -21,7 +21,7 @@ from tenant_sdk.gateway.constraint_checks import REMEMBERED as KEPT
 from tenant_sdk.gateway.constraint_checks import ConstraintChecker
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.helper_process import HelperProcess
-from tenant_sdk.gateway.http_frontend import FLUSHED, MAX_UNQUEUED, HttpFrontend, Served, _failed
+from tenant_sdk.gateway.http_frontend import FLUSHED, MAX_UNQUEUED, HttpFrontend, Served, _is_server_error
 from tenant_sdk.gateway.log_redaction import redact_library_logs
 from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.requests import parse_request
@@ -465,7 +465,7 @@ def test_a_place_of_a_library_says_once_in_a_while_that_it_fails(
     ],
 )
 def test_errors_of_clients_in_a_stream_stay_as_they_are(event: bytes, gateways: bool) -> None:
-    assert _failed(event) is gateways
+    assert _is_server_error(event) is gateways
 
 
 @awaited

@@ -14,8 +14,8 @@ from tenant_sdk.gateway.constraints import (
     SPEC_BYTES,
     ConstraintRefused,
     _check_schema,
-    closed,
-    constraint,
+    close_objects,
+    read_constraint,
 )
 from tenant_sdk.gateway.request_limits import PARTS
 from tenant_sdk.gateway.requests import RESPONSES, ParsedRequest, parse_request
@@ -279,7 +279,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("why", SCHEMAS)
 def test_schemas_that_are_refused(why: str) -> None:
     with pytest.raises(ConstraintRefused, match=why):
-        constraint(None, {"json": SCHEMAS[why]})
+        read_constraint(None, {"json": SCHEMAS[why]})
 
 
 @pytest.mark.parametrize(
@@ -306,12 +306,12 @@ def test_schemas_that_are_refused(why: str) -> None:
 )
 def test_constraints_that_are_refused(given: Any) -> None:
     with pytest.raises(ConstraintRefused):
-        constraint(None, given)
+        read_constraint(None, given)
 
 
 def test_a_tree_is_no_circle() -> None:
     tree = {"$defs": {"n": {"properties": {"c": {"items": {"$ref": "#/$defs/n"}}}}}, "$ref": "#/$defs/n"}
-    assert constraint(None, {"json": tree}) is not None
+    assert read_constraint(None, {"json": tree}) is not None
 
 
 @pytest.mark.parametrize(
@@ -320,12 +320,12 @@ def test_a_tree_is_no_circle() -> None:
 )
 def test_formats_that_are_refused(given: Any) -> None:
     with pytest.raises(ConstraintRefused, match="response_format"):
-        constraint(given, None)
+        read_constraint(given, None)
 
 
 def test_two_constraints() -> None:
     with pytest.raises(ConstraintRefused, match="not both"):
-        constraint({"type": "json_object"}, {"regex": "a"})
+        read_constraint({"type": "json_object"}, {"regex": "a"})
 
 
 def test_a_chain_of_references_is_followed_once() -> None:
@@ -465,14 +465,14 @@ def test_objects_have_no_members_that_their_schema_does_not_describe() -> None:
         "$defs": {"x": {"anyOf": [inner, {"type": "array", "items": inner}]}},
     }
     shut = inner | {"additionalProperties": False}
-    assert closed(schema) == {
+    assert close_objects(schema) == {
         "type": "object",
         "properties": {"properties": shut, "open": inner | {"additionalProperties": True}},
         "const": inner | {"allOf": [inner, inner]},
         "$defs": {"x": {"anyOf": [shut, {"type": "array", "items": shut}]}},
         "additionalProperties": False,
     }
-    assert closed(True) is True
+    assert close_objects(True) is True
     assert "additionalProperties" not in schema
 
 
@@ -493,5 +493,5 @@ PART = {"properties": {"b": {"type": "string"}}}
 def test_an_object_that_is_described_in_several_places_stays_open(schema: dict[str, Any]) -> None:
     """Closed, each of them would forbid the members of the others."""
     for whole in (schema, {"$defs": {"x": PART}, "items": {"properties": {"a": schema}}}):
-        assert closed(whole) == whole
-    assert closed(PART | {"items": {"allOf": [PART]}}) != PART, "one place alone"
+        assert close_objects(whole) == whole
+    assert close_objects(PART | {"items": {"allOf": [PART]}}) != PART, "one place alone"

@@ -12,7 +12,7 @@ from conftest import Executor
 
 from shared.errors import ConfigurationError
 from tenant_sdk.tuning.data import chat_prompt, prompt_tokens
-from tenant_sdk.tuning.generation import GenerationOutput, Sampling, in_a_loop, stream
+from tenant_sdk.tuning.generation import GenerationOutput, Sampling, repeats_itself, stream
 
 
 class Numbers:
@@ -138,7 +138,7 @@ def test_a_loop_ends_the_text_unless_allowed(model: Any, monkeypatch: pytest.Mon
     ],
 )
 def test_what_is_a_loop(tokens: list[int], loop: bool) -> None:
-    assert in_a_loop(tokens) is loop
+    assert repeats_itself(tokens) is loop
 
 
 def test_a_chat(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,4 +155,4 @@ def test_a_penalty_for_repetition(model: Any, capsys: pytest.CaptureFixture[str]
 
 def test_a_look_for_loops_stops_at_the_first_difference() -> None:
     """Else it would take the square of an answer's length for each token: here, an hour."""
-    assert not in_a_loop(list(range(1_000_000)))
+    assert not repeats_itself(list(range(1_000_000)))

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from shared.errors import ConfigurationError
-from tenant_sdk.tuning.records import Record, check_data, holds_records, read_text, records_of, spoken_to
+from tenant_sdk.tuning.records import (
+    Record,
+    check_data,
+    find_conversations,
+    holds_records,
+    read_text,
+    records_of,
+)
 
 MESSAGES = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ruth."}]
 
@@ -85,10 +92,10 @@ def test_whether_and_how_records_speak(tmp_path: Path) -> None:
     others.write_text(json.dumps({"messages": MESSAGES}))
     plain = tmp_path / "plain.jsonl"
     plain.write_text(json.dumps({"text": "Ruth."}))
-    assert spoken_to([chats]) == (True, "Be brief.")
-    assert spoken_to([chats, others]) == (True, "")
-    assert spoken_to([others, plain]) == (True, "")
-    assert spoken_to([plain]) == (False, "")
+    assert find_conversations([chats]) == (True, "Be brief.")
+    assert find_conversations([chats, others]) == (True, "")
+    assert find_conversations([others, plain]) == (True, "")
+    assert find_conversations([plain]) == (False, "")
 
 
 def test_a_table_by_another_name_is_not_learned_as_text(tmp_path: Path) -> None:

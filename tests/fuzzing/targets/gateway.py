@@ -11,7 +11,7 @@ import msgspec
 from fuzzing.oracle import Finding, Target
 from shared.encoded import UNREADABLE
 from tenant_sdk.gateway.admission import Refusal
-from tenant_sdk.gateway.constraints import ConstraintRefused, closed, constraint
+from tenant_sdk.gateway.constraints import ConstraintRefused, close_objects, read_constraint
 from tenant_sdk.gateway.requests import RESPONSES, parse_request
 
 _CONTEXT = 64
@@ -39,12 +39,12 @@ def answer_constraint(data: bytes) -> None:
         given = msgspec.json.decode(data, type=dict[str, Any])
     except UNREADABLE:
         return
-    found = constraint(given.get("response_format"), given.get("structured_outputs"))
+    found = read_constraint(given.get("response_format"), given.get("structured_outputs"))
     if found is None or found.kind != "json":
         return
     json.dumps(found.as_field())
     schema = msgspec.json.decode(found.text)
-    if closed(closed(schema)) != closed(schema):
+    if close_objects(close_objects(schema)) != close_objects(schema):
         raise Finding("a closed schema is not closed")
 
 

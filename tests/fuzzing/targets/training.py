@@ -25,8 +25,8 @@ from tenant_sdk.storage import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tenant_sdk.tuning.adapter_config import read_adapter_config
 from tenant_sdk.tuning.conversations import IGNORE_INDEX, Conversations
 from tenant_sdk.tuning.patterns import without_patterns
-from tenant_sdk.tuning.received import receive
-from tenant_sdk.tuning.records import check_data, read_text, records_of, spoken_to
+from tenant_sdk.tuning.records import check_data, find_conversations, read_text, records_of
+from tenant_sdk.tuning.untrusted_adapter import copy_and_check
 
 
 def profile(data: bytes) -> None:
@@ -55,7 +55,7 @@ def parquet(data: bytes) -> None:
 
 def _data(path: Path) -> None:
     check_data([path])
-    spoken_to([path])
+    find_conversations([path])
 
 
 def conversation(data: bytes) -> None:
@@ -129,7 +129,7 @@ def adapter(data: bytes) -> None:
     model = _model()
     before = [name for name, _ in model.named_modules()]
     try:
-        receive(source, copy, model)
+        copy_and_check(source, copy, model)
     finally:
         if before != [name for name, _ in model.named_modules()] or hasattr(model, "peft_config"):
             raise Finding("the model has changed")

@@ -42,7 +42,7 @@ from tenant_sdk.storage import ADAPTER_WEIGHTS as WEIGHTS
 from tenant_sdk.storage import UNREADABLE_TENSORS, check_adapter_folder, copy_file
 from tenant_sdk.trust.attestation import base_model
 from tenant_sdk.tuning.adapter_config import MAX_JSON_BYTES, read_adapter_config
-from tenant_sdk.tuning.adapters import no_untrue_warnings
+from tenant_sdk.tuning.adapters import without_false_warnings
 from tenant_sdk.tuning.provenance import RECORD
 
 _HEADER_BYTES = 16 << 20  # of a file of weights: what it has beside numbers
@@ -52,7 +52,7 @@ _WIDEST = 8  # bytes of a number
 _INNER = frozenset({"base_layer", "original_module"})
 
 
-class Received(NamedTuple):
+class CheckedAdapter(NamedTuple):
     """An adapter that fits a model.
 
     Attributes:
@@ -67,7 +67,7 @@ class Received(NamedTuple):
     digest: str
 
 
-def receive(
+def copy_and_check(
     source: Path,
     folder: Path,
     model: nn.Module,
@@ -75,7 +75,7 @@ def receive(
     own_modules: Collection[str] = (),
     within: Path | None = None,
     check: Callable[[PeftConfig], None] = lambda _: None,
-) -> Received:
+) -> CheckedAdapter:
     """Copy an adapter, and check it against a model, which is left as it was.
 
     Args:
@@ -96,22 +96,22 @@ def receive(
     check_adapter_folder(source)
     digest = hashlib.sha256()
 
-    def take(name: str, max_bytes: int) -> None:
+    def copy(name: str, max_bytes: int) -> None:
         digest.update(f"{name} {copy_file(source / name, folder / name, max_bytes, within)} ".encode())
 
     try:
         for name in (CONFIG, RECORD):
             if (source / name).exists():
-                take(name, MAX_JSON_BYTES)
+                copy(name, MAX_JSON_BYTES)
         config = read_adapter_config(folder, model)
         check(config)
-        with _without_values(model, config, source) as meta:
-            take(WEIGHTS, meta.most_bytes)
+        with _with_meta_adapter(model, config, source) as meta:
+            copy(WEIGHTS, meta.max_file_bytes)
             overwritten = _check_weights(folder / WEIGHTS, meta, own_modules)
     except SymbiosisError as error:
         error.structured_message = error.structured_message.replaced(str(folder), str(source))
         raise
-    return Received(config, overwritten, digest.hexdigest())
+    return CheckedAdapter(config, overwritten, digest.hexdigest())
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class _MetaAdapter:
     expected: dict[str, Tensor]
 
     @property
-    def most_bytes(self) -> int:
+    def max_file_bytes(self) -> int:
         """That the file can have, with what it may repeat of the base's."""
         held = [
             each for each in self.state.values() if not each.is_meta and not isinstance(each, RemoteWeight)
@@ -151,7 +151,7 @@ class _MetaAdapter:
             for name in tensors.keys() & self.expected.keys():
                 shape, right = list(tensors[name].shape), list(self.expected[name].shape)
                 if shape != right:
-                    raise _other_base(file, f"size mismatch for {name}: {shape}, not {right}")
+                    raise _other_base_error(file, f"size mismatch for {name}: {shape}, not {right}")
             return sorted(tensors.keys() - self.expected), sorted(self.expected.keys() - tensors)
         if self.config.peft_type == PeftType.ADALORA:
             ranks = self.config.rank_pattern or {}
@@ -161,7 +161,7 @@ class _MetaAdapter:
         except KeyError as error:
             return [], [str(error.args[0])]
         except Exception as error:  # torch has many kinds for shapes that do not fit
-            raise _other_base(file, str(error)) from error
+            raise _other_base_error(file, str(error)) from error
         # A tensor that several layers have is there if one of its names is.
         mine = {id(each) for each in self.expected.values() if each.is_meta}
         missing = dict.fromkeys(result.missing_keys)
@@ -170,7 +170,7 @@ class _MetaAdapter:
 
 
 @contextmanager
-def _without_values(model: nn.Module, config: PeftConfig, source: Path) -> Iterator[_MetaAdapter]:
+def _with_meta_adapter(model: nn.Module, config: PeftConfig, source: Path) -> Iterator[_MetaAdapter]:
     """A new adapter in a model, for a while."""
     copied: Any = copy.deepcopy(config)
     copied.inference_mode = True
@@ -184,10 +184,10 @@ def _without_values(model: nn.Module, config: PeftConfig, source: Path) -> Itera
     kind = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(task or "", PeftModel)
     try:
         try:
-            with no_untrue_warnings(""):
+            with without_false_warnings(""):
                 adapted: PeftModel = kind(model, copied, low_cpu_mem_usage=True)
         except Exception as error:  # every method has errors of its own for a model that lacks layers
-            raise _other_base(source / WEIGHTS, str(error)) from error
+            raise _other_base_error(source / WEIGHTS, str(error)) from error
         tables: Any = [each for module in adapted.modules() for each in (module._parameters, module._buffers)]
         for tensors in tables:  # some that are the adapter's PEFT has made with values
             for name, each in tensors.items():
@@ -206,21 +206,25 @@ def _without_values(model: nn.Module, config: PeftConfig, source: Path) -> Itera
 
 
 def _check_weights(file: Path, meta: _MetaAdapter, own_modules: Collection[str]) -> set[str]:
-    """Refuse weights other than those that PEFT expects, and would place; see ``Received.overwritten``."""
+    """Refuse weights other than those that PEFT expects and would place; see ``CheckedAdapter``."""
     _check_header(file)
     named = base_model(meta.model).named_parameters()
-    base = {_plain(name): each for name, each in named if not each.is_meta}
+    base = {_base_name(name): each for name, each in named if not each.is_meta}
     tensors, overwritten, biases = dict[str, Tensor](), set[str](), set[str]()
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118
-                values, place, known = _values(opened, name, file), _plain(name), name in meta.expected
+                values, place, known = (
+                    _read_tensor(opened, name, file),
+                    _base_name(name),
+                    name in meta.expected,
+                )
                 if known and meta.is_base(name):
                     biases.add(name)
-                elif place in own_modules or (not known and _same(base.get(place), values)):
+                elif place in own_modules or (not known and _is_unchanged(base.get(place), values)):
                     overwritten.add(place)
                 elif meta.is_base(name):
-                    raise _no_part(file, name)
+                    raise _unexpected_tensor_error(file, name)
                 else:
                     tensors[name] = torch.empty_like(values, device="meta")
     except UNREADABLE_TENSORS as error:
@@ -228,10 +232,10 @@ def _check_weights(file: Path, meta: _MetaAdapter, own_modules: Collection[str])
     extra, missing = meta.place(tensors, file)
     missing += [name for name in meta.expected if meta.is_base(name) and name not in biases]
     if extra:
-        raise _no_part(file, extra[0])
+        raise _unexpected_tensor_error(file, extra[0])
     if missing:
-        raise ConfigurationError(f"{file} lacks {_said(missing[0])!r}, which {CONFIG} asks for")
-    return overwritten | set(map(_plain, biases))
+        raise ConfigurationError(f"{file} lacks {_name_in_file(missing[0])!r}, which {CONFIG} asks for")
+    return overwritten | set(map(_base_name, biases))
 
 
 def _check_header(file: Path) -> None:
@@ -244,7 +248,7 @@ def _check_header(file: Path) -> None:
         )
 
 
-def _values(opened: Any, name: str, file: Path) -> Tensor:
+def _read_tensor(opened: Any, name: str, file: Path) -> Tensor:
     """A tensor of a file.
 
     Raises:
@@ -262,14 +266,14 @@ def _values(opened: Any, name: str, file: Path) -> Tensor:
     return values
 
 
-def _same(held: Tensor | None, values: Tensor) -> bool:
+def _is_unchanged(held: Tensor | None, values: Tensor) -> bool:
     """Whether values are those that a parameter holds already; a remote one is not looked at."""
     if held is None or isinstance(held, RemoteWeight) or held.shape != values.shape:
         return False
     return torch.equal(values.to(held), held)
 
 
-def _plain(name: str) -> str:
+def _base_name(name: str) -> str:
     """The base model's name for a tensor."""
     parts = name.removeprefix("base_model.model.").split(".")
     return ".".join(part for part in parts if part not in _INNER)
@@ -285,14 +289,14 @@ def _unpruned(name: str, tensor: Tensor, ranks: Mapping[str, Any]) -> Tensor:
     return tensor.new_empty(shape)
 
 
-def _no_part(file: Path, name: str) -> ConfigurationError:
+def _unexpected_tensor_error(file: Path, name: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{file} holds {_said(name)!r}, which is no part of the adapter that {CONFIG} describes, on this "
-        "model: it would be left out, or written over the base model's. Take it out of the file"
+        f"{file} holds {_name_in_file(name)!r}, which is no part of the adapter that {CONFIG} describes, on "
+        "this model: it would be left out, or written over the base model's. Take it out of the file"
     )
 
 
-def _other_base(file: Path, error: str) -> ModelMismatch:
+def _other_base_error(file: Path, error: str) -> ModelMismatch:
     """Of the mismatches that torch lists, one a line below a heading, the first."""
     heading, *mismatches = [line.strip(" \t.") for line in error.splitlines() if line.strip()] or [""]
     more = f" (and {len(mismatches) - 1} more)" if len(mismatches) > 1 else ""
@@ -300,6 +304,6 @@ def _other_base(file: Path, error: str) -> ModelMismatch:
     return ModelMismatch(f"the adapter in {file.parent} was made for another base model: {first}")
 
 
-def _said(name: str) -> str:
+def _name_in_file(name: str) -> str:
     """A tensor as a file calls it, without the name that PEFT gives to adapters."""
     return ".".join(part for part in name.removeprefix("base_model.model.").split(".") if part != "default")

@@ -98,7 +98,7 @@ def test_what_is_written_over_the_base_all_the_same_is_noticed(
     session: tenant_sdk.Session, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PEFT may come to read names in other ways."""
-    monkeypatch.setattr("tenant_sdk.tuning.received._check_weights", lambda *_: set())
+    monkeypatch.setattr("tenant_sdk.tuning.untrusted_adapter._check_weights", lambda *_: set())
     weights = load_file(saved / "adapter_model.safetensors")
     model = session.load_model(progress=False)
     weights["base_model.model.model.norm.weight"] = torch.ones_like(model.model.norm.weight)
