@@ -51,7 +51,7 @@ _QUOTES = '"""'
 
 
 @dataclass(frozen=True)
-class _Ready:
+class _LoadedModel:
     """A model with its adapter, and what it needs to answer."""
 
     session: Session
@@ -62,9 +62,9 @@ class _Ready:
 
 
 @contextmanager
-def _ready(
+def _loaded_model(
     answer: AnswerOptions, context: ContextOptions, local: ModelOptions, config: SessionConfig
-) -> Iterator[_Ready]:
+) -> Iterator[_LoadedModel]:
     """Around answers: the session."""
     from tenant_sdk.storage import check_adapter_folder
 
@@ -85,7 +85,7 @@ def _ready(
         if answer.draft is not None:
             pace = None if answer.pace is None else DraftPace(answer.pace)
             draft = load_draft(answer.draft, model, session, pace=pace)
-        yield _Ready(session, model, tokenizer, place, draft)
+        yield _LoadedModel(session, model, tokenizer, place, draft)
 
 
 @options.command_line.takes
@@ -100,7 +100,7 @@ def generate(
     file = prompting.prompts
     texts = [prompting.text()] if file is None else prompts_of(file)
     config = connection.session()
-    with _ready(prompting, context, local, config) as ready:
+    with _loaded_model(prompting, context, local, config) as ready:
         from tenant_sdk.tuning.data import chat_prompt, has_chat_template, prompt_tokens
 
         chats = not prompting.raw and (has_chat_template(ready.tokenizer) or prompting.system is not None)
@@ -121,7 +121,7 @@ def generate(
     print_stats(ready.session, config, STATUS)
 
 
-def _answer_one(ready: _Ready, tokens: list[int], sampling: Sampling, *, chats: bool) -> str:
+def _answer_one(ready: _LoadedModel, tokens: list[int], sampling: Sampling, *, chats: bool) -> str:
     """Write the answer, word by word; returns a line of statistics."""
     from tenant_sdk.tuning.data import has_chat_template
     from tenant_sdk.tuning.generation import stream
@@ -130,14 +130,14 @@ def _answer_one(ready: _Ready, tokens: list[int], sampling: Sampling, *, chats: 
     more = ready.place.fitting(ready.model, groups, length)
     written = stream(ready.model, ready.tokenizer, tokens, sampling, options=more, draft=ready.draft)
     if not written.text.strip():
-        STATUS.print(escape(shown(_empty(chats, has_chat_template(ready.tokenizer)))))
+        STATUS.print(escape(shown(_empty_answer_advice(chats, has_chat_template(ready.tokenizer)))))
     return (
         f"{counted(written.tokens, 'token')} in {written.seconds:.1f} s, "
         f"{written.tokens / written.seconds:.1f} tokens/s; ended by: {shown(written.end)}"
     )
 
 
-def _answer_all(ready: _Ready, texts: list[str], tokens: list[list[int]], sampling: Sampling) -> str:
+def _answer_all(ready: _LoadedModel, texts: list[str], tokens: list[list[int]], sampling: Sampling) -> str:
     """Write a line of JSON for each prompt, several at once; returns a line of statistics."""
     from tenant_sdk.tuning.generation import answer_prompts
 
@@ -157,7 +157,7 @@ def _answer_all(ready: _Ready, texts: list[str], tokens: list[list[int]], sampli
     return f"{counted(len(texts), 'prompt')} in {time.perf_counter() - started:.1f} s"
 
 
-def _empty(chats: bool, could_chat: bool) -> Message:
+def _empty_answer_advice(chats: bool, could_chat: bool) -> Message:
     """What to do about an answer without text."""
     if chats:
         return Message(
@@ -180,7 +180,7 @@ def chat(
 ) -> None:
     """Talk to a chat model, with or without an adapter; the conversation stays on this machine."""
     config = connection.session()
-    with _ready(answer, context, local, config) as ready:
+    with _loaded_model(answer, context, local, config) as ready:
         from tenant_sdk.tuning.chat import Chat
 
         groups = ready.session.manifest.groups
@@ -192,7 +192,7 @@ def chat(
             STATUS.print("Ask something; /help lists commands.")
         for line, typed in _lines():
             if typed and line.startswith("/"):
-                if _leaves(line, conversation):
+                if _run_command(line, conversation):
                     break
             elif line.strip():
                 if line.startswith("/"):
@@ -231,7 +231,7 @@ def _lines() -> Iterator[tuple[str, bool]]:
         yield line, typed
 
 
-def _leaves(line: str, conversation: Chat) -> bool:
+def _run_command(line: str, conversation: Chat) -> bool:
     """Do what a command says; True: it ends the chat."""
     command, _, rest = line.partition(" ")
     if command == "/bye":
@@ -277,14 +277,14 @@ def _ask(text: str, conversation: Chat) -> None:
     except SymbiosisError as error:
         STATUS.print(f"[bold red]error:[/] {escape(str(error))}")
         return
-    if remark := _remark(written):
+    if remark := _note_on_ending(written):
         STATUS.print(f"[dim]({escape(shown(remark))})[/]")
 
 
-def _remark(written: GenerationOutput) -> Message | None:
+def _note_on_ending(written: GenerationOutput) -> Message | None:
     """What to say of an answer that did not end by itself, or is none."""
     if not written.text.strip():
-        return _empty(True, True)
+        return _empty_answer_advice(True, True)
     if written.ended:
         return None
     cut = written.end == Message("{max_new_tokens}")

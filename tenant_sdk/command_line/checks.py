@@ -95,7 +95,7 @@ class ReplicaChecks:
         for address in addresses:
             try:
                 started = time.perf_counter()
-                manifest = self._look(address)
+                manifest = self._probe(address)
                 milliseconds = (time.perf_counter() - started) * 1e3
             except SymbiosisError as error:
                 what = Message("{} cannot be used: {}", str(address), error.structured_message)
@@ -115,7 +115,7 @@ class ReplicaChecks:
                 "replica", True, f"{address} {how} ({milliseconds:.1f} ms to connect and greet)"
             )
 
-    def _look(self, address: Address) -> Manifest | None:
+    def _probe(self, address: Address) -> Manifest | None:
         """What it serves; None: that takes a token."""
         target, url = self._target, url_of(address.target)
 

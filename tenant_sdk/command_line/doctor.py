@@ -75,10 +75,10 @@ def diagnose(targets: list[Target], rules: SessionRules) -> Iterator[tuple[str, 
     for target in executors:
         yield target.party if sources or target.replicas else "", _examine_party(target, comparison)
     if provider.party in comparison.manifests:
-        shared = _shared(executors, rules)
+        shared = _shared_credentials(executors, rules)
         yield (
             "one-time masks" if sources else "",
-            _together(comparison, comparison.manifests[provider.party], sources, shared),
+            _check_together(comparison, comparison.manifests[provider.party], sources, shared),
         )
 
 
@@ -94,7 +94,7 @@ def _examine_party(target: Target, comparison: Comparison) -> Iterator[CheckResu
     yield from examine(replicas.usable, comparison, party)
 
 
-def _shared(targets: list[Target], rules: SessionRules) -> Iterator[CheckResult]:
+def _shared_credentials(targets: list[Target], rules: SessionRules) -> Iterator[CheckResult]:
     """Tokens and authorities that provider and mask sources have in common."""
 
     def check_tokens() -> None:
@@ -113,7 +113,7 @@ def _shared(targets: list[Target], rules: SessionRules) -> Iterator[CheckResult]
             yield CheckResult(what, False, error.structured_message, "give each operator's own")
 
 
-def _together(
+def _check_together(
     comparison: Comparison, manifest: Manifest, sources: list[str], shared: Iterator[CheckResult]
 ) -> Iterator[CheckResult]:
     """Whether one-time masks would work with these executors, and be worth something."""
@@ -197,7 +197,7 @@ class _Examination:
         if self._channel is not None:
             yield CheckResult("token", True, f"accepted (from {self.target.token})")
             yield CheckResult("protocol", True, f"both sides speak {SUBPROTOCOL}")
-            yield from self._of_executor(self._channel)
+            yield from self._executor_results(self._channel)
 
     def _over_tls(self) -> Iterator[CheckResult]:
         target = self.target
@@ -216,7 +216,7 @@ class _Examination:
         yield _resolve(host, port)
 
         self.step = "tcp"
-        opening = _Waiting(lambda: open_tcp(host, port, target.timeout, target.address), target)
+        opening = _WaitUntilOpen(lambda: open_tcp(host, port, target.timeout, target.address), target)
         yield from opening
         self._sock = opening.done
         milliseconds = opening.seconds * 1e3
@@ -248,12 +248,12 @@ class _Examination:
         if not token:
             yield from _without_token(lambda token: open_colocated(target.url, token, target.timeout), target)
             return
-        reaching = _Waiting(lambda: open_colocated(target.url, token, target.timeout), target)
+        reaching = _WaitUntilOpen(lambda: open_colocated(target.url, token, target.timeout), target)
         yield from reaching
         self._channel = reaching.done
         yield CheckResult("directory", True, "an executor listens there")
 
-    def _of_executor(self, channel: Channel) -> Iterator[CheckResult]:
+    def _executor_results(self, channel: Channel) -> Iterator[CheckResult]:
         target = self.target
         self.step = "manifest"
         remote = RemoteExecutor(single_replica(lambda: channel, target.url), DTYPE_NAMES[target.wire_dtype])
@@ -302,7 +302,7 @@ class _Examination:
             self._sock.close()
 
 
-class _Waiting(Generic[T]):
+class _WaitUntilOpen(Generic[T]):
     """Opens something, for which somebody may have to begin to listen; iterated, tells that it waits.
 
     Attributes:

@@ -81,7 +81,7 @@ def finetune(training: TrainingOptions, local: ModelOptions, connection: options
     check_data([*training.data, *training.held_out])
     talks, system = find_conversations(training.data)  # the files may be others when the training ends
     with loading():
-        from tenant_sdk.drafts.passes import check_suited
+        from tenant_sdk.drafts.passes import check_supported
         from tenant_sdk.session.opening import open_session
         from tenant_sdk.tuning.data import has_chat_template
         from tenant_sdk.tuning.finetuning import TrainingCallbacks
@@ -101,7 +101,7 @@ def finetune(training: TrainingOptions, local: ModelOptions, connection: options
             session, local.tokenizer, local.model, training.base, bars=STATUS.is_terminal
         )
         if making is not None:
-            check_suited(adapted)  # before the training, not after it
+            check_supported(adapted)  # before the training, not after it
         callbacks = TrainingCallbacks(
             lambda line: STATUS.print(escape(shown(line))),
             shows.step,

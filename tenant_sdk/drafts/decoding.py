@@ -28,8 +28,8 @@ from tenant_sdk.drafts.head import DraftHead, Vocabulary, guess, trunks_of
 from tenant_sdk.drafts.length import DraftLength
 from tenant_sdk.drafts.passes import Passes
 
-_NEWEST = 5  # passes whose time is kept
-_LATE = 0.1  # of the time between two passes
+_RECENT_PASSES = 5  # passes whose time is kept
+_LATE_SHARE = 0.1  # of the time between two passes
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Draft:
         self._pace, self._clock, self._sleep = pace, clock, sleep
         self.passes = self.tokens = self.late = 0
         self._due = 0.0  # when the next pass shall begin
-        self._seconds = deque[float](maxlen=_NEWEST)
+        self._seconds = deque[float](maxlen=_RECENT_PASSES)
 
     @property
     def seconds_a_pass(self) -> float:
@@ -139,8 +139,8 @@ class Draft:
         Raises:
             ConfigurationError: beams, or outputs of layers, are asked for, or the model has an encoder.
         """
-        _check(model, generation_config)
-        text = _Text(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+        _check_supported(model, generation_config)
+        text = _GeneratedText(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
         with _last_hidden(model) as hidden:
             passes = Passes(model, model_kwargs)
             text.accept(passes.prompt(input_ids, generation_config)[:, -1:], None)
@@ -149,10 +149,12 @@ class Draft:
             while not text.ended:
                 state = self._pass(text, passes, state, hidden)
             while self._pace is not None and (self.passes - before) % self._pace.multiple:
-                self._fill(text, passes, state)
+                self._filler_pass(text, passes, state)
         return text.output(passes.cache)
 
-    def _pass(self, text: _Text, passes: Passes, state: Tensor, hidden: Callable[[], Tensor]) -> Tensor:
+    def _pass(
+        self, text: _GeneratedText, passes: Passes, state: Tensor, hidden: Callable[[], Tensor]
+    ) -> Tensor:
         """Guess, check, and go on; returns the hidden state before the newest token."""
         self._keep_pace()
         started, size = self._clock(), min(self._length.next, passes.room)
@@ -161,12 +163,12 @@ class Draft:
         taken = text.accept(logits, guesses)
         passes.keep(taken)
         seconds = self._clock() - started
-        self._length.passed(size, seconds)
+        self._length.observe(size, seconds)
         self._seconds.append(seconds)
         self.passes, self.tokens = self.passes + 1, self.tokens + taken
         return hidden()[:, taken - 1]
 
-    def _fill(self, text: _Text, passes: Passes, state: Tensor) -> None:
+    def _filler_pass(self, text: _GeneratedText, passes: Passes, state: Tensor) -> None:
         """A pass after the end of a text, which looks like those before.
 
         It guesses too: without the time that this takes, its requests would come early.
@@ -185,7 +187,7 @@ class Draft:
         left = self._due - self._clock()
         if left > 0:
             self._sleep(left)
-        elif left < -_LATE * self._pace.seconds:
+        elif left < -_LATE_SHARE * self._pace.seconds:
             self.late += 1
             self._due = self._clock()
         self._due += self._pace.seconds
@@ -194,7 +196,7 @@ class Draft:
         return guess(self._head, self._vocabulary, state, token, size)
 
 
-class _Text:
+class _GeneratedText:
     """What is written, and how its next token is chosen; the same steps as in ``generate``."""
 
     def __init__(
@@ -265,7 +267,7 @@ class _Text:
         )
 
 
-def _check(model: Any, config: GenerationConfig) -> None:
+def _check_supported(model: Any, config: GenerationConfig) -> None:
     """Refuse what goes another way than one token after the other.
 
     Raises:

@@ -26,7 +26,7 @@ from tenant_sdk.drafts.decoding import Draft, DraftPace
 from tenant_sdk.drafts.head import DraftHead, Vocabulary, head_of
 from tenant_sdk.drafts.length import DraftLength
 from tenant_sdk.drafts.options import CARD
-from tenant_sdk.drafts.passes import check_suited
+from tenant_sdk.drafts.passes import check_supported
 from tenant_sdk.model.naming import plain_name
 from tenant_sdk.session.session import Session
 from tenant_sdk.storage import UNREADABLE_TENSORS
@@ -115,10 +115,10 @@ def load_draft(
 
     Raises:
         ConfigurationError: there is no draft in the folder, or it is damaged, or the model has no head here,
-            or is not suited (``check_suited``).
+            or is not suited (``check_supported``).
         ModelMismatch: it was made for another model, or another adapter.
     """
-    check_suited(model)
+    check_supported(model)
     folder = Path(folder)
     card = read_card(folder)
     check_fits(card, folder, session.manifest, adapter_digest(model))

@@ -38,7 +38,7 @@ class DraftLength:
             return self.chosen
         return min(self._seconds, key=lambda size: (len(self._seconds[size]), -size))
 
-    def passed(self, size: int, seconds: float) -> None:
+    def observe(self, size: int, seconds: float) -> None:
         """A pass with so many guesses took so long, with the time to make them."""
         if self.chosen is not None or size not in self._seconds:
             return

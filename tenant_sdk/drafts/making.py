@@ -19,7 +19,7 @@ from tenant_sdk.drafts.folder import adapter_digest, save_draft
 from tenant_sdk.drafts.head import Vocabulary
 from tenant_sdk.drafts.length import DraftLength
 from tenant_sdk.drafts.options import KEPT_PARTS, DraftOptions
-from tenant_sdk.drafts.passes import check_suited
+from tenant_sdk.drafts.passes import check_supported
 from tenant_sdk.drafts.training import (
     BATCH,
     GUESSES,
@@ -121,7 +121,7 @@ def make_draft(
         StorageError: the folder cannot be written.
     """
     base: Any = base_model(model)
-    check_suited(model)
+    check_supported(model)
     output = check_new_folder(options.output)
     examples = _read(options, model, tokenizer, callbacks.say)
     prompts = _prompts(options.prompts, tokenizer)
@@ -143,7 +143,7 @@ def make_draft(
     epochs = options.epochs or default_epochs(len(places.starts))
     trainer = Trainer(vocabulary, places, epochs=epochs, seed=options.seed, progress=callbacks.training)
     result = trainer.train(Places(held_out))
-    report = _measured(model, result, vocabulary, examples[0], session)
+    report = _measure_passes(model, result, vocabulary, examples[0], session)
     with disk_errors(output, "the draft", "Then run again."), whole_folder(output) as folder:
         save_draft(
             folder,
@@ -243,7 +243,7 @@ def _split(features: Sequence[Features], seed: int) -> tuple[list[Features], lis
     return mixed[held_out:], mixed[:held_out]
 
 
-def _measured(
+def _measure_passes(
     model: Any, result: TrainingResult, vocabulary: Vocabulary, example: Example, session: Session
 ) -> DraftReport:
     """Time passes with and without guesses."""

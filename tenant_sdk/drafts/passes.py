@@ -16,7 +16,7 @@ from tenant_sdk.sequences.text_cache import forgets
 from tenant_sdk.trust.attestation import base_model
 
 
-def check_suited(model: Any) -> None:
+def check_supported(model: Any) -> None:
     """Refuse a model of which a pass cannot compute several tokens, or forget those of wrong guesses.
 
     Args:
@@ -53,7 +53,7 @@ class Passes:
     """
 
     def __init__(self, model: Any, arguments: dict[str, Any]) -> None:
-        check_suited(model)
+        check_supported(model)
         steps = generation_steps()
         if steps is None:
             raise ConfigurationError("drafts do not go with this version of transformers: see the log")

@@ -91,7 +91,7 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
 
 
-def items_of(labels: torch.Tensor, count: Any) -> torch.Tensor | int | float:
+def loss_divisor(labels: torch.Tensor, count: Any) -> torch.Tensor | int | float:
     """By how much a sum over tokens is divided: what the training loop says, or how many are learned."""
     if count is None:
         return (labels != -100).sum()

@@ -72,7 +72,7 @@ class LongContext:
         Args:
             groups: that the executor serves.
         """
-        base, reason = _base(model), _unsuited(model)
+        base, reason = _base(model), _unsupported_reason(model)
         if reason is not None:
             if self.kv == "device":
                 return {}
@@ -103,10 +103,10 @@ class LongContext:
             before: what this returned for the text before; {}: there was none.
         """
         options = self.fitting(model, groups, tokens)
-        if _unsuited(model) is not None:
+        if _unsupported_reason(model) is not None:
             return options
         cache = before.get(cache_name())
-        if _other_positions(model, 1, ids.shape[1]) or cache is None or not cache.keep(ids):
+        if _positions_depend_on_length(model, 1, ids.shape[1]) or cache is None or not cache.keep(ids):
             cache = options.get(cache_name()) or TextCache(config=_base(model).config)
         guard(_base(model))
         return {**options, cache_name(): cache}
@@ -115,14 +115,14 @@ class LongContext:
         base = _base(model)
         config = base.config.get_text_config(decoder=True)
         context = self.context or getattr(config, "max_position_embeddings", None) or _CONTEXT
-        if activated(model) or _other_positions(model, 1, context):
+        if activated(model) or _positions_depend_on_length(model, 1, context):
             return {}
         eager = getattr(config, "_attn_implementation", None) == "eager"
-        heads = _most(config, "num_attention_heads") if eager else 0
+        heads = _largest_size(config, "num_attention_heads") if eager else 0
         windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
         kept = [min(context, window + MOST) if window else context for window in windows]
-        copies = self.batch_size * max(kept, default=context) * _copied(base, config)
-        demand = Demand(groups, _most(config, "hidden_size"), heads, self.batch_size, copies)
+        copies = self.batch_size * max(kept, default=context) * _repeated_head_bytes(base, config)
+        demand = Demand(groups, _largest_size(config, "hidden_size"), heads, self.batch_size, copies)
         memory = 2**30 + copies if self.memory_gib is None else int(self.memory_gib * 2**30)
         chunk = demand.chunk(memory, context)
         return {"prefill_chunk_size": chunk} if chunk < context else {}
@@ -149,16 +149,16 @@ class LongContext:
 
 def default_place(model: Any) -> str:
     """Where keys and values are when nothing is said: in buffers where that costs no copies to a device."""
-    return "host" if model.device.type == "cpu" and _unsuited(model) is None else "device"
+    return "host" if model.device.type == "cpu" and _unsupported_reason(model) is None else "device"
 
 
-def _most(config: Any, name: str) -> int:
+def _largest_size(config: Any, name: str) -> int:
     """A size of a model; the largest where layers differ."""
     value = getattr(config, name, None) or 0
     return int(max(value) if isinstance(value, list | tuple) else value)
 
 
-def _copied(model: Any, config: Any) -> int:
+def _repeated_head_bytes(model: Any, config: Any) -> int:
     """Bytes for each token that a layer's attention copies, so that every head has its own keys and values.
 
     Where several heads share a pair, transformers does so for whatever is read under a mask, as all chunks
@@ -172,8 +172,8 @@ def _copied(model: Any, config: Any) -> int:
     shared = [each for each in model.modules() if getattr(each, "num_key_value_groups", 1) > 1]
     if not copying or not shared:
         return 0
-    heads = _most(config, "num_attention_heads")
-    width = max(getattr(each, "head_dim", _most(config, "hidden_size") // heads) for each in shared)
+    heads = _largest_size(config, "num_attention_heads")
+    width = max(getattr(each, "head_dim", _largest_size(config, "hidden_size") // heads) for each in shared)
     return int(2 * heads * width * model.dtype.itemsize)
 
 
@@ -182,7 +182,7 @@ def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
-def _other_positions(model: Any, part: int, whole: int) -> bool:
+def _positions_depend_on_length(model: Any, part: int, whole: int) -> bool:
     """Whether the beginning of a text, of so many tokens, has other positions than it has in the whole."""
     steady = steady_length(_base(model))
     return steady is not None and part <= steady < whole
@@ -197,7 +197,7 @@ def activated(model: Any) -> bool:
     return getattr(adapter, "alora_invocation_tokens", None) is not None
 
 
-def _unsuited(model: Any) -> str | None:
+def _unsupported_reason(model: Any) -> str | None:
     """Why keys and values of a model cannot be placed."""
     adapter = getattr(model, "active_peft_config", None)
     if adapter is not None and adapter.is_prompt_learning:
@@ -207,13 +207,15 @@ def _unsuited(model: Any) -> str | None:
         return "the model has an encoder and a decoder"
     parameters = inspect.signature(base.forward).parameters
     if not (
-        cache_name() in parameters and base._supports_default_dynamic_cache() and _has_pairs(base.config)
+        cache_name() in parameters
+        and base._supports_default_dynamic_cache()
+        and _has_keys_and_values(base.config)
     ):
         return "the model keeps a state of its own kind, or none, instead of keys and values"
     return None
 
 
-def _has_pairs(config: Any) -> bool:
+def _has_keys_and_values(config: Any) -> bool:
     """Whether a layer of the cache is one of keys and values, not of a state alone."""
     layers = DynamicCache(config=config).layers
     return not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers)
@@ -232,9 +234,9 @@ def prefill(
     """Read a prompt, all but its last token, and move the model; see ``Session.prefill``."""
     if input_ids.shape[1] < 2:
         raise ConfigurationError("a prompt that is read ahead has at least two tokens")
-    if _unsuited(model) is not None:
-        raise ConfigurationError(f"this prompt cannot be read ahead: {_unsuited(model)}")
-    if activated(model) or _other_positions(model, input_ids.shape[1] - 1, input_ids.shape[1]):
+    if _unsupported_reason(model) is not None:
+        raise ConfigurationError(f"this prompt cannot be read ahead: {_unsupported_reason(model)}")
+    if activated(model) or _positions_depend_on_length(model, input_ids.shape[1] - 1, input_ids.shape[1]):
         raise ConfigurationError(
             "this prompt cannot be read ahead: what the model computes of it depends on its last token, too"
         )

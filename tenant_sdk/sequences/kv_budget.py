@@ -49,7 +49,7 @@ class _Scratch:
 
 
 @dataclass
-class _Ahead:
+class _ReadAhead:
     """A layer's blocks that are being read before they are asked for."""
 
     index: int
@@ -74,7 +74,7 @@ class KvBudget:
         self.spill, self._budget = spill, budget
         self._layers: list[weakref.ref[DiskLayer]] = []  # weak: the file is closed with the last of them
         self._scratches, self._next = [_Scratch(), _Scratch()], 0
-        self._ahead: _Ahead | None = None
+        self._ahead: _ReadAhead | None = None
         self._readers, self._fork_guard = ThreadPoolExecutor(_READERS, "keys and values"), ForkGuard()
 
     def enter(self, layer: DiskLayer) -> int:
@@ -147,7 +147,7 @@ class KvBudget:
         if (layer := next(layers, None)) is not None:
             tokens = layer.get_seq_length() + more + BLOCK
             out = self._scratches[self._next].views(layer.shapes(tokens), layer.dtype, layer.device)
-            self._ahead = _Ahead(layer.index, out, self._begin(layer.blocks, out))
+            self._ahead = _ReadAhead(layer.index, out, self._begin(layer.blocks, out))
 
     def forget(self) -> None:
         """Blocks change: what was read ahead is of no use."""

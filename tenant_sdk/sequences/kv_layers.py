@@ -63,7 +63,7 @@ class Buffer:
         self._memory[:, :, self.length : self.length + more] = new
         self.length += more
 
-    def take(self, rows: Tensor) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """Have these rows of the batch, in this order."""
         with torch.inference_mode(False):
             self._memory = self.tokens.index_select(0, rows)
@@ -105,7 +105,7 @@ class HostLayer(DynamicLayer):
     @property
     def keys(self) -> Tensor | None:
         """All keys ``[B, H, T, D]``, on the CPU; None before there are any."""
-        return self._kept(0)
+        return self._stored(0)
 
     @keys.setter
     def keys(self, tensor: Tensor | None) -> None:
@@ -115,14 +115,14 @@ class HostLayer(DynamicLayer):
     @property
     def values(self) -> Tensor | None:
         """All values, as keys."""
-        return self._kept(1)
+        return self._stored(1)
 
     @values.setter
     def values(self, tensor: Tensor | None) -> None:
         if tensor is not None:
             raise AttributeError("keys and values are appended with update, and removed with crop")
 
-    def _kept(self, which: int) -> Tensor | None:
+    def _stored(self, which: int) -> Tensor | None:
         return self._buffers[which].tokens if self._buffers else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -181,22 +181,22 @@ class HostLayer(DynamicLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row of the batch so many times, side by side."""
         if self._buffers:
-            self._take(torch.arange(self._batch).repeat_interleave(repeats))
+            self._select_rows(torch.arange(self._batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only these rows of the batch: numbers, or which are true."""
         if self._buffers:
             rows, all_rows = torch.arange(self._batch)[indices.to("cpu")], torch.arange(self._batch)
             if not torch.equal(rows, all_rows):  # beams often stay as they are
-                self._take(rows)
+                self._select_rows(rows)
 
     @property
     def _batch(self) -> int:
         return self._buffers[0].tokens.shape[0]
 
-    def _take(self, rows: Tensor) -> None:
+    def _select_rows(self, rows: Tensor) -> None:
         for buffer in self._buffers:
-            buffer.take(rows)
+            buffer.select_rows(rows)
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Block:
     values: Spilled
     rows: tuple[int, ...] | None = None  # None: its own
 
-    def take(self, rows: Sequence[int]) -> Block:
+    def select_rows(self, rows: Sequence[int]) -> Block:
         """The same block for other rows of the batch."""
         chosen = tuple(rows) if self.rows is None else tuple(self.rows[row] for row in rows)
         return Block(self.keys, self.values, chosen)
@@ -228,12 +228,12 @@ class DiskLayer(HostLayer):
         super().__init__()
         self.index = kv_budget.enter(self)
 
-    def _kept(self, which: int) -> Tensor | None:
+    def _stored(self, which: int) -> Tensor | None:
         if not self.blocks:
-            return super()._kept(which)
+            return super()._stored(which)
         out = [torch.empty(shape, dtype=self.dtype) for shape in self.shapes(self.get_seq_length())]
         self._kv_budget.read(self.blocks, out)
-        self._put_last(out)
+        self._copy_buffers_to_end(out)
         return out[which]
 
     def shapes(self, tokens: int) -> list[tuple[int, int, int, int]]:
@@ -255,7 +255,7 @@ class DiskLayer(HostLayer):
             return super()._append(keys, values)
         before, total = len(self.blocks) * BLOCK, self.get_seq_length() + more
         out = self._kv_budget.assemble(self, total)
-        self._put_last([each[:, :, : total - more] for each in out])
+        self._copy_buffers_to_end([each[:, :, : total - more] for each in out])
         for each, new in zip(out, (keys, values), strict=True):
             each[:, :, total - more :] = new
         if total - before < BLOCK:
@@ -266,7 +266,7 @@ class DiskLayer(HostLayer):
         self._kv_budget.read_ahead(self.index, more)
         return on_device(out[0], keys.device), on_device(out[1], keys.device)
 
-    def _put_last(self, out: Sequence[Tensor]) -> None:
+    def _copy_buffers_to_end(self, out: Sequence[Tensor]) -> None:
         """Copy the tokens of the buffers to the end."""
         for each, buffer in zip(out, self._buffers, strict=True):
             each[:, :, each.shape[2] - buffer.length :] = buffer.tokens
@@ -312,8 +312,8 @@ class DiskLayer(HostLayer):
                 buffer.append(each)
         super()._remove(count)
 
-    def _take(self, rows: Tensor) -> None:
+    def _select_rows(self, rows: Tensor) -> None:
         self._kv_budget.forget()
-        super()._take(rows)
+        super()._select_rows(rows)
         chosen = rows.tolist()
-        self.blocks = [block.take(chosen) for block in self.blocks]
+        self.blocks = [block.select_rows(chosen) for block in self.blocks]

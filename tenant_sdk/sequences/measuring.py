@@ -24,7 +24,7 @@ FRACTION = 0.8  # of what is free, if nobody says how much memory there is
 CHUNK_COPIES = 4  # of a chunk's logits: they, their logarithms, gradients of both
 
 
-class _Counting:
+class _CountingStore:
     """A store that keeps nothing but the size of all."""
 
     def __init__(self) -> None:
@@ -58,9 +58,9 @@ def shapes_of(stack: Stack, ids: torch.Tensor) -> Shapes:
     """A model's figures for one token, measured with the few of ids [1, T]."""
     count, layers = ids.numel(), len(stack.layers)
     config = stack.model.config.get_text_config()
-    answers, cache = _Counting(), _CountingCache(layers)
+    answers, cache = _CountingStore(), _CountingCache(layers)
     # Parameters are there anyway.
-    known = {each.untyped_storage().data_ptr() for each in stack.model.parameters() if _has_values(each)}
+    known = {each.untyped_storage().data_ptr() for each in stack.model.parameters() if _has_memory(each)}
     saved: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ def shapes_of(stack: Stack, ids: torch.Tensor) -> Shapes:
     )
 
 
-def _has_values(tensor: torch.Tensor) -> bool:
+def _has_memory(tensor: torch.Tensor) -> bool:
     try:
         return tensor.data_ptr() != 0
     except RuntimeError:  # it is at the executor
@@ -122,13 +122,13 @@ def memory_left(memory_gib: float | None, device: torch.device) -> int:
 
 def free_memory() -> int:
     """Bytes that this process can still have: of the machine, its container and its own limits."""
-    free = [_field(Path("/proc/meminfo"), "MemAvailable:")]
+    free = [_kernel_figure(Path("/proc/meminfo"), "MemAvailable:")]
     group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text().strip()
         if limit != "max":
             # What of files is in memory can go.
-            files = _field(group / "memory.stat", "inactive_file", 1)
+            files = _kernel_figure(group / "memory.stat", "inactive_file", 1)
             free.append(int(limit) - int((group / "memory.current").read_text()) + files)
     except (OSError, ValueError):
         pass  # no container, or an older kind
@@ -141,7 +141,7 @@ def free_memory() -> int:
     return max(0, min(free))
 
 
-def _field(path: Path, name: str, unit: int = 1024) -> int:
+def _kernel_figure(path: Path, name: str, unit: int = 1024) -> int:
     for line in path.read_text().splitlines():
         if line.startswith(name):
             return int(line.split()[1]) * unit

@@ -80,7 +80,7 @@ class Stack:
         self._forwards = [(layer, vars(layer).get("forward")) for layer in self.layers]
         self._inner = [layer.forward for layer in self.layers]
         for index, layer in enumerate(self.layers):
-            layer.forward = instead(layer.forward, _dispatched(index, passed_by))
+            layer.forward = instead(layer.forward, _forward_to_handler(index, passed_by))
 
     def close(self) -> None:
         """Give the layers their own forward back."""
@@ -114,12 +114,12 @@ class Stack:
     def observe(self, **inputs: Any) -> None:
         """Let something small through the layers, to see what they give."""
 
-        def look(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def record_output(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             out = self._inner[index](*args, **kwargs)
             self._lengths[index] = len(out) if isinstance(out, tuple) else None
             return out
 
-        with _handled(look), torch.no_grad():
+        with _handling(record_output), torch.no_grad():
             self.base(**inputs, use_cache=False)
 
     def first_layer_inputs(self, **inputs: Any) -> tuple[torch.Tensor, list[Call]]:
@@ -138,7 +138,7 @@ class Stack:
         first: list[torch.Tensor] = []
 
         def pass_on(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            hidden, rest, named = _hidden(args, kwargs)
+            hidden, rest, named = _split_hidden(args, kwargs)
             first.append(hidden)
             if index != len(calls) or hidden is not first[0]:
                 raise CannotSplit(
@@ -148,7 +148,7 @@ class Stack:
             calls.append(Call(rest, named))
             return self._shaped(index, hidden)
 
-        with _handled(pass_on):
+        with _handling(pass_on):
             self.base(**inputs)
         if len(calls) != len(self.layers):
             raise CannotSplit(f"{type(self.model).__name__} leaves out layers, so windows would differ")
@@ -156,7 +156,7 @@ class Stack:
 
     def layer(self, index: int, hidden: torch.Tensor, call: Call) -> torch.Tensor:
         """A layer's output [B, T, D]."""
-        with _handled(lambda at, args, kwargs: self._inner[at](*args, **kwargs)):
+        with _handling(lambda at, args, kwargs: self._inner[at](*args, **kwargs)):
             out = self.layers[index](hidden, *call.args, **call.kwargs)
         return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 
@@ -164,7 +164,7 @@ class Stack:
         """The last layer's output [B, T, D]."""
         last: list[torch.Tensor] = []
 
-        def tap(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def capture(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             out = self._inner[index](*args, **kwargs)
             if index == len(self.layers) - 1:
                 last.append(out[0] if isinstance(out, tuple) else out)
@@ -172,7 +172,7 @@ class Stack:
                 return self._shaped(index, last[0].detach())
             return out
 
-        with _handled(tap):
+        with _handling(capture):
             self.base(**inputs)
         return last[0]
 
@@ -180,10 +180,12 @@ class Stack:
         """Logits [1, T, V] of the last layer's output [1, T, D]."""
 
         def give(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return self._shaped(index, hidden if index == len(self.layers) - 1 else _hidden(args, kwargs)[0])
+            return self._shaped(
+                index, hidden if index == len(self.layers) - 1 else _split_hidden(args, kwargs)[0]
+            )
 
         ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        with _handled(give):
+        with _handling(give):
             out = self.forward(input_ids=ids, use_cache=False)
         return out.logits if hasattr(out, "logits") else out[0]  # type: ignore[no-any-return]
 
@@ -192,7 +194,7 @@ class Stack:
         return hidden if length is None else (hidden, *[None] * (length - 1))
 
 
-def _hidden(
+def _split_hidden(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
     """The hidden states that a layer is called with, and all else."""
@@ -224,7 +226,7 @@ def instead(inner: Callable[..., Any], what: Callable[..., Any]) -> Callable[...
     return types.MethodType(forward, inner.__self__)
 
 
-def _dispatched(index: int, passed_by: Callable[[], None]) -> Callable[..., Any]:
+def _forward_to_handler(index: int, passed_by: Callable[[], None]) -> Callable[..., Any]:
     """What a layer does instead of its forward: what it is told, if it is."""
 
     def what(_: nn.Module | None, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -239,7 +241,7 @@ def _dispatched(index: int, passed_by: Callable[[], None]) -> Callable[..., Any]
 
 
 @contextmanager
-def _handled(handler: _Handler | None) -> Iterator[None]:
+def _handling(handler: _Handler | None) -> Iterator[None]:
     token = _handler.set(handler)
     try:
         yield

@@ -61,7 +61,7 @@ class SavedTensors:
         """Keep a tensor."""
         self.places[name] = self.store.write(tensor)
 
-    def take(self, name: Any) -> torch.Tensor:
+    def pop(self, name: Any) -> torch.Tensor:
         """The tensor, which is kept no longer."""
         place = self.places.pop(name)
         tensor = self.store.read(place)
@@ -74,7 +74,7 @@ class SavedTensors:
 
 
 @dataclass
-class _Attended:
+class _AttendedLayer:
     """Keys and values [B, H, T, E] of a layer, of as many tokens as were there; and their gradients.
 
     Attributes:
@@ -93,7 +93,7 @@ class _Append(torch.autograd.Function):
     """Keys, or values, of a window behind those of the windows before it."""
 
     @staticmethod
-    def forward(ctx: Any, new: torch.Tensor, attended: _Attended, which: int) -> torch.Tensor:
+    def forward(ctx: Any, new: torch.Tensor, attended: _AttendedLayer, which: int) -> torch.Tensor:
         ctx.attended, ctx.which, ctx.span = attended, which, attended.span
         return attended.states[which][:, :, : attended.span.stop].detach()
 
@@ -112,7 +112,7 @@ class _Append(torch.autograd.Function):
         return of_window, None, None
 
 
-class _CacheLayer(CacheLayerMixin):
+class _WindowCacheLayer(CacheLayerMixin):
     """What a model takes for one layer of its cache."""
 
     def __init__(self, cache: WindowCache) -> None:
@@ -153,8 +153,8 @@ class WindowCache(Cache):
 
     def __init__(self, layers: int) -> None:
         self.past = 0
-        self.attended: _Attended | None = None
-        super().__init__(layers=[_CacheLayer(self) for _ in range(layers)])
+        self.attended: _AttendedLayer | None = None
+        super().__init__(layers=[_WindowCacheLayer(self) for _ in range(layers)])
 
     def append(self, *new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, H, T, E] of a window behind those before it."""
@@ -208,7 +208,7 @@ class Stores:
     states: Store
 
 
-class Run:
+class WindowedRun:
     """One batch on its way through a model, forward and perhaps backward.
 
     Args:
@@ -247,7 +247,7 @@ class Run:
     def loss(self, loss: Loss) -> None:
         """Let the batch through and add its loss up."""
         with self.stack.uncheckpointed(), training_forward() if self.wanted else nullcontext():
-            hidden = [self._embedded(at) for at in range(len(self.spans))]
+            hidden = [self._first_layer_input(at) for at in range(len(self.spans))]
             for index in range(len(self.stack.layers)):
                 self._layer_forward(index, hidden)
                 self._freed.give_back()
@@ -257,16 +257,16 @@ class Run:
                 if gradient is not None:
                     self._saved.put(("top", at), gradient)
 
-    def _embedded(self, at: int) -> torch.Tensor:
+    def _first_layer_input(self, at: int) -> torch.Tensor:
         self._random_and_autocast[-1, at] = RandomAndAutocastState.now(self.batch.labels.device)
-        hidden, calls = self._before(at)
-        self._remember(at, calls)
+        hidden, calls = self._embed_window(at)
+        self._keep_calls(at, calls)
         return hidden
 
     def _layer_forward(self, index: int, hidden: list[torch.Tensor]) -> None:
         """Replace what a layer is given, for each window, by what it gives."""
         recompute = self.wanted and index >= self._first
-        for at, span in self._attending(_Attended(self._length, self.spans[0])):
+        for at, span in self._attending(_AttendedLayer(self._length, self.spans[0])):
             call = self._call(at, index)
             with ExitStack() as recorded:
                 if recompute:
@@ -298,7 +298,7 @@ class Run:
             by_parameter.update((id(p), each) for p, each in zip(params, sums, strict=True))
 
         with self.stack.uncheckpointed():
-            tops = [self._saved.take(("top", at)) for at in range(len(self.spans))]
+            tops = [self._saved.pop(("top", at)) for at in range(len(self.spans))]
             gradients = [top * scale for top in tops]
             del tops
             for index in range(len(self.stack.layers) - 1, self._first - 1, -1):
@@ -309,16 +309,16 @@ class Run:
 
     def _layer_backward(self, index: int, gradients: list[torch.Tensor], add: Callable[..., None]) -> None:
         """Replace gradients of what a layer gave, for each window, by those of what it was given."""
-        attended = _Attended(self._length, self.spans[-1], recompute=True)
+        attended = _AttendedLayer(self._length, self.spans[-1], recompute=True)
         for which in range(2):
             if (index, "states", which) in self._saved.places:
-                attended.states.append(self._saved.take((index, "states", which)))
+                attended.states.append(self._saved.pop((index, "states", which)))
         below = index > self._first or self._outside
         trained = self.stack.of_layer(index)
         for at, _ in self._attending(attended):
             call = self._call(at, index)
             recording = self._answers.pop((index, at), None)
-            hidden = self._saved.take((index, at)).detach().requires_grad_(below)
+            hidden = self._saved.pop((index, at)).detach().requires_grad_(below)
             with ExitStack() as contexts:
                 contexts.enter_context(self._random_and_autocast.pop((index, at)).restored())
                 if recording is not None:
@@ -347,7 +347,7 @@ class Run:
                 else embeddings[:, span].detach().requires_grad_(embeddings.requires_grad)
             )
             with self._random_and_autocast[-1, at].restored(), torch.enable_grad():
-                hidden, _ = self._before(at, part)
+                hidden, _ = self._embed_window(at, part)
             wanted = [each for each in (part, *outer) if each is not None and each.requires_grad]
             if not hidden.requires_grad:
                 continue
@@ -362,7 +362,7 @@ class Run:
 
     # -- both --------------------------------------------------------------------------------------
 
-    def _attending(self, attended: _Attended) -> Iterator[tuple[int, slice]]:
+    def _attending(self, attended: _AttendedLayer) -> Iterator[tuple[int, slice]]:
         """The windows in order, backwards if they are computed again, while a layer attends to this."""
         order = range(len(self.spans))
         try:
@@ -373,7 +373,9 @@ class Run:
         finally:
             self._cache.attended = None
 
-    def _before(self, at: int, embeddings: torch.Tensor | None = None) -> tuple[torch.Tensor, list[Call]]:
+    def _embed_window(
+        self, at: int, embeddings: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, list[Call]]:
         span = self.spans[at]
         inputs = self.batch.of(span)
         if embeddings is not None:
@@ -381,7 +383,7 @@ class Run:
         self._cache.past = span.start
         return self.stack.first_layer_inputs(**inputs, **{cache_name(): self._cache}, use_cache=True)
 
-    def _remember(self, at: int, calls: list[Call]) -> None:
+    def _keep_calls(self, at: int, calls: list[Call]) -> None:
         tensors = {id(each): each for call in calls for each in call.tensors()}
         size = sum(each.nbytes for each in tensors.values())
         if self._call_bytes + size > CALL_BYTES:
@@ -394,7 +396,7 @@ class Run:
         """How a layer is called for a window; masks of long sequences are made again."""
         if at not in self._calls:
             with torch.no_grad(), self._random_and_autocast[-1, at].restored():
-                self._remember(at, self._before(at)[1])
+                self._keep_calls(at, self._embed_window(at)[1])
         return self._calls[at][index]
 
 
@@ -403,7 +405,7 @@ class WindowedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Run, embeddings: torch.Tensor | None, *parameters: nn.Parameter
+        ctx: Any, run: WindowedRun, embeddings: torch.Tensor | None, *parameters: nn.Parameter
     ) -> torch.Tensor:
         """The loss, with all that its gradient needs kept."""
         outer = run.stack.outer()

@@ -134,10 +134,10 @@ def _cache(config: SessionConfig, executor: RemoteExecutor, dtype: torch.dtype) 
     if config.when_verified == "off" or not named:
         return None
     manifest = executor.manifest
-    return WeightCache([manifest.digest, manifest.numerics, dtype, *parties, *_checked_with(config)])
+    return WeightCache([manifest.digest, manifest.numerics, dtype, *parties, *_trust_options(config)])
 
 
-def _checked_with(config: SessionConfig) -> Iterator[str]:
+def _trust_options(config: SessionConfig) -> Iterator[str]:
     """Digests of the files that decide who the parties are, and which weights they must have.
 
     The same URL may lead to others the next time, and fingerprints show what live checks cannot.
@@ -170,7 +170,7 @@ def _measured(
         if shape in seconds_of_shape:
             continue
         remote, local, size = (
-            _fastest(products, [at], shape, training=training),
+            _least_seconds(products, [at], shape, training=training),
             math.inf,
             _size(shape, dtype),
         )
@@ -179,12 +179,12 @@ def _measured(
                 copy: [torch.full((width, inputs), 0.01, dtype=dtype) for width in outputs]
                 for copy in range(min(max(1, min(COLD_BYTES, budget) // size), MAX_COPIES))
             }
-            local = _fastest(KeptProducts(products, cold), cold, shape, training=training)
+            local = _least_seconds(KeptProducts(products, cold), cold, shape, training=training)
         seconds_of_shape[shape] = remote, local
     return seconds_of_shape
 
 
-def _fastest(products: PrivacyMode, groups: Iterable[int], shape: Shape, *, training: bool) -> float:
+def _least_seconds(products: PrivacyMode, groups: Iterable[int], shape: Shape, *, training: bool) -> float:
     """Seconds of a token: of one row forward, or of many forward and backward.
 
     Args:

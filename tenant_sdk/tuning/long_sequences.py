@@ -17,13 +17,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.model.checkpointing import forget_products, is_checkpointed, keep_products, keeps_products
 from tenant_sdk.model.recording import CopyStore, OnHost, Store
-from tenant_sdk.sequences.chunked_loss import ChunkedLoss, Loss, items_of, shifted
+from tenant_sdk.sequences.chunked_loss import ChunkedLoss, Loss, loss_divisor, shifted
 from tenant_sdk.sequences.encrypted_file import EncryptedFile
 from tenant_sdk.sequences.measuring import FRACTION, free_disk, memory_left, shapes_of
 from tenant_sdk.sequences.planning import GIB, MemoryPlan, Place, plan_step
 from tenant_sdk.sequences.positions import steady_length
 from tenant_sdk.sequences.stack import CannotSplit, Stack, instead
-from tenant_sdk.sequences.windows import Batch, ReferenceStore, Run, Stores, WindowedLoss
+from tenant_sdk.sequences.windows import Batch, ReferenceStore, Stores, WindowedLoss, WindowedRun
 from tenant_sdk.trust.attestation import base_model
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class LongTuning:
             aims = shifted(labels)
         if aims.shape[-1] > self._max_length:
             self._warn(f"a text is longer than the {self._max_length:,} tokens that were planned for")
-        items = items_of(aims, inputs.get("num_items_in_batch"))
+        items = loss_divisor(aims, inputs.get("num_items_in_batch"))
         if plan.window is None:
             loss = self._whole_loss(inputs, aims, items)
         else:
@@ -185,7 +185,7 @@ class LongTuning:
         wanted = torch.is_grad_enabled() and (
             bool(parameters) or (embeddings is not None and embeddings.requires_grad)
         )
-        run = Run(self._stack, batch, window, stores, wanted=wanted)
+        run = WindowedRun(self._stack, batch, window, stores, wanted=wanted)
         if wanted:
             loss: torch.Tensor = WindowedLoss.apply(run, embeddings, *parameters)  # type: ignore[no-untyped-call]
             return loss

@@ -20,7 +20,7 @@ from drafting import guessing
 
 from shared.errors import ConfigurationError
 from shared.wire.messages import GroupInfo, Member
-from tenant_sdk.drafts.passes import check_suited
+from tenant_sdk.drafts.passes import check_supported
 from tenant_sdk.sequences.contexts import LongContext
 from tenant_sdk.tuning.generation import ignores_padding
 
@@ -106,7 +106,7 @@ def test_a_text_does_not_depend_on_how_it_is_written(model_type: str, class_name
     if ignores_padding(model, 30 + TOKENS) and model_type not in NOT_TOGETHER:
         assert written(model, prompts) == alone, "together"
     with contextlib.suppress(ConfigurationError):  # a draft is refused
-        check_suited(model)
+        check_supported(model)
         for prompt, text in zip(prompts, alone if model_type not in NO_DRAFT else [], strict=False):
             assert written(model, [prompt], custom_generate=guessing(model)) == [text], "draft"
     if model_type not in NO_CHUNKS and reads_chunks(model):

@@ -21,7 +21,7 @@ from drafting import guessing
 from transformers import AutoTokenizer
 
 from shared.errors import ConfigurationError, Message
-from tenant_sdk.command_line.answers import _leaves
+from tenant_sdk.command_line.answers import _run_command
 from tenant_sdk.sequences.contexts import LongContext
 from tenant_sdk.session.session import Session
 from tenant_sdk.tuning.chat import Chat, Thought, answer_of, thought_of
@@ -244,14 +244,14 @@ def test_commands(
         ("/help", "/clear      begin"),
         ("/nothing", "/nothing: there is no such command"),
     ):
-        assert not _leaves(command, conversation)
+        assert not _run_command(command, conversation)
         assert said in capsys.readouterr().err
     assert kept.stat().st_mode & 0o777 == 0o600
     assert json.loads(kept.read_text())["messages"] == Answers.messages
     assert [path.name for path in tmp_path.iterdir()] == ["kept.jsonl"]
-    assert not _leaves("/clear", conversation)
+    assert not _run_command("/clear", conversation)
     assert conversation.messages == []
-    assert _leaves("/bye", conversation)
+    assert _run_command("/bye", conversation)
 
 
 @pytest.mark.parametrize(

@@ -150,14 +150,14 @@ def small() -> Any:
 
 def favour_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong sampler: the first guess is four times as likely as the model says."""
-    accept = decoding._Text.accept
+    accept = decoding._GeneratedText.accept
 
     def wrong(self: Any, logits: Tensor, guesses: Tensor | None) -> int:
         if guesses is not None and guesses.shape[1]:
             logits[:, 0].scatter_add_(1, guesses[:, :1], torch.full((len(logits), 1), math.log(4)))
         return accept(self, logits, guesses)
 
-    monkeypatch.setattr(decoding._Text, "accept", wrong)
+    monkeypatch.setattr(decoding._GeneratedText, "accept", wrong)
 
 
 @pytest.mark.parametrize("right", [True, False])

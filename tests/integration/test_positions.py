@@ -14,7 +14,7 @@ from test_long_generation import _PLAIN
 
 from shared.errors import ConfigurationError
 from shared.wire.messages import GroupInfo, Member
-from tenant_sdk.drafts.passes import check_suited
+from tenant_sdk.drafts.passes import check_supported
 from tenant_sdk.sequences.contexts import LongContext, prefill
 from tenant_sdk.sequences.positions import steady_length
 from tenant_sdk.tuning.generation import generate_answers
@@ -132,7 +132,7 @@ def test_an_adapter_that_tokens_activate() -> None:
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.2)
     with pytest.raises(ConfigurationError, match=r"aLoRA.*leave out the draft"):
-        check_suited(adapted)
+        check_supported(adapted)
     with pytest.raises(ConfigurationError, match="depends on its last token"):
         prefill(adapted, torch.full((1, 9), 7), None, {})
     assert "prefill_chunk_size" not in LongContext(memory_gib=SMALL, context=64).options(adapted, GROUPS)

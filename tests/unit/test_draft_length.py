@@ -18,7 +18,7 @@ def chosen(seconds: dict[int, float], shares: tuple[float, ...] = SHARES) -> int
     for _ in range(20):
         if length.chosen is not None:
             return length.chosen
-        length.passed(length.next, seconds[length.next])
+        length.observe(length.next, seconds[length.next])
     raise AssertionError("it chooses after a few passes")
 
 
@@ -42,7 +42,7 @@ def test_the_first_passes_do_not_count() -> None:
     seen = set[int]()
     while length.chosen is None:
         size = length.next
-        length.passed(size, 1.0 if size in seen else 50.0 * (1 + size))
+        length.observe(size, 1.0 if size in seen else 50.0 * (1 + size))
         seen.add(size)
     assert length.chosen == 4
 
@@ -53,7 +53,7 @@ def test_a_draft_that_is_never_right_makes_no_guess() -> None:
 
 def test_a_fixed_number_is_kept() -> None:
     length = DraftLength(SHARES, 4, 3)
-    length.passed(3, 100.0)
+    length.observe(3, 100.0)
     assert length.next == length.chosen == 3
 
 
@@ -61,7 +61,7 @@ def test_passes_of_another_size_are_left() -> None:
     """At the end of a context there is room for fewer guesses."""
     length = DraftLength(SHARES, 4)
     for _ in range(10):
-        length.passed(1, 0.0)
+        length.observe(1, 0.0)
     assert length.chosen is None
 
 

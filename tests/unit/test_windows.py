@@ -354,5 +354,5 @@ def test_kept_places_go_with_it(tmp_path: Path) -> None:
     assert spill.nbytes < 2 * 4016
     kept = SavedTensors(CopyStore())
     kept.put("a", torch.ones(3))
-    assert kept.take("a").sum() == 3
+    assert kept.pop("a").sum() == 3
     assert not kept.places
