@@ -25,7 +25,7 @@ import zmq
 
 from provider.engine.loop import READ, Loop
 from provider.observe.metrics import Reason
-from provider.serve.connection import Connection, Connections
+from provider.serve.connection import CLOSING, DRAINING, ENDED, LINGERING, OPEN, Connection, Connections
 from provider.serve.descriptors import explained, none_left
 from provider.serve.handshake import NO_ROOM, RETRY_SECONDS, Admitted
 from provider.serve.tokens import ExpiredToken, TokenFile, sha256_of
@@ -189,11 +189,11 @@ class ColocatedConnection(Connection):
 
     def drain(self) -> None:
         """See Connection."""
-        self._draining = True
+        if self._stage == OPEN:
+            self._stage = DRAINING
         if self._greeted and self._reading:
-            self._guard(self._read_requests)()
-        if not self._ended:
-            self._finish()
+            self._guarded(self._read_requests)
+        self._finish()
 
     def abandon(self) -> None:
         """Give everything back; it was never started."""
@@ -210,7 +210,7 @@ class ColocatedConnection(Connection):
     def _read_socket(self) -> None:
         """What comes over ZeroMQ, whose descriptor does not tell of every message."""
         for _ in range(self._max_in_flight):
-            if self._ended or self._ending or self._session.in_flight >= self._max_in_flight:
+            if self._stage >= CLOSING or self._session.in_flight >= self._max_in_flight:
                 return  # whatever is answered has this looked at again
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
@@ -240,16 +240,16 @@ class ColocatedConnection(Connection):
             except BlockingIOError:
                 return
             if not data:
-                if self._ending:
+                if self._stage == LINGERING:
                     self._end()
                     return
                 self._loop.unregister(self._requests)  # END comes by another way, and may be behind
                 self._loop.call_later(LINGER_MILLISECONDS / 1000, partial(self._broke, EOFError()))
                 return
-            if self._ending:
+            if self._stage == LINGERING:
                 continue
             self._session.answer(self._incoming(data))
-            if self._ended:
+            if self._stage == ENDED:
                 return
             if self._session.in_flight >= self._max_in_flight:
                 self._reading = False
@@ -257,14 +257,14 @@ class ColocatedConnection(Connection):
                 return
 
     def _finish(self) -> None:
-        if not self._ending and not self._session.in_flight:
+        if not self._session.in_flight:
             self._say_end()
 
     def _say_end(self) -> None:
         """Say so, and wait until the tenant has heard it, which closes its pipe."""
-        if self._ending or self._ended:
+        if self._stage >= CLOSING:
             return
-        self._ending = True
+        self._stage = LINGERING
         try:
             self._write(END)
         except OSError:
@@ -321,7 +321,7 @@ class ColocatedConnection(Connection):
     def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, on_taken: Callable[[], None]) -> None:
         on_taken()
         at = self._places.pop(header.request_id, 0)
-        if self._ending or self._ended:
+        if self._stage >= CLOSING:
             return
         try:
             if isinstance(blocks, bytes):
@@ -332,7 +332,7 @@ class ColocatedConnection(Connection):
         except OSError as error:
             self._broke(error)
             return
-        if self._draining:
+        if self._stage == DRAINING:
             self._finish()
         elif self._session.in_flight == self._max_in_flight - 1:
             self._loop.call_soon_threadsafe(self._guard(self._read_socket))

@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from enum import IntEnum
 from functools import partial
 from typing import NamedTuple
 
@@ -27,6 +28,21 @@ AGES = 0.02  # of the greatest age: how often ages are looked at
 JITTER = (0.9, 1.1)  # of a connection's greatest age: those that began together do not all move at once
 
 
+class Stage(IntEnum):
+    """How far a connection is in its life: it only goes forward, and may leave out stages."""
+
+    OPEN = 0  # requests are read and answered
+    DRAINING = 1  # what has arrived is still read
+    ANSWERING = 2  # all of that has been read, and some of it is not answered yet
+    CLOSING = 3  # no request is handled any more; the tenant is being told
+    LINGERING = 4  # the tenant was told, and its own end is awaited
+    ENDED = 5  # everything is given back
+
+
+# Python 3.11 takes longer to find a member in its class than to compare it.
+OPEN, DRAINING, ANSWERING, CLOSING, LINGERING, ENDED = Stage
+
+
 class Connection(ABC):
     """One tenant's connection, after its handshake. All but the constructor is for the loop's thread.
 
@@ -41,7 +57,7 @@ class Connection(ABC):
     def __init__(self, tenant: str, token: str, peer: str) -> None:
         self.tenant, self.token = tenant, token
         self._who = {"tenant": tenant, "peer": peer}  # for the log
-        self._draining = self._ending = self._ended = False
+        self._stage = OPEN
         self.drain_at = math.inf
 
     def start(self, loop: Loop, ended: Callable[[], None]) -> None:
@@ -55,10 +71,10 @@ class Connection(ABC):
     def revoke(self) -> None:
         """Its token is valid no more: say so, and end, whatever is under way."""
         message = "the token of this session was removed or has expired; ask the provider for a new one"
-        self._guarded(partial(self._revoke, WireError("unauthorized", message, fatal=True)))
+        self._guarded(self._revoke, WireError("unauthorized", message, fatal=True))
 
     def _revoke(self, error: WireError) -> None:
-        if not self._ending:
+        if self._stage < CLOSING:
             extra = self._who | {"reason": "revoked"}
             log.warning("tenant %s is shut out: its token is valid no more", self.tenant, extra=extra)
             self._session.refuse(0, error)
@@ -72,11 +88,11 @@ class Connection(ABC):
     def _release(self) -> None:
         """Give everything back."""
 
-    def _guarded(self, handle: Callable[[], None]) -> None:
+    def _guarded(self, handle: Callable[..., None], *args: object) -> None:
         """Handle what is ready, and end if the tenant left, died or broke the protocol."""
         try:
-            if not self._ended:
-                handle()
+            if self._stage < ENDED:
+                handle(*args)
         except WireError as error:
             if self._session.logged:
                 log.warning("tenant %s broke the protocol: %s", self.tenant, error, extra=self._who)
@@ -89,7 +105,7 @@ class Connection(ABC):
             self._end()
 
     def _broke(self, error: BaseException) -> None:
-        if not (self._ending or self._ended):  # who has said goodbye need not wait for ours
+        if self._stage < CLOSING:  # who has said goodbye need not wait for ours
             reason = type(error).__name__
             extra = self._who | {"reason": reason}
             if self._session.logged:
@@ -97,8 +113,8 @@ class Connection(ABC):
         self._end()
 
     def _end(self) -> None:
-        if not self._ended:
-            self._ended = True
+        if self._stage < ENDED:
+            self._stage = ENDED
             self._release()
             self._on_end()
             del self._on_end  # it keeps this connection, which would wait for the garbage collector

@@ -8,15 +8,22 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from provider.engine.loop import READ, WRITE, Loop
-from provider.serve.connection import Connection
+from provider.serve.connection import (
+    ANSWERING,
+    CLOSING,
+    DRAINING,
+    ENDED,
+    LINGERING,
+    OPEN,
+    Connection,
+)
 from provider.serve.handshake import LINGER_SECONDS, NO_ROOM, Admitted, TooManyConnections, linger
 from provider.serve.tls_socket import BoundedTlsSocket
+from provider.serve.write_queue import WriteQueue
 from provider.session.tenant import Send, TenantSession
 from shared.errors import WireError
 from shared.wire.header import Header
@@ -41,15 +48,21 @@ END_SECONDS = 10.0  # for a tenant to take what is left if it has left, is shut 
 OpenSession = Callable[[str, "Send", str], "TenantSession"]
 
 
-class _Out(NamedTuple):
-    """What is to be written, and who is told when it has been."""
-
-    pieces: Iterator[bytes | memoryview]
-    taken: Callable[[], None]
-
-
 class WebsocketConnection(Connection):
     """See Connection.
+
+    It reads and writes in turns alone (``Loop.take_turn``), so that a tenant's connections share the tenant's
+    time. It asks for a turn when the loop says that the socket is ready, and when the turn before was too
+    short. If a limit made it stop reading, it asks for a turn when there is room again (``_resume_soon``):
+    the socket does not tell of what has been read already.
+
+    The loop tells it when the socket can be read (``_reading``):
+
+    - OPEN, DRAINING: unless a limit is reached.
+    - ANSWERING: never.
+    - CLOSING, LINGERING: always, to throw away what comes until the tenant ends.
+
+    and when it can be written (``_writing``), in any stage, if the socket did not take everything.
 
     Args:
         sock: encrypted and authenticated; this closes it.
@@ -77,15 +90,7 @@ class WebsocketConnection(Connection):
         try:
             self._session = open_session(self.tenant, self._send, peer)
         except (TooManyConnections, OSError) as error:
-            with sock:
-                sock.settimeout(1.0)
-                why = str(error) if isinstance(error, TooManyConnections) else NO_ROOM
-                try:
-                    sock.sendall(_closing(1013, why))  # try again later
-                    sock.unwrap()
-                except (OSError, ValueError):
-                    pass  # the peer may be gone
-                linger(sock)
+            _turn_away(sock, str(error) if isinstance(error, TooManyConnections) else NO_ROOM)
             raise
         except BaseException:
             sock.close()
@@ -98,16 +103,11 @@ class WebsocketConnection(Connection):
             steps=STEPS,
         )
         self._descriptor = sock.fileno()
-        self._write_queue: deque[_Out] = deque()
-        self._piece = memoryview(b"")  # of the first of them
-        self._begun = False  # the first of them has been written in part
         self._events: deque[Incoming | Control] = deque()  # complete, and not yet handled
+        self._outgoing = WriteQueue(sock)
         self._reading, self._writing = True, False  # what the loop waits for
-        self._resumes = False  # it is to be called
-        self._read_closed = False  # all that had arrived when the end began has been read
-        self._said_goodbye = False
-        self._written = 0
-        self._seen, self._stuck = (0, 0), [0, 0]  # bytes read and written, and for how many looks few more
+        self._resumes = False  # ``_resume`` is to be called
+        self._stalls = _StallWatch(), _StallWatch()  # in, out
         self._seen_idle = 0
 
     def start(self, loop: Loop, ended: Callable[[], None]) -> None:
@@ -120,121 +120,128 @@ class WebsocketConnection(Connection):
 
     def drain(self) -> None:
         """See Connection."""
-        self._draining = True
-        self._resume_reading()
+        if self._stage == OPEN:
+            self._stage = DRAINING
+        self._resume()
 
     # -- in ---------------------------------------------------------------------------------------
 
     def _ready(self, what: int) -> None:
-        self._guarded(partial(self._move, what))
+        self._guarded(self._handle_ready, what)
 
-    def _move(self, what: int) -> None:
+    def _handle_ready(self, what: int) -> None:
         if what & WRITE:
             self._ask_to_write()
-        if what & ~WRITE:
-            if self._ending:
-                self._discard_until_end()
-            elif self._reading or what & (select.EPOLLERR | select.EPOLLHUP):
-                self._read()
-
-    def _read(self) -> None:
-        """Handle what has arrived, but no longer than is fair to other tenants and other connections."""
-        self._loop.take_turn(self.tenant, TURN_SECONDS, self._turn)
-
-    def _turn(self, until: float) -> None:
-        if self._ending or self._ended:
+        if not what & ~WRITE:
             return
-        self._guarded(partial(self._read_until, until))
+        if self._stage < CLOSING:
+            if self._reading or what & (select.EPOLLERR | select.EPOLLHUP):
+                self._ask_to_read()
+        elif self._stage < ENDED:
+            self._discard_until_end()
+
+    def _ask_to_read(self) -> None:
+        self._loop.take_turn(self.tenant, TURN_SECONDS, self._read_turn)
+
+    def _read_turn(self, until: float) -> None:
+        """Handle what has arrived, but no longer than is fair to other tenants and other connections."""
+        if self._stage >= CLOSING:
+            return
+        self._guarded(self._read, until)
         if self._sock.unsent and not self._writing:  # what TLS itself has to say
             self._set_interest(writing=True)
 
-    def _read_until(self, until: float) -> None:
+    def _read(self, until: float) -> None:
         more = True
-        while self._handle(until):
+        while self._handle_events(until):
             if not more:
                 if self._sock.unread:
-                    self._read()
+                    self._ask_to_read()
                 return
             count = 0
             if not self._reader.unparsed:
                 try:
                     count = self._sock.recv_into(self._reader.get_buffer())
                 except ssl.SSLWantReadError:
-                    self._finish()
+                    self._all_read()
                     return
                 if count == 0:
-                    self._leave()
+                    self._close(1000, "", kept=0)
                     return
             self._events += self._reader.received(count)
             # What TLS has decrypted already is not told of. To drain, all that has arrived is read.
-            more = bool(self._sock.pending() or self._reader.mid_message or self._draining)
+            more = bool(self._sock.pending() or self._reader.mid_message or self._stage == DRAINING)
 
-    def _handle(self, until: float) -> bool:
-        """What is complete, one after the other; whether to go on reading."""
+    def _handle_events(self, until: float) -> bool:
+        """Handle what is complete, one after the other; whether to go on reading."""
         while self._events:
             if self._over_limit:
                 self._set_interest(reading=False)
                 return False
-            event = self._events.popleft()
-            if isinstance(event, Incoming):
-                self._session.answer(event)
-            elif event.opcode == Opcode.PING:
-                self._queue(iter((encode_control(Opcode.PONG, event.data),)))
-            elif event.opcode == Opcode.CLOSE:
-                self._leave()
-            if self._ended or self._ending:
+            self._handle(self._events.popleft())
+            if self._stage >= CLOSING:
                 return False
             if time.monotonic() > until:
                 break
         if time.monotonic() > until:  # fragments complete nothing, and take time as well
-            self._read()
+            self._ask_to_read()
             return False
         return True
+
+    def _handle(self, event: Incoming | Control) -> None:
+        if isinstance(event, Incoming):
+            self._session.answer(event)
+        elif event.opcode == Opcode.PING:
+            self._queue(iter((encode_control(Opcode.PONG, event.data),)))
+        elif event.opcode == Opcode.CLOSE:
+            self._close(1000, "", kept=0)
 
     @property
     def _over_limit(self) -> bool:
         """Whether as much is under way, or waits for the tenant to read it, as may be."""
-        return self._session.in_flight >= self._max_in_flight or len(self._write_queue) > self._max_in_flight
-
-    def _read_again(self) -> None:
-        """If that was put off, and need not be any more."""
-        if not (self._reading or self._ending or self._read_closed or self._over_limit):
-            self._reading = True  # so that it is asked for once
-            self._resume_soon()
+        return self._session.in_flight >= self._max_in_flight or len(self._outgoing) > self._max_in_flight
 
     def _resume_soon(self) -> None:
-        """In this round of the loop or the next; once, although the socket also tells of itself each time."""
-        if not self._resumes:
+        """Go on if reading has stopped, in this round of the loop or the next; once."""
+        if not (self._reading or self._resumes or self._stage >= CLOSING or self._over_limit):
             self._resumes = True
-            self._loop.call_soon_threadsafe(self._resume_reading)
+            self._loop.call_soon_threadsafe(self._resume)
 
-    def _resume_reading(self) -> None:
+    def _resume(self) -> None:
         self._resumes = False
-        if self._read_closed:
-            self._finish()
-        elif not self._ended and not self._ending:
+        if self._stage < ANSWERING:
             self._set_interest(reading=True)
             self._ready(READ)
+        elif self._stage == ANSWERING:
+            self._all_read()
+
+    def _all_read(self) -> None:
+        """Everything that has arrived is read: if this is draining, close when all of it is answered.
+
+        Who always has a request under way would never be told; what it sends from now on it will repeat.
+        """
+        if self._stage == OPEN or self._reader.mid_message:
+            return
+        if self._session.in_flight:
+            self._stage = ANSWERING
+            self._set_interest(reading=False)
+        else:
+            self._close(1001, "")
 
     # -- out --------------------------------------------------------------------------------------
 
-    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, on_taken: Callable[[], None]) -> None:
-        if self._ending:
-            on_taken()
+    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, on_sent: Callable[[], None]) -> None:
+        if self._stage >= CLOSING:
+            on_sent()
             return
-        self._queue(encode_message(header, blocks), on_taken)
-        self._read_again()
-        if self._draining:
-            self._resume_soon()
+        self._queue(encode_message(header, blocks), on_sent)
+        self._resume_soon()
 
     def _queue(
-        self, pieces: Iterator[bytes | memoryview], on_taken: Callable[[], None] = lambda: None
+        self, pieces: Iterator[bytes | memoryview], on_sent: Callable[[], None] = lambda: None
     ) -> None:
-        if self._ended:
-            on_taken()
-            return
-        self._write_queue.append(_Out(pieces, on_taken))
-        if len(self._write_queue) == 1 and not self._writing:
+        self._outgoing.append(pieces, on_sent)
+        if len(self._outgoing) == 1 and not self._writing:  # else it has asked already
             self._ask_to_write()
 
     def _ask_to_write(self) -> None:
@@ -242,83 +249,48 @@ class WebsocketConnection(Connection):
         self._loop.take_turn(self.tenant, TURN_SECONDS, self._write_turn)
 
     def _write_turn(self, until: float) -> None:
-        self._guarded(partial(self._write, until))
+        self._guarded(self._write, until)
 
     def _write(self, until: float) -> None:
         try:
-            while self._write_queue:
-                if time.monotonic() > until:
-                    self._ask_to_write()
-                    return
-                if not len(self._piece):
-                    following = next(self._write_queue[0].pieces, None)
-                    self._begun = following is not None
-                    if following is None:
-                        self._write_queue.popleft().taken()
-                        continue
-                    self._piece = memoryview(following)
-                count = self._sock.send(self._piece)
-                self._piece = self._piece[count:]
-                self._written += count
-            self._written += self._sock.flush()
+            if not self._outgoing.write(until):
+                self._ask_to_write()
+                return
         except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
             self._set_interest(writing=True)
             return
         if self._writing:
             self._set_interest(writing=False)
-        self._read_again()
-        if self._ending and not self._said_goodbye:
+        self._resume_soon()
+        if self._stage == CLOSING:
             self._say_goodbye()
 
     # -- the end ----------------------------------------------------------------------------------
 
-    def _finish(self) -> None:
-        """Close, if this is to end and everything that has arrived is answered.
-
-        Who always has a request under way would never be told; what it sends from now on it will repeat.
-        """
-        if not self._draining or self._ended or self._ending or self._reader.mid_message:
-            return
-        if self._session.in_flight:
-            self._read_closed = True
-            self._set_interest(reading=False)
-        else:
-            self._close(1001, "")
-
-    def _leave(self) -> None:
-        """The tenant has left, and wants no more answers."""
-        self._drop_answers(0)
-        self._close(1000, "")
-
     def _refused(self, error: WireError) -> None:
-        self._drop_answers(1)  # all but the error
-        self._close(1009 if error.code == "too_large" else 1002, error.code)
+        self._close(1009 if error.code == "too_large" else 1002, error.code, kept=1)
 
-    def _drop_answers(self, kept: int) -> None:
-        """Forget answers but the last ones and one that has begun, and end soon: who reads slowly stays else.
+    def _close(self, code: int, reason: str, kept: int | None = None) -> None:
+        """Handle nothing more, and say CLOSE behind the answers that wait.
 
-        Its connection and its bytes in flight would be taken from others for as long as it likes.
+        Args:
+            kept: so many of the last answers, and one that has begun; the others are forgotten, and the end
+                is soon. Who reads slowly would take its connection and its bytes in flight from others for
+                as long as it likes. None: all.
         """
-        if self._ending or self._ended:
+        if self._stage >= CLOSING:
             return
-        dropped = range(int(self._begun), len(self._write_queue) - kept)
-        answers = list(self._write_queue)
-        self._write_queue = deque(each for at, each in enumerate(answers) if at not in dropped)
-        for at in dropped:
-            answers[at].taken()
-        self._loop.call_later_weak(END_SECONDS, self._end)
-
-    def _close(self, code: int, reason: str) -> None:
-        if self._ending or self._ended:
-            return
-        self._ending = True
+        self._stage = CLOSING
         self._events.clear()
+        if kept is not None:
+            self._outgoing.drop(kept)
+            self._loop.call_later_weak(END_SECONDS, self._end)
         self._set_interest(reading=True)  # for the tenant's end
-        self._queue(iter((_closing(code, reason),)))
+        self._queue(iter((_close_frame(code, reason),)))
 
     def _say_goodbye(self) -> None:
         """TLS's own end, so that the tenant sees an end and not a cut; then wait for its."""
-        self._said_goodbye = True
+        self._stage = LINGERING
         self._loop.call_later(LINGER_SECONDS, self._end)
         try:
             self._sock.unwrap()
@@ -341,9 +313,8 @@ class WebsocketConnection(Connection):
 
     def _release(self) -> None:
         self._loop.unregister(self._descriptor)
-        self._write_queue.clear()
+        self._outgoing.clear()
         self._events.clear()
-        self._piece = memoryview(b"")
         self._reader.drop()
         self._session.close()
         self._sock.close()
@@ -353,23 +324,21 @@ class WebsocketConnection(Connection):
     def _set_interest(self, *, reading: bool | None = None, writing: bool | None = None) -> None:
         self._reading = self._reading if reading is None else reading
         self._writing = self._writing if writing is None else writing
-        if not self._ended:
-            what = (READ if self._reading or self._ending else 0) | (WRITE if self._writing else 0)
+        if self._stage < ENDED:
+            what = (READ if self._reading else 0) | (WRITE if self._writing else 0)
             self._loop.modify(self._descriptor, what)
 
     def _check_progress(self) -> None:
-        if self._ended:
+        if self._stage == ENDED:
             return
         idle, self._seen_idle = self._reader.idle_frames - self._seen_idle, self._reader.idle_frames
         if idle > IDLE_FRAMES:
             self._guarded(self._refuse_idle_frames)
-        moved = (self._reader.progress, self._written)  # control frames and empty fragments are none
-        waits = (self._reading and self._reader.mid_message, bool(self._write_queue or self._sock.unsent))
-        for way in range(2):
-            few = moved[way] - self._seen[way] < STALL_RATE * STALL_SECONDS / LOOKS
-            self._stuck[way] = self._stuck[way] + 1 if waits[way] and few else 0
-        self._seen = moved
-        if max(self._stuck) >= LOOKS:
+        arrives, leaves = self._stalls
+        # Control frames and empty fragments are no progress.
+        stalled = arrives.look(self._reader.progress, waits=self._reading and self._reader.mid_message)
+        stalled |= leaves.look(self._outgoing.written, waits=bool(self._outgoing or self._sock.unsent))
+        if stalled:
             self._broke(TimeoutError())
         else:
             self._loop.call_later_weak(STALL_SECONDS / LOOKS, self._check_progress)
@@ -378,5 +347,32 @@ class WebsocketConnection(Connection):
         raise WireError("frame", f"more than {IDLE_FRAMES} frames without data in a short time", fatal=True)
 
 
-def _closing(code: int, reason: str) -> bytes:
+class _StallWatch:
+    """Finds that bytes do not move on in one direction, in several looks."""
+
+    def __init__(self) -> None:
+        self._seen = 0  # bytes
+        self._slow_looks = 0  # in a row
+
+    def look(self, moved: int, *, waits: bool) -> bool:
+        """Whether too few bytes have moved for too long; ``moved`` so far, and ``waits`` for more to move."""
+        slow = waits and moved - self._seen < STALL_RATE * STALL_SECONDS / LOOKS
+        self._seen = moved
+        self._slow_looks = self._slow_looks + 1 if slow else 0
+        return self._slow_looks >= LOOKS
+
+
+def _turn_away(sock: BoundedTlsSocket, why: str) -> None:
+    """Say that there is no session, and close the socket."""
+    with sock:
+        sock.settimeout(1.0)
+        try:
+            sock.sendall(_close_frame(1013, why))  # try again later
+            sock.unwrap()
+        except (OSError, ValueError):
+            pass  # the peer may be gone
+        linger(sock)
+
+
+def _close_frame(code: int, reason: str) -> bytes:
     return encode_control(Opcode.CLOSE, code.to_bytes(2, "big") + reason.encode())

@@ -275,6 +275,7 @@ def substituted(kernel: Kernel, network: Any, allocate: Callable[..., Any]) -> I
         "provider.session.tenant.time": clock,
         "provider.session.tenant.new_payload": allocate,
         "provider.serve.websocket_connection.time": clock,
+        "provider.serve.write_queue.time": clock,
         "provider.serve.connection.time": clock,
         "provider.serve.connection.random": SimpleNamespace(SystemRandom=lambda: Random(kernel.random)),
         "provider.serve.handshake.time": clock,

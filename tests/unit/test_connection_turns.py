@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,9 @@ from typing import Any
 import pytest
 
 from provider.engine.loop import Loop
+from provider.serve.connection import OPEN
 from provider.serve.websocket_connection import DISCARDS, WebsocketConnection
+from provider.serve.write_queue import WriteQueue
 
 
 def test_a_connection_is_called_once_however_often_it_asks() -> None:
@@ -19,7 +20,9 @@ def test_a_connection_is_called_once_however_often_it_asks() -> None:
     calls: list[Any] = []
     connection: Any = object.__new__(WebsocketConnection)
     connection._loop = SimpleNamespace(call_soon_threadsafe=calls.append)
-    connection._resumes, connection._read_closed, connection._ended = False, False, True
+    connection._reading, connection._resumes, connection._stage = False, False, OPEN
+    connection._session, connection._max_in_flight, connection._outgoing = SimpleNamespace(in_flight=0), 1, []
+    connection._set_interest = connection._ready = lambda *_, **__: None
     for _ in range(3):
         connection._resume_soon()
     assert len(calls) == 1
@@ -124,10 +127,9 @@ def test_a_large_answer_is_written_in_turns() -> None:
 
     connection: Any = object.__new__(WebsocketConnection)
     connection._loop = SimpleNamespace(take_turn=lambda owner, seconds, turn: asked.append((owner, turn)))
-    connection._sock = SimpleNamespace(send=send, flush=lambda: 0)
-    connection.tenant, connection._ended, connection._ending = "alice", False, False
-    connection._write_queue, connection._piece = deque(), memoryview(b"")
-    connection._writing, connection._written = False, 0
+    sock: Any = SimpleNamespace(send=send, flush=lambda: 0)
+    connection.tenant, connection._stage, connection._writing = "alice", OPEN, False
+    connection._outgoing = WriteQueue(sock)
     connection._queue(iter((bytes(1 << 20),)))
     assert not sent  # in a turn alone
     connection._write_turn(-1.0)  # there is no time left

@@ -470,6 +470,7 @@ TARGETS: Sequence[Target] = (
         *("websocket_connection", websocket_connection, _requests),
         (
             "provider/serve/websocket_connection.py",
+            "provider/serve/write_queue.py",
             "provider/serve/connection.py",
             "provider/session/tenant.py",
         ),
