@@ -214,7 +214,7 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     def _wake_leader(self) -> None:
-        """There is something in the outbox, or the channel broke; from any thread, under the lock."""
+        """There is something in the outbox, or the channel broke; from any thread."""
 
     @abc.abstractmethod
     def _send(self) -> object:
@@ -294,6 +294,11 @@ class Channel(abc.ABC):
             "gone. `symbiosis-tenant doctor` tests the connection"
         )
 
+    def _ended_by_peer(self) -> ConnectionLost:
+        return ConnectionLost(
+            f"{self.peer} ended the connection; open a new session and resume from your last checkpoint"
+        )
+
     def _closed_by_peer(self, why: str) -> ConnectionLost:
         return ConnectionLost(f"{self.peer} closed the connection: {why}", retry_after=BACK_SECONDS)
 
@@ -308,6 +313,7 @@ class Channel(abc.ABC):
             self._outbox.clear()
         for pending in waiting:
             pending.finish(None, copy_error(self._broken))
+        self._wake_leader()
 
 
 def copy_error(error: SymbiosisError) -> SymbiosisError:

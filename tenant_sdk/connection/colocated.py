@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import os
 import select
-import socket
 import time
 from collections import deque
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from typing import NamedTuple
 import torch
 import zmq
 
-from shared.errors import ConnectionLost, RequestRefused, SymbiosisError, WireError
+from shared.errors import ConnectionLost, RequestRefused, WireError
 from shared.forks import register_for_fork
 from shared.transport.colocated import END, MAX_IN_FLIGHT, MEMORY, MEMORY_BYTE, PLACES, aligned
 from shared.transport.colocated_session import RETRY_SECONDS, SharedMemoryLink, open_link
@@ -81,12 +80,9 @@ class ColocatedChannel(Channel):
         self._areas = Areas()
         self._places: dict[int, tuple[int, int, int]] = {}  # by request: area, its size, the answer's place
         self._asked: deque[bool] = deque()  # what was asked of the memory: to grow, or a ping
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_read.setblocking(False)
-        self._wake_write.setblocking(False)
         # Not ZeroMQ's own: that looks at the socket each time, which answers of products do not need.
         self._poll, self._sock_fd = QuickPoll(SPIN_SECONDS), int(link.sock.get(zmq.FD))
-        for each in (self._sock_fd, self._answers, self._wake_read.fileno()):
+        for each in (self._sock_fd, self._answers):
             self._poll.register(each, select.POLLIN)
         self._look = True  # there may be a message that the descriptor does not tell of
         register_for_fork(self)
@@ -100,28 +96,20 @@ class ColocatedChannel(Channel):
         return None
 
     def _wake_leader(self) -> None:
-        try:
-            self._wake_write.send(b"x")
-        except OSError:
-            pass  # it has been woken a thousand times already, or has left
-
-    def _break(self, error: SymbiosisError) -> None:
-        super()._break(error)
-        self._wake_leader()
+        self._poll.wake()
 
     def _goodbye(self) -> None:
         self._write_out(END)
 
     def _shut(self) -> None:
-        for each in (self._link, self._wake_read, self._wake_write):
-            each.close()
+        self._link.close()
+        self._poll.close()
 
     def forked(self) -> None:
         """See Channel."""
         super().forked()
         self._link.abandon()
-        for each in (self._wake_read, self._wake_write):
-            each.close()
+        self._poll.close()
 
     def _lead(self, pending: Pending) -> None:
         deadline = time.monotonic() + self.timeout
@@ -139,8 +127,6 @@ class ColocatedChannel(Channel):
                 self._read()
             if self._answers in ready:
                 self._read_pipe()
-            if self._wake_read.fileno() in ready:
-                self._wake_read.recv(4096)
             if self._sock_fd in ready or self._answers in ready:
                 deadline = time.monotonic() + self.timeout
             self._send()
@@ -233,10 +219,7 @@ class ColocatedChannel(Channel):
             except BlockingIOError:
                 return
             if not data:
-                raise ConnectionLost(
-                    f"{self.peer} ended the connection; open a new session and resume from your last "
-                    "checkpoint"
-                )
+                raise self._ended_by_peer()
             self._handle(self._answer(data))
             if not self._places:
                 return

@@ -12,7 +12,7 @@ from ipaddress import ip_address
 
 import torch
 
-from shared.errors import ConnectionLost, SymbiosisError, WireError, peer_text
+from shared.errors import SymbiosisError, WireError, peer_text
 from shared.forks import register_for_fork
 from shared.wire.header import Header
 from shared.wire.websocket import Control, Incoming, MessageReader, Opcode, encode_control, encode_message
@@ -70,11 +70,7 @@ class WebsocketChannel(Channel):
         self._writing: Iterator[bytes | memoryview] | None = None
         self._piece = memoryview(b"")
         sock.settimeout(0)
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_read.setblocking(False)
-        self._wake_write.setblocking(False)
         self._poll = QuickPoll(SPIN_SECONDS)
-        self._poll.register(self._wake_read, select.POLLIN)
         self._events = 0  # what the socket is registered for
         self._stop = threading.Event()
         register_for_fork(self)
@@ -87,10 +83,7 @@ class WebsocketChannel(Channel):
         return iter([encode_control(Opcode.PING, b"", self._entropy(4))])
 
     def _wake_leader(self) -> None:
-        try:
-            self._wake_write.send(b"x")
-        except BlockingIOError:
-            pass  # it has been woken a thousand times already
+        self._poll.wake()
 
     def _goodbye(self) -> None:
         if self._writing is None:  # else in the middle of a message
@@ -103,20 +96,17 @@ class WebsocketChannel(Channel):
         thread's send would send in the clear, through the plain socket that is left of it."""
         self._writing, self._piece = None, memoryview(b"")
         self._sock.close()
-        self._wake_read.close()
+        self._poll.close()
 
     def _break(self, error: SymbiosisError) -> None:
         self._stop.set()
         super()._break(error)
-        self._wake_write.close()  # wakes a leader that is asleep in poll()
 
     def forked(self) -> None:
-        """See Channel. The socket under TLS closes itself; as long as a copy of the other ones is open,
-        closing them does not wake who sleeps in poll()."""
+        """See Channel. The socket under TLS closes itself."""
         super().forked()
         self._writing, self._piece = None, memoryview(b"")
-        self._wake_read.close()
-        self._wake_write.close()
+        self._poll.close()
 
     def _lead(self, pending: Pending) -> None:
         last_progress = self._clock.now()
@@ -146,9 +136,6 @@ class WebsocketChannel(Channel):
         ready = self._poll.poll(seconds, awake=awake)
         if not ready:
             raise self._no_progress()
-        for descriptor, _ in ready:
-            if descriptor == self._wake_read.fileno() and not self._wake_read.recv(4096):
-                raise ConnectionLost("the session was closed while a request was under way")
         return any(what & select.POLLOUT for _, what in ready)
 
     def _send(self) -> bool:
@@ -185,10 +172,7 @@ class WebsocketChannel(Channel):
             if count == 0 and self._cut:
                 raise self._no_progress()
             if count == 0:
-                raise ConnectionLost(
-                    f"{self.peer} ended the connection; open a new session and resume from your last "
-                    "checkpoint"
-                )
+                raise self._ended_by_peer()
             events = self._reader.received(count)
             for event in events:
                 if isinstance(event, Incoming):

@@ -261,47 +261,14 @@ class Socket:
             self._network.notify(self)
 
 
-class Wake:
-    """One end of the pair with which a channel wakes the task that leads it."""
-
-    def __init__(self, network: Network) -> None:
-        self._network, self.descriptor = network, next(network.descriptors)
-        self.peer: Wake = self
-        self.changed: Callable[[], None] = lambda: None
-        self._bytes, self._ended, self._closed = 0, False, False
-
-    def send(self, data: bytes) -> int:
-        self.peer._bytes += len(data)
-        self._network.notify(self.peer)
-        return len(data)
-
-    def recv(self, count: int) -> bytes:
-        taken = min(count, self._bytes)
-        self._bytes -= taken
-        return b"x" * taken
-
-    def close(self) -> None:
-        self._closed = self.peer._ended = True
-        self._network.notify(self.peer)
-
-    def fileno(self) -> int:
-        return self.descriptor
-
-    def setblocking(self, flag: bool) -> None:
-        """Nothing here waits."""
-
-    @property
-    def ready(self) -> int:
-        """As of a socket."""
-        return select.POLLIN if self._bytes or self._ended else 0
-
-
 class Poll:
     """A tenant's poll, as ``tenant_sdk.connection.quick_poll.QuickPoll``."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
         self._registered: dict[Any, int] = {}
+        self._woken = False
+        self._changed: Callable[[], None] = lambda: None
 
     def register(self, socket: Any, events: int) -> None:
         self._registered[socket] = events
@@ -309,15 +276,25 @@ class Poll:
     def poll(self, seconds: float, *, awake: bool = True) -> list[tuple[int, int]]:
         kernel, until = self._kernel, self._kernel.now + seconds
         task = kernel.current
+        self._changed = partial(kernel.wake, task)
         for socket in self._registered:
-            socket.changed = partial(kernel.wake, task)
+            socket.changed = self._changed
         while not (ready := self._ready()) and kernel.now < until:
             kernel.wait(until)
+        self._woken = False
         return ready
+
+    def wake(self) -> None:
+        self._woken = True
+        self._changed()
+
+    def close(self) -> None:
+        """Nothing here has a descriptor."""
 
     def _ready(self) -> list[tuple[int, int]]:
         found = [(s.fileno(), s.ready & events) for s, events in self._registered.items()]
-        return [(descriptor, what) for descriptor, what in found if what]
+        ready = [(descriptor, what) for descriptor, what in found if what]
+        return [*ready, (-1, select.POLLIN)] if self._woken else ready
 
 
 class Network:
@@ -360,12 +337,6 @@ class Network:
         for connection in self.connections:
             if party in (connection.tenant, connection.executor) and not connection.lost:
                 self.cut(connection)
-
-    def socketpair(self) -> tuple[Wake, Wake]:
-        """See ``Wake``."""
-        one, other = Wake(self), Wake(self)
-        one.peer, other.peer = other, one
-        return one, other
 
     def poll(self, seconds: float) -> Poll:
         """Makes what a channel polls with."""

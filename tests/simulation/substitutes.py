@@ -243,7 +243,7 @@ def substituted(kernel: Kernel, network: Any, allocate: Callable[..., Any]) -> I
     """While this is open, the product's modules use the kernel's things.
 
     Args:
-        network: has the ``socketpair`` and the poll of the tenants' channels.
+        network: has the poll of the tenants' channels.
         allocate: where an executor gets memory for a payload.
     """
     thread = type("KernelThread", (Thread,), {"kernel": kernel})
@@ -260,7 +260,6 @@ def substituted(kernel: Kernel, network: Any, allocate: Callable[..., Any]) -> I
     names = {
         "tenant_sdk.connection.channel.threading": threads,
         "tenant_sdk.connection.websocket_channel.threading": threads,
-        "tenant_sdk.connection.websocket_channel.socket": SimpleNamespace(socketpair=network.socketpair),
         "tenant_sdk.connection.websocket_channel.QuickPoll": network.poll,
         "tenant_sdk.connection.replicas.reconnecting.threading": threads,
         "tenant_sdk.connection.replicas.reconnecting.random": SimpleNamespace(

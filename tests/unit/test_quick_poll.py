@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import select
 import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -34,15 +37,21 @@ class Poll:
         if self.now < self.due:
             return []
         self.due = None
-        return [(1, select.POLLIN)]
+        return [(-1, select.POLLIN)]
 
 
 @pytest.fixture
 def system(monkeypatch: pytest.MonkeyPatch) -> Poll:
     made = Poll()
-    monkeypatch.setattr(quick_poll, "select", SimpleNamespace(poll=lambda: made))
+    monkeypatch.setattr(quick_poll, "select", SimpleNamespace(poll=lambda: made, POLLIN=select.POLLIN))
     monkeypatch.setattr(quick_poll, "time", SimpleNamespace(monotonic=lambda: made.now))
     return made
+
+
+@pytest.fixture
+def poll(system: Poll) -> Iterator[QuickPoll]:
+    with closing(QuickPoll(QUICK)) as made:
+        yield made
 
 
 def waits(system: Poll, poll: QuickPoll, *after: float) -> list[int]:
@@ -55,25 +64,26 @@ def waits(system: Poll, poll: QuickPoll, *after: float) -> list[int]:
     return slept
 
 
-def test_it_sleeps_at_first_and_then_where_answers_take_long(system: Poll) -> None:
-    assert waits(system, QuickPoll(QUICK), 5e-4, 5e-4, 5e-4) == [1, 0, 0]
-    assert waits(system, QuickPoll(QUICK), *[0.1] * 4) == [1, 1, 1, 1]
+def test_it_sleeps_at_first(system: Poll, poll: QuickPoll) -> None:
+    assert waits(system, poll, 5e-4, 5e-4, 5e-4) == [1, 0, 0]
 
 
-def test_a_late_answer_is_slept_for_and_the_next_one_too(system: Poll) -> None:
-    assert waits(system, QuickPoll(QUICK), 5e-4, 5e-4, 0.1, 5e-4, 5e-4) == [1, 0, 1, 1, 0]
+def test_it_sleeps_where_answers_take_long(system: Poll, poll: QuickPoll) -> None:
+    assert waits(system, poll, *[0.1] * 4) == [1, 1, 1, 1]
 
 
-def test_what_nobody_waits_for_is_slept_for(system: Poll) -> None:
-    poll = QuickPoll(QUICK)
+def test_a_late_answer_is_slept_for_and_the_next_one_too(system: Poll, poll: QuickPoll) -> None:
+    assert waits(system, poll, 5e-4, 5e-4, 0.1, 5e-4, 5e-4) == [1, 0, 1, 1, 0]
+
+
+def test_what_nobody_waits_for_is_slept_for(system: Poll, poll: QuickPoll) -> None:
     waits(system, poll, 5e-4, 5e-4)
     slept = system.asleep
     assert poll.poll(10.0, awake=False)
     assert system.asleep == slept + 1
 
 
-def test_nothing_comes(system: Poll) -> None:
-    poll = QuickPoll(QUICK)
+def test_nothing_comes(system: Poll, poll: QuickPoll) -> None:
     waits(system, poll, 5e-4)
     system.after = 100.0
     began = system.now
@@ -83,11 +93,24 @@ def test_nothing_comes(system: Poll) -> None:
 
 def test_with_a_socket() -> None:
     ours, theirs = socket.socketpair()
-    with ours, theirs:
-        poll = QuickPoll(QUICK)
+    with ours, theirs, closing(QuickPoll(QUICK)) as poll:
         poll.register(ours, select.POLLIN)
         assert poll.poll(0.0) == []
         for _ in range(3):
             theirs.send(b"x")
             assert poll.poll(10.0) == [(ours.fileno(), select.POLLIN)]
             ours.recv(1)
+
+
+def test_it_is_woken() -> None:
+    """By another thread, however often, also before it polls; and nobody wakes one that is closed."""
+    with closing(QuickPoll(QUICK)) as poll:
+        for _ in range(10_000):
+            poll.wake()
+        while poll.poll(0.0):
+            pass
+        with ThreadPoolExecutor(1) as threads:
+            woken = threads.submit(poll.poll, 800.0)
+            poll.wake()
+            assert len(woken.result(800.0)) == 1
+    poll.wake()
