@@ -179,7 +179,7 @@ def _pair(store: Store, rank: int, time_: int, own_rank: int, name: str) -> Proc
 
 
 class DistributedLink(WorkerLink):
-    """See ``provider.workers.link.Link``: between two ranks of a process group.
+    """See ``provider.workers.link.WorkerLink``: between two ranks of a process group.
 
     A thread sends, so that who has something to say need not wait, and one receives.
 
@@ -193,10 +193,9 @@ class DistributedLink(WorkerLink):
     """
 
     def __init__(self, group: ProcessGroupGloo, peer: int, name: str) -> None:
+        super().__init__()
         self._group, self._peer, self._name = group, peer, name
-        self.memory = {}
         self._answers: dict[int, SharedMemory] = {}  # where rows of an answer go
-        self._lent = set()
         self._outbox: queue.SimpleQueue[tuple[int, bytes, Rows | None]] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[tuple[int, bytes] | Exception] = queue.SimpleQueue()
         self._wake: Callable[[], None] = lambda: None
@@ -207,7 +206,7 @@ class DistributedLink(WorkerLink):
         threading.Thread(target=self._receive_all, name="link-receives", daemon=True).start()
 
     def send(self, kind: int, content: bytes = b"", rows: Rows | None = None) -> None:
-        """See Link; what breaks it is told to who receives."""
+        """See WorkerLink; what breaks it is told to who receives."""
         if self._closed:
             raise ConnectionError("the link is closed")
         if rows is not None and rows.number not in self.memory:
@@ -215,7 +214,7 @@ class DistributedLink(WorkerLink):
         self._outbox.put((kind, content, rows))
 
     def receive(self, seconds: float | None = None) -> tuple[int, bytes]:
-        """See Link."""
+        """See WorkerLink."""
         try:
             message = self._inbox.get(timeout=seconds)
         except queue.Empty:
@@ -225,15 +224,15 @@ class DistributedLink(WorkerLink):
         return message
 
     def ready(self) -> bool:
-        """See Link."""
+        """See WorkerLink."""
         return not self._inbox.empty()
 
     def listen(
         self, loop: Loop, received: Callable[[int, bytes], None], ended: Callable[[Exception], None]
     ) -> None:
-        """See Link."""
+        """See WorkerLink."""
 
-        def take() -> None:
+        def deliver() -> None:
             while not self._closed and not self._inbox.empty():
                 message = self._inbox.get()
                 if isinstance(message, Exception):
@@ -241,17 +240,15 @@ class DistributedLink(WorkerLink):
                     return
                 received(*message)
 
-        self._wake = lambda: loop.call_soon_threadsafe(take)
-        loop.call_soon_threadsafe(take)  # what came before
+        self._wake = lambda: loop.call_soon_threadsafe(deliver)
+        loop.call_soon_threadsafe(deliver)  # what came before
 
-    def lend(self, segment: Segment) -> None:
-        """See Link: the other end has memory of its own."""
-        if segment.number not in self._lent:
-            self._lent.add(segment.number)
-            self.send(MEMORY, segment.number.to_bytes(8, "little") + segment.size.to_bytes(8, "little"))
+    def _send_memory(self, segment: Segment) -> None:
+        """The other end has memory of its own."""
+        self.send(MEMORY, segment.number.to_bytes(8, "little") + segment.size.to_bytes(8, "little"))
 
     def close(self, *, finished: bool = False) -> None:
-        """See Link."""
+        """See WorkerLink."""
         if finished and not self._closed:
             self.send(END)
             self._closed = True

@@ -14,8 +14,9 @@ import os
 import select
 import socket
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -110,24 +111,26 @@ class Rows(NamedTuple):
     stop: int
 
 
-class WorkerLink(Protocol):
+class WorkerLink(ABC):
     """One end. One thread at a time may send, and one may receive.
 
     Attributes:
         memory: at a worker's end, what it was lent, by number.
     """
 
-    memory: dict[int, SharedMemory]
-    _lent: set[int]  # numbers of the memory that the other end has
+    def __init__(self) -> None:
+        self.memory: dict[int, SharedMemory] = {}
+        self._lent: set[int] = set()  # numbers of the memory that the other end has
 
+    @abstractmethod
     def send(self, kind: int, content: bytes = b"", rows: Rows | None = None) -> None:
         """Send a message.
 
         Raises:
             OSError: the other end is gone.
         """
-        ...
 
+    @abstractmethod
     def receive(self, seconds: float | None = None) -> tuple[int, bytes]:
         """A message's kind and content.
 
@@ -138,17 +141,16 @@ class WorkerLink(Protocol):
             EOFError: the other end is gone.
             OSError: the connection broke, or nothing came.
         """
-        ...
 
+    @abstractmethod
     def ready(self) -> bool:
         """Whether ``receive`` would not wait."""
-        ...
 
+    @abstractmethod
     def listen(
         self, loop: Loop, received: Callable[[int, bytes], None], ended: Callable[[Exception], None]
     ) -> None:
         """From now on call one of these for each message and at the end; in the loop's thread, as this is."""
-        ...
 
     def lend(self, segment: Segment) -> None:
         """Have the other end map this memory, if it has not yet; or have as much of its own.
@@ -156,7 +158,13 @@ class WorkerLink(Protocol):
         Raises:
             OSError: the other end is gone.
         """
-        ...
+        if segment.number not in self._lent:
+            self._lent.add(segment.number)
+            self._send_memory(segment)
+
+    @abstractmethod
+    def _send_memory(self, segment: Segment) -> None:
+        """Send what ``lend`` says."""
 
     def take_back(self, number: int) -> None:
         """Have the other end give memory back to the machine.
@@ -168,35 +176,34 @@ class WorkerLink(Protocol):
             self._lent.remove(number)
             self.send(FORGET, number.to_bytes(8, "little"))
 
+    @abstractmethod
     def close(self, *, finished: bool = False) -> None:
         """End it, also for who waits; in the loop's thread, if it listens.
 
         Args:
             finished: the other end has nothing more to do; else it may come again.
         """
-        ...
 
 
 class LocalLink(WorkerLink):
-    """See Link: on one machine.
+    """See WorkerLink: on one machine.
 
     Args:
         patience: seconds for the rest of a message that has begun; None: for ever.
     """
 
     def __init__(self, connected: socket.socket, patience: float | None = None) -> None:
+        super().__init__()
         self._socket = connected
         self._socket.settimeout(patience)
         self._loop: Loop | None = None
-        self._lent = set()
-        self.memory = {}
 
     def send(self, kind: int, content: bytes = b"", rows: Rows | None = None) -> None:
-        """See Link."""
+        """See WorkerLink."""
         self._socket.sendall(_FRAME.pack(len(content), kind) + content)
 
     def receive(self, seconds: float | None = None) -> tuple[int, bytes]:
-        """See Link."""
+        """See WorkerLink."""
         while True:
             if not self._readable(seconds):
                 raise TimeoutError(f"nothing for {seconds:.0f} s")
@@ -225,13 +232,13 @@ class LocalLink(WorkerLink):
                 return kind, content
 
     def ready(self) -> bool:
-        """See Link."""
+        """See WorkerLink."""
         return self._readable(0.0)
 
     def listen(
         self, loop: Loop, received: Callable[[int, bytes], None], ended: Callable[[Exception], None]
     ) -> None:
-        """See Link."""
+        """See WorkerLink."""
 
         def readable(_: int) -> None:
             try:
@@ -244,13 +251,10 @@ class LocalLink(WorkerLink):
         self._loop = loop
         loop.register(self._socket.fileno(), readable)
 
-    def lend(self, segment: Segment) -> None:
-        """See Link."""
-        if segment.number not in self._lent:
-            self._lent.add(segment.number)
-            content = segment.number.to_bytes(8, "little")
-            message = _FRAME.pack(len(content), MEMORY) + content
-            socket.send_fds(self._socket, [message], [segment.descriptor])
+    def _send_memory(self, segment: Segment) -> None:
+        content = segment.number.to_bytes(8, "little")
+        message = _FRAME.pack(len(content), MEMORY) + content
+        socket.send_fds(self._socket, [message], [segment.descriptor])
 
     def _exactly(self, count: int) -> bytes:
         data = bytearray()  # which grows with what arrives, not with what a length says
@@ -267,7 +271,7 @@ class LocalLink(WorkerLink):
         return bool(poll.poll(None if seconds is None else 1000 * seconds))
 
     def close(self, *, finished: bool = False) -> None:
-        """See Link."""
+        """See WorkerLink."""
         if self._loop is not None and not self._loop.closed:
             self._loop.unregister(self._socket.fileno())
         try:
