@@ -111,12 +111,12 @@ class InprocessSession:
             self._executor.service.metrics.connections.dec()
             self._executor.service.engine.loop.call_soon_threadsafe(self._session.close)
 
-    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, on_taken: Callable[[], None]) -> None:
+    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, on_sent: Callable[[], None]) -> None:
         if isinstance(blocks, bytes):
             payload = torch.frombuffer(bytearray(blocks), dtype=torch.uint8)
         else:  # copies, also of a single block: it may be the executor's own, such as a parameter
             payload = torch.cat([block.reshape(-1) for block in blocks])
-        on_taken()
+        on_sent()
         self._answers.put((header.pack(), payload.view(header.payload_shape)))
 
 

@@ -70,23 +70,26 @@ class MemoryBudget:
 
     def __init__(self, limit: int, tenant_limit: int) -> None:
         self._limit, self._tenant_limit = limit, tenant_limit
-        self._taken: Counter[str] = Counter()
+        self._reserved: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def take(self, tenant: str, size: int) -> bool:
+    def reserve(self, tenant: str, size: int) -> bool:
         """Whether there was as much."""
         with self._lock:
-            if self._taken.total() + size > self._limit or self._taken[tenant] + size > self._tenant_limit:
+            if (
+                self._reserved.total() + size > self._limit
+                or self._reserved[tenant] + size > self._tenant_limit
+            ):
                 return False
-            self._taken[tenant] += size
+            self._reserved[tenant] += size
             return True
 
-    def give_back(self, tenant: str, size: int) -> None:
-        """What was taken is free again."""
+    def release(self, tenant: str, size: int) -> None:
+        """What was reserved is free again."""
         with self._lock:
-            self._taken[tenant] -= size
-            if not self._taken[tenant]:
-                del self._taken[tenant]
+            self._reserved[tenant] -= size
+            if not self._reserved[tenant]:
+                del self._reserved[tenant]
 
 
 class SessionMemory:
@@ -103,7 +106,7 @@ class SessionMemory:
     """
 
     def __init__(self, budget: MemoryBudget, tenant: str, max_bytes: int) -> None:
-        self._budget, self._tenant, self.most, self.size = budget, tenant, max_bytes, 0
+        self._budget, self._tenant, self.max_bytes, self.size = budget, tenant, max_bytes, 0
         self.name = f"symbiosis-{secrets.token_hex(8)}"
         self.descriptor = os.memfd_create(self.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -118,14 +121,14 @@ class SessionMemory:
 
     def grow(self, size: int) -> None:
         """Have at least so many bytes, if that is allowed and there are as many; else stay as it is."""
-        if not self.size < size <= self.most or not self._budget.take(self._tenant, size - self.size):
+        if not self.size < size <= self.max_bytes or not self._budget.reserve(self._tenant, size - self.size):
             return
         try:
             # Really allocated: a page that is missing later would be a bus error, too.
             os.posix_fallocate(self.descriptor, 0, size)
             self.mapped = SharedMemory(self.descriptor, size)
         except OSError as error:
-            self._budget.give_back(self._tenant, size - self.size)
+            self._budget.release(self._tenant, size - self.size)
             log.warning("no %d bytes of shared memory: %s", size, error.strerror)
             return
         self.size = size
@@ -135,7 +138,7 @@ class SessionMemory:
         if self.size:
             self.mapped.close()
         os.close(self.descriptor)
-        self._budget.give_back(self._tenant, self.size)
+        self._budget.release(self._tenant, self.size)
 
 
 class ColocatedConnection(Connection):
@@ -178,7 +181,7 @@ class ColocatedConnection(Connection):
     def opened(self) -> Opened:
         """What the tenant needs to reach it."""
         memory = self._memory
-        return Opened(self._name, os.getpid(), memory.descriptor, memory.name, memory.size, memory.most)
+        return Opened(self._name, os.getpid(), memory.descriptor, memory.name, memory.size, memory.max_bytes)
 
     def start(self, loop: Loop, ended: Callable[[], None]) -> None:
         """See Connection."""
@@ -318,8 +321,8 @@ class ColocatedConnection(Connection):
         for kind in ("", REQUESTS, ANSWERS):
             Path(f"{self._path}{kind}").unlink(missing_ok=True)
 
-    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, on_taken: Callable[[], None]) -> None:
-        on_taken()
+    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, on_sent: Callable[[], None]) -> None:
+        on_sent()
         at = self._places.pop(header.request_id, 0)
         if self._stage >= CLOSING:
             return

@@ -42,15 +42,15 @@ class _Bucket:
     def __post_init__(self) -> None:
         self.level = 2 * self.rate
 
-    def wait(self, amount: float, now: float) -> float:
-        """Seconds until an amount may be taken; one larger than the bucket needs a full one."""
+    def seconds_until_available(self, amount: float, now: float) -> float:
+        """Seconds until an amount is available; one larger than the bucket needs a full one."""
         if not self.rate:
             return 0.0
         self.level = min(2 * self.rate, self.level + (now - self.filled) * self.rate)
         self.filled = now
         return max(0.0, min(amount, 2 * self.rate) - self.level) / self.rate
 
-    def take(self, amount: float) -> None:
+    def charge(self, amount: float) -> None:
         if self.rate:
             self.level -= amount
 
@@ -67,7 +67,9 @@ class _Account:
         )
         self.requests_bucket.filled = self.bytes_bucket.filled = now
 
-    def wait(self, rows: int, held: int, received: int, now: float, *, reserved: bool = False) -> float:
+    def seconds_until_available(
+        self, rows: int, resident_bytes: int, received_bytes: int, now: float, *, reserved: bool = False
+    ) -> float:
         """Seconds until a request may come in; 0: now.
 
         Args:
@@ -79,18 +81,21 @@ class _Account:
             self.bytes
             and not reserved
             and (
-                (quota.bytes_in_flight and self.bytes + held > quota.bytes_in_flight)
+                (quota.bytes_in_flight and self.bytes + resident_bytes > quota.bytes_in_flight)
                 or (quota.rows_in_flight and self.rows + rows > quota.rows_in_flight)
             )
         )
-        rates = max(self.requests_bucket.wait(1, now), self.bytes_bucket.wait(received, now))
-        return max(RETRY_SECONDS if full else 0.0, rates)
+        return max(
+            RETRY_SECONDS if full else 0.0,
+            self.requests_bucket.seconds_until_available(1, now),
+            self.bytes_bucket.seconds_until_available(received_bytes, now),
+        )
 
-    def take(self, rows: int, held: int, received: int) -> None:
+    def charge(self, rows: int, resident_bytes: int, received_bytes: int) -> None:
         self.rows += rows
-        self.bytes += held
-        self.requests_bucket.take(1)
-        self.bytes_bucket.take(received)
+        self.bytes += resident_bytes
+        self.requests_bucket.charge(1)
+        self.bytes_bucket.charge(received_bytes)
 
 
 class Quotas:
@@ -108,13 +113,13 @@ class Quotas:
         self._all = _Account(everyone or Quota(), 0.0)
         self._tenants: dict[str, _Account] = {}
 
-    def admit(self, tenant: str, rows: int, held: int, received: int, now: float) -> None:
+    def admit(self, tenant: str, rows: int, resident_bytes: int, received_bytes: int, now: float) -> None:
         """Count a request in, before anything is allocated for it.
 
         Args:
             rows: of the request.
-            held: bytes of its request and answer together.
-            received: bytes of its request.
+            resident_bytes: bytes of its request and answer together.
+            received_bytes: bytes of its request.
             now: seconds.
 
         Raises:
@@ -125,10 +130,12 @@ class Quotas:
             if charged is None:
                 charged = self._tenants[tenant] = _Account(self._quota, now)
             # Else a few tenants that send slowly could keep all others out.
-            small = held * RESERVED_DIVISOR <= self._all.quota.bytes_in_flight
+            small = resident_bytes * RESERVED_DIVISOR <= self._all.quota.bytes_in_flight
             for account, whose in ((charged, "your requests"), (self._all, "all requests together")):
                 reserved = account is self._all and not charged.bytes and small
-                seconds = account.wait(rows, held, received, now, reserved=reserved)
+                seconds = account.seconds_until_available(
+                    rows, resident_bytes, received_bytes, now, reserved=reserved
+                )
                 if seconds:
                     raise WireError(
                         "overloaded",
@@ -136,14 +143,14 @@ class Quotas:
                         retry_after=round(max(seconds, 0.001), 3),
                     )
             for account in (charged, self._all):
-                account.take(rows, held, received)
+                account.charge(rows, resident_bytes, received_bytes)
 
-    def release(self, tenant: str, rows: int, held: int) -> None:
+    def release(self, tenant: str, rows: int, resident_bytes: int) -> None:
         """A request that was counted in is answered, or gone."""
         with self._lock:
             for account in (self._tenants[tenant], self._all):
                 account.rows -= rows
-                account.bytes -= held
+                account.bytes -= resident_bytes
 
     def in_flight(self) -> tuple[int, int]:
         """Rows and bytes of all tenants."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 LOG_SECONDS, LOGGED_SESSIONS = 60.0, 100
 
 Send = Callable[[Header, "list[torch.Tensor] | bytes", Callable[[], None]], None]
-"""Writes an answer; calls back once it has been taken by the network, and need not be kept."""
+"""Writes an answer; calls back once it is sent, and need not be kept."""
 
 
 class Served(Protocol):
@@ -88,6 +88,14 @@ class Service:
         self.downloads.shutdown(wait=False, cancel_futures=True)
 
 
+class _AdmittedRequest(NamedTuple):
+    """A request that the quota has admitted, until its answer is sent."""
+
+    header: Header
+    answer: Header
+    resident_bytes: int  # of both
+
+
 class TenantSession:
     """Answers one tenant's requests: what a connection needs to know of it.
 
@@ -108,8 +116,7 @@ class TenantSession:
         self._service, self._tenant, self._send = service, tenant, send
         self._who = {"tenant": tenant, "peer": peer} if peer else {"tenant": tenant}  # for the log
         self._protocol = ExecutorProtocol(service.executor.manifest)
-        # Admitted and not yet taken by the network: its header, the answer's, bytes of both.
-        self._admitted: dict[int, tuple[Header, Header, int]] = {}
+        self._admitted: dict[int, _AdmittedRequest] = {}  # by ``id`` of their headers
         self._number = service.transcript.opened(tenant) if service.transcript else 0
         self._closed, self._began, self._answered = False, time.monotonic(), 0
         self.logged = service.log_limits[tenant].due(self._began)
@@ -133,9 +140,9 @@ class TenantSession:
             received = payload = header.payload_bytes
             if header.operation == Operation.SEED_EFFECT:  # the mask is drawn here
                 payload = header._replace(operation=Operation.PRODUCT).payload_bytes
-            held = payload + answer.payload_bytes
-            self._service.quotas.admit(self._tenant, header.rows, held, received, time.monotonic())
-            self._admitted[id(header)] = header, answer, held
+            resident = payload + answer.payload_bytes
+            self._service.quotas.admit(self._tenant, header.rows, resident, received, time.monotonic())
+            self._admitted[id(header)] = _AdmittedRequest(header, answer, resident)
 
     def allocate(self, header: Header) -> torch.Tensor:
         """Where the payload of an accepted request goes."""
@@ -214,7 +221,7 @@ class TenantSession:
         if isinstance(done, Exception) or self._closed:
             self._on_done(header, None, [], done if isinstance(done, Exception) else None)
             return
-        answer = self._admitted[id(header)][1]
+        answer = self._admitted[id(header)].answer
         if not self._on_done(header, answer, done.blocks):
             return
         service = self._service
@@ -229,7 +236,7 @@ class TenantSession:
         answer, read = service.executor.catalog.fetch(decode(tensor_bytes(payload), Fetch), header.request_id)
         size = answer.payload_bytes
         service.quotas.admit(self._tenant, 0, size, size, time.monotonic())
-        self._admitted[id(header)] = header, answer, size
+        self._admitted[id(header)] = _AdmittedRequest(header, answer, size)
         self._under_way.add(id(header))
         loop = service.engine.loop
         future = service.downloads.submit_for(self._tenant, read)
@@ -279,17 +286,16 @@ class TenantSession:
 
     def _release(self, number: int) -> None:
         """A request is answered, or never will be; what was not admitted is not in here."""
-        held = self._admitted.pop(number, None)
-        if held is not None:
-            self._service.quotas.release(
-                self._tenant, held[0].rows if held[0].operation in PRODUCTS else 0, held[2]
-            )
+        admitted = self._admitted.pop(number, None)
+        if admitted is not None:
+            rows = admitted.header.rows if admitted.header.operation in PRODUCTS else 0
+            self._service.quotas.release(self._tenant, rows, admitted.resident_bytes)
 
 
 def _nothing() -> None:
     pass
 
 
-def _ignore(header: Header, blocks: list[torch.Tensor] | bytes, taken: Callable[[], None]) -> None:
+def _ignore(header: Header, blocks: list[torch.Tensor] | bytes, on_sent: Callable[[], None]) -> None:
     """Answer nobody."""
-    taken()
+    on_sent()

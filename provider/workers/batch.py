@@ -26,7 +26,7 @@ class RequestRows(msgspec.Struct, frozen=True, array_like=True):
     of: int = 0
 
     @classmethod
-    def taken(cls, rows: RowRange) -> RequestRows:
+    def of_range(cls, rows: RowRange) -> RequestRows:
         """Of a request, these."""
         count = rows.stop - rows.start
         return cls(count, rows.start, rows.request.header.rows) if is_seed(rows) else cls(count)

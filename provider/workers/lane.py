@@ -144,11 +144,11 @@ class WorkerLane:
         header = batch[0].request.header
         order = sorted(range(len(batch)), key=lambda number: is_seed(batch[number]))
         batch = [batch[number] for number in order]
-        requests = [RequestRows.taken(rows) for rows in batch]
+        requests = [RequestRows.of_range(rows) for rows in batch]
         plan = self._shapes[header.group].plan(header.direction, header.members)
         layout = BatchLayout(requests, header.dtype, plan, self._terms(header.direction))
         try:
-            segment, memory = self._segments.take(layout.size)
+            segment, memory = self._segments.allocate(layout.size)
         except (OSError, MemoryError) as error:
             future.set_result(BatchResult([error] * len(batch)))
             return future
@@ -159,7 +159,7 @@ class WorkerLane:
         deadline = max(began, before) + travels + max(MIN_PATIENCE, PATIENCE * self._expected(batch))
         first = batch[0]
         whole = len(batch) == 1 and first.stop - first.start == first.request.header.rows
-        few = self._segments.held <= MAX_READ and segment.size <= 4 * (layout.size - layout.first)
+        few = self._segments.in_use <= MAX_READ and segment.size <= 4 * (layout.size - layout.first)
         bits = [rows.request.header.answer_bits for rows in batch]
         under_way = _UnderWay(
             layout, order, bits, whole and few, memory, future, began, deadline, set(self.workers)

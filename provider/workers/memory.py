@@ -1,4 +1,4 @@
-"""Memory that workers map too: taken for a batch, and free again when nobody reads its answers any more."""
+"""Memory that workers map too: allocated for a batch, and free again when nobody reads its answers."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ class SegmentPool:
 
     Attributes:
         dropped: numbers of those that are no more, for whoever tells the workers.
-        held: how many are not free.
+        in_use: how many are not free.
     """
 
     def __init__(self) -> None:
         self.dropped: list[int] = []
-        self.held = 0
+        self.in_use = 0
         self._free: list[Segment] = []
         self._unused: deque[Segment] = deque()
         self._made = 0
 
-    def take(self, size: int) -> tuple[Segment, SharedMemory]:
+    def allocate(self, size: int) -> tuple[Segment, SharedMemory]:
         """One of at least so many bytes, and a view that holds it.
 
         Raises:
@@ -59,7 +59,7 @@ class SegmentPool:
         """
         while self._unused:
             self._free.append(self._unused.popleft())
-            self.held -= 1
+            self.in_use -= 1
         fitting = [segment for segment in self._free if segment.size >= size]
         if fitting:
             segment = min(fitting, key=lambda segment: segment.size)
@@ -72,5 +72,5 @@ class SegmentPool:
             self.dropped.append(self._free.pop(0).number)
         while sum(segment.size for segment in self._free) > _MAX_FREE_BYTES:
             self.dropped.append(self._free.pop().number)
-        self.held += 1
+        self.in_use += 1
         return segment, segment.view(self._unused)

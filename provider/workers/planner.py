@@ -123,19 +123,19 @@ class _Lanes:
     def remaining(self, lane: int, shape: GroupShape) -> float:
         """Bytes that would be left where it is the tightest; below 0: there is no room."""
         room = dict(self._room)
-        self._take(room, lane, shape)
+        self._reserve(room, lane, shape)
         return min(room[device.name] for device in self._lanes[lane])
 
     def put(self, lane: int, shape: GroupShape) -> None:
         """It has this group now."""
         self._seconds[lane] = self.done(lane, shape)
-        self._take(self._room, lane, shape)
+        self._reserve(self._room, lane, shape)
 
     def name(self, lane: int) -> str:
         """As people may read it."""
         return f"worker {lane}" if self._stripes == 1 else f"workers {lane}.0 to {lane}.{self._stripes - 1}"
 
-    def _take(self, room: dict[str, float], lane: int, shape: GroupShape) -> None:
+    def _reserve(self, room: dict[str, float], lane: int, shape: GroupShape) -> None:
         for device, size in zip(self._lanes[lane], self._sizes(shape), strict=True):
             room[device.name] -= self._weight_bytes * size
 

@@ -266,7 +266,7 @@ class MessageReader:
         """
         events: list[Incoming | Control] = []
         if self._direct:
-            self._take(self._view[self._filled : self._filled + count], events, in_place=True)
+            self._consume(self._view[self._filled : self._filled + count], events, in_place=True)
             return events
         self._have += count
         data = self._scratch[: self._have]
@@ -290,7 +290,7 @@ class MessageReader:
             if self._in_message and not self._error and self._header is None:
                 piece = piece[: HEADER_BYTES - len(self._head)]
             if piece:
-                self._take(piece, events, in_place=False)
+                self._consume(piece, events, in_place=False)
             return len(piece)
         return self._frame_header(data, events)
 
@@ -379,7 +379,7 @@ class MessageReader:
             )
         self._accept(header)
 
-    def _take(self, data: memoryview, events: list[Incoming | Control], *, in_place: bool) -> None:
+    def _consume(self, data: memoryview, events: list[Incoming | Control], *, in_place: bool) -> None:
         """Payload bytes of the current frame: header first, then tensor."""
         count = len(data)
         self.progress += count

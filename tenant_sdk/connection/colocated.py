@@ -37,7 +37,7 @@ class Areas:
     def __init__(self) -> None:
         self._used: list[tuple[int, int]] = []
 
-    def take(self, size: int, within: int) -> int | None:
+    def allocate(self, size: int, within: int) -> int | None:
         """Offset of a free area, or None; ``within`` is the size of all memory."""
         at = 0
         for start, stop in self._used:
@@ -49,7 +49,7 @@ class Areas:
         bisect.insort(self._used, (at, at + size))
         return at
 
-    def give(self, at: int, size: int) -> None:
+    def free(self, at: int, size: int) -> None:
         """Free again."""
         if size:
             self._used.remove((at, at + size))
@@ -172,7 +172,7 @@ class ColocatedChannel(Channel):
             return True
         if len(self._places) >= MAX_IN_FLIGHT:
             return False
-        at = self._areas.take(size, self._link.memory.size)
+        at = self._areas.allocate(size, self._link.memory.size)
         if at is None:
             if not any(self._asked) and self._link.memory.size < self._max_size:
                 self._ask(min(self._max_size, max(2 * self._link.memory.size, self._link.memory.size + size)))
@@ -255,7 +255,7 @@ class ColocatedChannel(Channel):
             payload = self._link.memory.tensor(answer_at, header.payload_dtype, header.payload_shape).clone()
         else:
             payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)[HEADER_BYTES:]
-        self._areas.give(at, size)
+        self._areas.free(at, size)
         return Incoming(header, payload)
 
     def _has_memory(self, data: bytes) -> None:

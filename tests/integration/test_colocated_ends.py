@@ -292,14 +292,14 @@ def test_an_executor_that_is_killed_and_the_next_one_that_drains(
 
 def test_areas() -> None:
     areas = Areas()
-    assert [areas.take(64, 256) for _ in range(5)] == [0, 64, 128, 192, None]
-    areas.give(64, 64)
-    areas.give(128, 64)
-    assert areas.take(192, 256) is None
-    assert areas.take(128, 256) == 64
-    assert areas.take(64, 320) == 256
-    assert areas.take(0, 320) == 0  # needs no room
-    areas.give(0, 0)
+    assert [areas.allocate(64, 256) for _ in range(5)] == [0, 64, 128, 192, None]
+    areas.free(64, 64)
+    areas.free(128, 64)
+    assert areas.allocate(192, 256) is None
+    assert areas.allocate(128, 256) == 64
+    assert areas.allocate(64, 320) == 256
+    assert areas.allocate(0, 320) == 0  # needs no room
+    areas.free(0, 0)
 
 
 def test_many_requests_in_flight_and_waited_for_in_any_order(one: TransportServers, all_well: None) -> None:

@@ -33,10 +33,10 @@ def test_files_and_parameters_count_as_well(checkpoint: Callable[[str], Path]) -
 
     service = Service(base, Engine.of(base), Metrics(), quotas)
     sent: queue.Queue[Header] = queue.Queue()
-    not_taken: list[Callable[[], None]] = []
+    unsent: list[Callable[[], None]] = []
 
-    def send(answer: Header, blocks: Any, taken: Callable[[], None]) -> None:
-        not_taken.append(taken)
+    def send(answer: Header, blocks: Any, on_sent: Callable[[], None]) -> None:
+        unsent.append(on_sent)
         sent.put(answer)
 
     session, other = (TenantSession(service, "alice", send) for _ in range(2))
@@ -57,10 +57,10 @@ def test_files_and_parameters_count_as_well(checkpoint: Callable[[str], Path]) -
     for each in (session, other):
         assert answers(each, message(Operation.HELLO, hello, 1)).operation == Operation.WELCOME
     assert answers(session, request(2)).operation == Operation.REPLY
-    assert quotas.in_flight() == (0, size)  # the network has not taken it
+    assert quotas.in_flight() == (0, size)  # it is not sent yet
     assert answers(other, request(9)).operation == Operation.ERROR
-    for taken in not_taken:
-        taken()
+    for on_sent in unsent:
+        on_sent()
     assert quotas.in_flight() == (0, 0)
     assert answers(other, request(10)).operation == Operation.REPLY
     service.close()
@@ -158,8 +158,8 @@ def test_an_answer_that_was_sent_is_not_kept(checkpoint: Callable[[str], Path]) 
     service.engine.defer = deferred.append  # type: ignore[method-assign]
     sent: queue.Queue[list[weakref.ref[torch.Tensor]]] = queue.Queue()
 
-    def send(answer: Header, blocks: Any, taken: Callable[[], None]) -> None:
-        taken()
+    def send(answer: Header, blocks: Any, on_sent: Callable[[], None]) -> None:
+        on_sent()
         if answer.operation == Operation.REPLY:
             sent.put([weakref.ref(each) for each in blocks])
 

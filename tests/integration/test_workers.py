@@ -377,12 +377,12 @@ def test_a_link_with_a_high_descriptor() -> None:
 
 def test_memory_is_used_again_when_nobody_reads_it() -> None:
     segments = SegmentPool()
-    first, view = segments.take(5 << 20)
+    first, view = segments.allocate(5 << 20)
     answer = view.tensor(64, torch.int32, (2, 3))
     del view
-    second, _ = segments.take(1000)
+    second, _ = segments.allocate(1000)
     assert second.number != first.number  # the answer is still to be read
     answer.fill_(7)
     del answer
-    third, _ = segments.take(2 << 20)
+    third, _ = segments.allocate(2 << 20)
     assert third.number == first.number

@@ -336,7 +336,7 @@ class Executor:
             raise TooManyConnections("too many connections of this tenant")
         return self.service.open(tenant, partial(self._lie, tenant, send), peer)
 
-    def _lie(self, tenant: str, send: Send, header: Header, blocks: Any, taken: Callable[[], None]) -> None:
+    def _lie(self, tenant: str, send: Send, header: Header, blocks: Any, on_sent: Callable[[], None]) -> None:
         """Send an answer, or another one in its place."""
         draw = self.kernel.random
         if header.operation == Operation.REPLY and draw.random() < self.health.lie:
@@ -350,7 +350,7 @@ class Executor:
             else:
                 blocks = [block.clone() for block in blocks]
                 blocks[0].view(torch.uint8).view(-1)[-1] ^= 0x40
-        send(header, blocks, taken)
+        send(header, blocks, on_sent)
 
 
 def allocate(kernel: Kernel, health: Health, header: Header) -> torch.Tensor:

@@ -258,9 +258,9 @@ class WatchedQuotas(Quotas):
         super().__init__(own, everyone)
         self._limit, self._faults, self._largest = everyone.bytes_in_flight, faults, 0
 
-    def admit(self, tenant: str, rows: int, held: int, received: int, now: float) -> None:
-        super().admit(tenant, rows, held, received, now)
-        self._largest = max(self._largest, held)
+    def admit(self, tenant: str, rows: int, resident_bytes: int, received_bytes: int, now: float) -> None:
+        super().admit(tenant, rows, resident_bytes, received_bytes, now)
+        self._largest = max(self._largest, resident_bytes)
         holds = self.in_flight()[1]
         reserved = len(self._tenants) * self._limit // RESERVED_DIVISOR
         if self._limit and holds > max(self._limit, self._largest) + reserved:

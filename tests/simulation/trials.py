@@ -193,12 +193,14 @@ def quota_of_abandoned_requests_is_not_given_back() -> Iterator[None]:
 
 @trial("quota is", "overload")
 def quota_is_not_asked() -> Iterator[None]:
-    def admit(self: Quotas, tenant: str, rows: int, held: int, received: int, now: float) -> None:
+    def admit(
+        self: Quotas, tenant: str, rows: int, resident_bytes: int, received_bytes: int, now: float
+    ) -> None:
         own = self._tenants.get(tenant)
         if own is None:
             own = self._tenants[tenant] = _Account(self._quota, now)
         for account in (own, self._all):
-            account.take(rows, held, received)
+            account.charge(rows, resident_bytes, received_bytes)
 
     with mock.patch.object(Quotas, "admit", admit):
         yield
