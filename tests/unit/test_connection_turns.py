@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -135,3 +136,29 @@ def test_a_large_answer_is_written_in_turns() -> None:
     connection._write_turn(-1.0)  # there is no time left
     assert not sent
     assert asked == [("alice", connection._write_turn)] * 2
+
+
+def test_what_is_dropped_is_neither_begun_nor_among_the_last() -> None:
+    """A message that has begun must end, or the tenant could not read what follows."""
+    sent, done = list[bytes](), list[int]()
+
+    def send(data: memoryview) -> int:
+        if not room:
+            raise ssl.SSLWantWriteError
+        room.pop()
+        sent.append(bytes(data))
+        return len(data)
+
+    room = [1]
+    sock: Any = SimpleNamespace(send=send, flush=lambda: 0)
+    queue = WriteQueue(sock)
+    for number in range(4):
+        queue.append(iter((bytes([number]), b"rest")), lambda number=number: done.append(number))  # type: ignore[misc]
+    with pytest.raises(ssl.SSLWantWriteError):
+        queue.write(float("inf"))
+    queue.drop(1)
+    assert done == [1, 2]
+    assert len(queue) == 2
+    room += [1] * 3
+    assert queue.write(float("inf"))
+    assert (sent, done, len(queue)) == ([b"\0", b"rest", b"\3", b"rest"], [1, 2, 0, 3], 0)
