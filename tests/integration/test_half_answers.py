@@ -18,7 +18,7 @@ import tenant_sdk
 from shared.errors import ConfigurationError, VerificationError
 from shared.wire.header import RINGS, Direction
 from tenant_sdk.products import half_checks
-from tenant_sdk.products.ring_products import RingProducts
+from tenant_sdk.products.ring_requests import HalfRequest
 
 pytest_plugins = ("ring_fixtures",)
 
@@ -260,7 +260,7 @@ def test_a_user_who_interrupts_what_is_owed_ends_the_session(
         raise KeyboardInterrupt
 
     with session:
-        monkeypatch.setattr(RingProducts, "_recheck_exact", interrupted)
+        monkeypatch.setattr(HalfRequest, "_is_confirmed", interrupted)
         aim(WRONG["one number, by a hundred units"], middle, Direction.FORWARD)
         with pytest.raises(KeyboardInterrupt):
             fixed_result(model, token_ids())

@@ -22,7 +22,7 @@ from shared.ring.rows import quantize_and_mask, unmask_and_dequantize, write_pro
 from shared.wire.header import EXACT, RINGS, Direction, member_indices
 from shared.wire.messages import GroupInfo, Limits, Manifest, Member
 from tenant_sdk.connection.keys import ProductKey
-from tenant_sdk.products.ring_products import RingGroup
+from tenant_sdk.products.ring_group import RingGroup
 
 WIDTHS = ((16, (16, 8, 8)), (24, (40,)), (16, (16,)))  # inputs and outputs of the groups' members
 MAX_ROWS = 64

@@ -267,6 +267,7 @@ def substituted(kernel: Kernel, network: Any, allocate: Callable[..., Any]) -> I
         ),
         "tenant_sdk.connection.remote.time": clock,
         "tenant_sdk.products.ring_products.time": clock,
+        "tenant_sdk.products.ring_requests.time": clock,
         "tenant_sdk.products.masks.ThreadPoolExecutor": pool,
         "tenant_sdk.products.masks.Condition": partial(Condition, kernel),
         "tenant_sdk.products.masks.Thread": thread,
