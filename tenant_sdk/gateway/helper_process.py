@@ -50,14 +50,15 @@ class HelperProcess:
     async def _exchange(self, message: bytes) -> bytes | None:
         try:
             async with asyncio.timeout(SECONDS):
-                if self._process is None:
+                if self._process is None or self._process.returncode is not None:
                     await self.start()
                 assert self._process is not None  # noqa: S101 - as ``start`` leaves it
                 assert self._process.stdin is not None  # noqa: S101 - likewise
                 self._process.stdin.write(len(message).to_bytes(_LENGTH) + message)
                 await self._process.stdin.drain()
                 return await self._read()
-        except (TimeoutError, OSError, asyncio.IncompleteReadError):
+        # RuntimeError: so uvloop says that the pipe is closed.
+        except (TimeoutError, OSError, RuntimeError, asyncio.IncompleteReadError):
             self.stop()
             return None
 

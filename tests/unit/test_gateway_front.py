@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import logging
+import signal
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -353,14 +354,31 @@ async def test_large_bodies_are_read_beside_the_server() -> None:
     many = b'{"prompt": [' + b"[1]," * 31 + b"[1]]}" + b" " * in_front.SMALL_BODY_BYTES
     assert (await parser(TEXT, many, 64)).sequences == 32  # type: ignore[union-attr]
     assert await parser(TEXT, b"[" * 10**6, 64) == parse_request(TEXT, b"[" * 10**6, 64)
-    assert parser._process is not None
-    parser._process.kill()
-    await parser._process.wait()
-    refused = await parser(TEXT, BODY, 64)
-    assert isinstance(refused, Refusal)
-    assert refused.status == 503
-    assert await parser(TEXT, BODY, 64) == parse_request(TEXT, BODY, 64)
     await parser.close()
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_helper_that_dies_is_replaced(loop: str) -> None:
+    """Each loop says in its own way that a pipe is closed. The gateway's is uvloop."""
+
+    async def whole() -> None:
+        parser = RequestParser()
+        await parser.start()
+        assert parser._process is not None
+        parser._process.kill()
+        await parser._process.wait()
+        assert await parser(TEXT, BODY, 64) == parse_request(TEXT, BODY, 64)
+        parser._process.send_signal(signal.SIGSTOP)
+        asked = asyncio.ensure_future(parser(TEXT, BODY, 64))
+        await settled()
+        parser._process.kill()
+        refused = await asked
+        assert isinstance(refused, Refusal)
+        assert refused.status == 503
+        assert await parser(TEXT, BODY, 64) == parse_request(TEXT, BODY, 64)
+        await parser.close()
+
+    (asyncio if loop == "asyncio" else pytest.importorskip(loop)).run(whole())
 
 
 @awaited
