@@ -23,6 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from shared.errors import ConfigurationError
 from shared.ownership import check_own, check_secret
+from shared.whole import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +67,7 @@ def write_certificates(
         .add_extension(ca_identifier, critical=False)
         .sign(ca_key, hashes.SHA256())
     )
-    for name in ("ca.pem", "server.pem", "client.pem"):
-        (folder / name).unlink(missing_ok=True)  # a link would have another file written over
-    (folder / "ca.pem").write_bytes(ca.public_bytes(Encoding.PEM))
+    write_whole(folder / "ca.pem", ca.public_bytes(Encoding.PEM), 0o644)
     for role, usage in (
         ("server", ExtendedKeyUsageOID.SERVER_AUTH),
         ("client", ExtendedKeyUsageOID.CLIENT_AUTH),
@@ -88,13 +87,9 @@ def write_certificates(
         if role == "server":
             builder = builder.add_extension(names, critical=False)
         certificate = builder.sign(ca_key, hashes.SHA256())
-        (folder / f"{role}.pem").write_bytes(certificate.public_bytes(Encoding.PEM))
+        write_whole(folder / f"{role}.pem", certificate.public_bytes(Encoding.PEM), 0o644)
         private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        key_file = folder / f"{role}.key"
-        key_file.unlink(missing_ok=True)  # a file that exists would keep its mode
-        descriptor = os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(private)
+        write_whole(folder / f"{role}.key", private)
 
 
 def own_certificate(tls_dir: str | Path, client_ca: str | Path | None = None) -> ssl.SSLContext:
@@ -107,6 +102,9 @@ def own_certificate(tls_dir: str | Path, client_ca: str | Path | None = None) ->
         ConfigurationError: a file is missing or does not fit, or others can read the key or change a file.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    # OpenSSL does not look again at the certificate of a client that resumes a session.
+    context.options |= ssl.OP_NO_TICKET
+    context.num_tickets = 0
     if client_ca is not None:
         check_own(client_ca)
         try:

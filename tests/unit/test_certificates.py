@@ -386,6 +386,37 @@ def test_clients_are_still_asked_for_certificates_after_a_reload(tmp_path: Path)
                 shown(context, ca, "localhost", stranger)
 
 
+def test_no_session_is_resumed(tmp_path: Path) -> None:
+    """Else a client would come in whose certificate has ended, or whose authority was replaced."""
+    write_certificates(tmp_path, now=datetime.datetime.now(datetime.UTC))
+    server = server_context(tmp_path, tmp_path / "ca.pem")
+    client = client_context(tmp_path / "ca.pem", (tmp_path / "client.pem", tmp_path / "client.key"))
+    session = None
+    for _ in range(2):
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        own = client.wrap_bio(to_client, to_server, server_hostname="localhost", session=session)
+        other = server.wrap_bio(to_server, to_client, server_side=True)
+        for end in (own, other, own, other):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+        other.write(b"x")
+        assert own.read(1) == b"x"  # tickets come before it
+        assert not own.session_reused
+        session = own.session
+
+
+def test_the_command_follows_no_link(tmp_path: Path) -> None:
+    """The folder may be another user's, and the command root's."""
+    (folder := tmp_path / "tls").mkdir()
+    for name in FILES:
+        (tmp_path / name).write_text("of somebody else")
+        (folder / name).symlink_to(tmp_path / name)
+    write_certificates(folder, now=NOW)
+    for name in FILES:
+        assert (tmp_path / name).read_text() == "of somebody else"
+        assert stat.S_IMODE((folder / name).lstat().st_mode) == (0o600 if name.endswith("key") else 0o644)
+
+
 @pytest.mark.parametrize(
     ("days", "level", "said"), [(15, None, ""), (13, "WARNING", "expires at"), (-1, "ERROR", "expired at")]
 )
