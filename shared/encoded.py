@@ -70,6 +70,6 @@ def check_texts(folder: Path) -> None:
             )
 
 
-def path_text(path: Path) -> str:
-    """A path as text that can be encoded: bytes of it that are no UTF-8 become escapes."""
+def path_text(path: str | Path) -> str:
+    """A path, or a text with paths, that can be encoded: bytes of it that are no UTF-8 become escapes."""
     return os.fsencode(path).decode(errors="backslashreplace")

@@ -18,7 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
-from shared.encoded import UNREADABLE
+from shared.encoded import UNREADABLE, path_text
 from shared.errors import ConfigurationError, SymbiosisError
 from shared.whole import write_whole
 from tenant_sdk.gateway import vllm_patches
@@ -231,7 +231,7 @@ class Endpoints:
         return Response(msgspec.json.encode(card), media_type="application/json")
 
     async def _list(self) -> Response:
-        whole = {"data": self._adapter_entries(), "refused": self._adapters.refused}
+        whole = {"data": self._adapter_entries(), "refused": self._refused_folders()}
         return Response(msgspec.json.encode(whole), media_type="application/json")
 
     async def _add(self, request: Request) -> JSONResponse:
@@ -268,7 +268,7 @@ class Endpoints:
                 "about": self._settings.about,
                 "model": self._models.model_name(),
                 "adapters": self._adapter_entries(),
-                "refused": self._adapters.refused,
+                "refused": self._refused_folders(),
                 "failing": status.failing,
                 "failure": status.failure if status.failing else "",
                 "error": status.error if status.failing else "",
@@ -278,6 +278,9 @@ class Endpoints:
 
     def _adapter_entries(self) -> list[dict[str, Any]]:
         return [_adapter_entry(adapter) for adapter in list(self._adapters.served.values())]
+
+    def _refused_folders(self) -> dict[str, str]:
+        return {path_text(name): path_text(why) for name, why in self._adapters.refused.items()}
 
     async def _sample(self) -> None:
         """One more point of every line of the page, each second."""
@@ -311,7 +314,12 @@ class _AdapterRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _adapter_entry(adapter: Adapter) -> dict[str, Any]:
-    return {"id": adapter.name, "path": str(adapter.source), "rank": adapter.rank, "notes": adapter.notes}
+    return {
+        "id": adapter.name,
+        "path": path_text(adapter.source),
+        "rank": adapter.rank,
+        "notes": adapter.notes,
+    }
 
 
 def _answer(refusal: Refusal) -> JSONResponse:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from shared.encoded import path_text
 from shared.errors import ConfigurationError
 from shared.gguf import is_gguf
 from shared.hub import HUB, HubId, checkpoint_folder, hub_id, id_of_snapshot, parse_hub_name, pinned
@@ -49,6 +50,11 @@ def find_base(named: str | Path, manifest: Manifest) -> Base:
     if is_gguf(Path(text)):  # which PEFT does not load
         text = str(checkpoint_folder(text))
         log.warning("adapters will say that their base is %s, the folder made of %s", text, named)
+    if path_text(text) != text:
+        raise ConfigurationError(
+            f"the path {path_text(text)} of the base is not UTF-8 text, and an adapter's files cannot hold it: "
+            "rename the folder, or make a link with another name"
+        )
     if Path(text).is_dir():
         open_checkpoint(text, manifest)
         snapshot = id_of_snapshot(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,23 @@ def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (tmp_path / f"wandb{BYTE}").write_text("x")
     approve(Path(f"wandb{BYTE}"))
     check_approved(Path(f"wandb{BYTE}"), "it says", "leave it")
+
+
+def test_a_training_whose_files_have_such_names(tmp_path: Path, serve: Callable[..., Executor]) -> None:
+    """A name is no reason to lose what was learned."""
+    executor, records = serve(BASE_MODEL), tmp_path / f"{BYTE}.jsonl"
+    records.write_text('{"prompt": "a", "completion": " b"}\n' * 4)
+    base, adapter = tmp_path / f"base{BYTE}", tmp_path / f"adapter{BYTE}"
+    base.symlink_to(Path(BASE_MODEL).resolve())
+    learn = ("finetune", executor, "--privacy", "plain", "--data", records, "--held-out", records)
+    learn += ("--steps", 2, "--batch-size", 2, "--save-steps", 1, "--output", adapter)
+    assert "is not UTF-8 text, and an adapter" in str(here(*learn, "--base", base).exception)
+    done = here(*learn)
+    assert done.exit_code == 0, done.output + repr(done.exception)
+    done = here("generate", executor, "--privacy", "plain", "--adapter", adapter, "--raw", "--prompt", "a")
+    assert done.exit_code == 0, done.output + repr(done.exception)
+    answers = tmp_path / f"answers{BYTE}.jsonl"
+    done = here(
+        "evaluate", executor, records, "--privacy", "plain", "--adapter", adapter, "--output", answers
+    )
+    assert done.exit_code == 0, done.output + repr(done.exception)
