@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import cross_entropy
 
+from shared.errors import ConfigurationError
 from tenant_sdk.tuning.conversations import Example
 from tenant_sdk.tuning.data import Reader, Say, collate, learned_tokens
 from tenant_sdk.tuning.generation import context_length
@@ -86,6 +88,32 @@ def evaluate(
 
 
 @torch.no_grad()
+def check_loss(model: Any, outputs: Any, labels: torch.Tensor) -> None:
+    """Refuse a model whose loss is not that of the next tokens.
+
+    transformers has causal models that compare each prediction with the token that it was made from, and leave
+    it to callers to shift the labels.
+
+    Args:
+        outputs: the model's, with ``loss`` and ``logits``.
+        labels: int64 [B, T].
+
+    Raises:
+        ConfigurationError: the loss is closer to that of the tokens themselves.
+    """
+    logits = outputs.logits[:, -labels.shape[1] :].float()  # behind those of virtual tokens
+    next_ones = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    themselves = cross_entropy(logits.flatten(0, 1), labels.flatten())
+    if abs(outputs.loss - themselves) < abs(outputs.loss - next_ones):
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        raise ConfigurationError(
+            f"{type(base).__name__} compares each prediction with the token that it was made from, not with the next one: "
+            "trained so, it would learn to repeat tokens. Train it in a loop of your own, with labels that are "
+            "shifted by one"
+        )
+
+
+@torch.no_grad()
 def perplexity(
     model: Any,
     examples: Sequence[Example],
@@ -96,6 +124,9 @@ def perplexity(
 
     Args:
         progress: called with the number of examples that are done, and of all.
+
+    Raises:
+        ConfigurationError: see ``check_loss``.
     """
     was_training = model.training
     model.eval()
@@ -109,7 +140,10 @@ def perplexity(
         batch = ordered[at : at + batch_size]
         count = sum(map(learned_tokens, batch))
         inputs = {name: tensor.to(model.device) for name, tensor in collate(batch).items()}
-        nats += float(model(**inputs, **router).loss) * count
+        outputs = model(**inputs, **router)
+        if not at:
+            check_loss(model, outputs, inputs["labels"])
+        nats += float(outputs.loss) * count
         predicted += count
     model.train(was_training)
     return math.exp(nats / predicted)

@@ -123,8 +123,10 @@ class GenerationOutput:
 
 
 def context_length(model: Any) -> int:
-    """Tokens of prompt and answer together, at most."""
-    return getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+    """Tokens of prompt and answer together, at most, beside the virtual tokens of the model's adapter."""
+    config = getattr(model, "active_peft_config", None)
+    virtual = getattr(config, "num_virtual_tokens", None) or 0
+    return (getattr(model.config, "max_position_embeddings", None) or sys.maxsize) - virtual
 
 
 def check_prompt(

@@ -86,8 +86,7 @@ def compare(
         progress: called with the number of answers that are written, and of all.
     """
     adapted = hasattr(model, "peft_config")
-    virtual = (getattr(model.active_peft_config, "num_virtual_tokens", None) or 0) if adapted else 0
-    pairs = sample_prompts(examples, max_prompts, context_length(model) - virtual, max_tokens)
+    pairs = sample_prompts(examples, max_prompts, context_length(model), max_tokens)
     if not pairs:
         return []
     prompts, expected = zip(*pairs, strict=True)

@@ -9,6 +9,7 @@ from typing import Any
 from shared.errors import ConfigurationError, Message, peer_text
 from tenant_sdk.tuning.conversations import Example
 from tenant_sdk.tuning.data import Say, collate
+from tenant_sdk.tuning.evaluation import check_loss
 
 _LAYER = re.compile(r"(.*?)\.(lora|hada|lokr|vera|ia3)_")  # of a part of its adapter
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -25,12 +26,17 @@ def warm_up(model: Any, examples: Sequence[Example]) -> dict[str, bool]:
 
     Returns:
         By the name of each layer with a part of the adapter, whether it had a gradient other than 0.
+
+    Raises:
+        ConfigurationError: see ``check_loss``.
     """
     model.train()
     any_gradient = dict[str, bool]()
     for example in examples:
         batch = {name: tensor.to(model.device) for name, tensor in collate([example]).items()}
-        model(**batch).loss.backward()
+        outputs = model(**batch)
+        check_loss(model, outputs, batch["labels"])
+        outputs.loss.backward()
         for name, each in model.named_parameters():
             if each.grad is not None:  # None: the model does not use it
                 # Experts count as one, since no token may reach some.
