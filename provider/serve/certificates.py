@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import logging
-import os
 import re
 import ssl
 from collections.abc import Callable, Sequence

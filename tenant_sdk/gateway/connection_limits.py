@@ -10,7 +10,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tenant_sdk.gateway.admission import Authenticator, Refusal, UnauthenticatedConnections
-from tenant_sdk.gateway.http_frontend import BODY_BYTES, FLUSHED, SMALL_BODY_BYTES
+from tenant_sdk.gateway.http_frontend import BODY_BYTES, FLUSHED, SMALL_BODY_BYTES, error_event
 from tenant_sdk.gateway.reservations import Reservations
 
 HEADER_SECONDS = 10.0
@@ -19,6 +19,7 @@ HEADERS = 128
 UNREAD_SECONDS = 60.0  # until a client that does not read the rest of its answer is given up
 UNREAD_BYTES = 64 << 20  # of answers that clients have not read yet, of all clients
 MAX_UNAUTHENTICATED = 128  # connections that have shown no key
+RESTART_SECONDS = 10  # in which a gateway that is shut down may be back
 CONNECTIONS = 1024  # that have shown one, of all clients
 
 
@@ -171,6 +172,17 @@ class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
             self.shared.unread.release(self._client, self._held)
         self._held = 0
 
+    def shutdown(self) -> None:
+        """See uvicorn; it would wait for answers, and the engine that writes them has ended."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            refusal = Refusal(503, "overloaded", "the gateway is shutting down", RESTART_SECONDS)
+            if not self.cycle.response_started:
+                self._say(refusal)
+            elif self.cycle.chunked_encoding:
+                event = error_event(self.scope["path"], refusal)
+                self.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
+        self.transport.close()
+
     def send_400_response(self, msg: str) -> None:
         """See uvicorn; nothing is said on a connection that was closed just now."""
         if not self.transport.is_closing():
@@ -197,13 +209,18 @@ class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
         if refusal is None:
             self.transport.abort()
             raise ValueError("requests are not pipelined here")
+        self._say(refusal)
+        self.transport.close()
+        raise ValueError(refusal.message)
+
+    def _say(self, refusal: Refusal) -> None:
         body = refusal.encoded()
-        head = (
+        head = [
             f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}",
             "Content-Type: application/json",
             f"Content-Length: {len(body)}",
             "Connection: close",
-        )
+        ]
+        if refusal.retry_after:
+            head.append(f"Retry-After: {refusal.retry_after}")
         self.transport.write("\r\n".join(head).encode() + b"\r\n\r\n" + body)
-        self.transport.close()
-        raise ValueError(refusal.message)

@@ -153,7 +153,7 @@ class Endpoints:
         app.get("/v1/models/{name:path}")(self._model)
         app.get("/v1/adapters")(self._list)
         app.post("/v1/adapters")(self._add)
-        app.delete("/v1/adapters/{name}")(self._remove)
+        app.delete("/v1/adapters/{name:path}")(self._remove)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Serve what lies in the folder of adapters, and look at it from now on."""

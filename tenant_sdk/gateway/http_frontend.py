@@ -132,6 +132,9 @@ class HttpFrontend:
             reasons = (why for begins, why in _ELSEWHERE.items() if path.startswith(begins))
             why = f"there is no such path{next(reasons, '')}"
             return await _refuse(send, Refusal(404, "not_found_error", why))
+        if scope["method"] not in (methods := _methods_of(path)):
+            why = f"{path} takes {' and '.join(methods)}, not {scope['method']}"
+            return await _refuse(send, Refusal(405, "invalid_request_error", why))
         async with self._body(client, path, receive) as body:
             if not isinstance(body, bytes):
                 return await _refuse(send, body)
@@ -213,7 +216,10 @@ class HttpFrontend:
                 raise
             # vLLM has no event for the failure of such a stream.
             await send(
-                {"type": "http.response.body", "body": _error_event(self._step_refusal(name, entered))}
+                {
+                    "type": "http.response.body",
+                    "body": error_event(RESPONSES, self._step_refusal(name, entered)),
+                }
             )
 
     async def _serve_one_per_client(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
@@ -320,6 +326,14 @@ class HttpFrontend:
         return failure_refusal(status.failure, status.error, self._retry_after)
 
 
+def _methods_of(path: str) -> tuple[str, ...]:
+    if path in GENERATES | TOKENIZES:
+        return ("POST",)
+    if path == "/v1/adapters":
+        return ("GET", "POST")
+    return ("DELETE",) if path.startswith(ADAPTER) else ("GET",)
+
+
 def _is_server_error(event: bytes) -> bool:
     """Whether a part of a stream says that the gateway failed, and not that its client is wrong."""
     if not event.startswith(_ERROR):
@@ -331,8 +345,14 @@ def _is_server_error(event: bytes) -> bool:
         return True
 
 
-def _error_event(refusal: Refusal) -> bytes:
-    """The last of a response's stream; OpenAI's client looks for ``error``, others for the type."""
+def error_event(path: str, refusal: Refusal) -> bytes:
+    """The last of a stream.
+
+    Args:
+        path: of the request. OpenAI's client looks for ``error`` in a response's stream, others for the type.
+    """
+    if path != RESPONSES:
+        return b"data: " + refusal.encoded() + b"\n\n"
     error = refusal.body()["error"]
     event = error | {"type": "error", "code": str(refusal.status), "sequence_number": 0, "error": error}
     return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"

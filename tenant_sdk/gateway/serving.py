@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tenant_sdk.session.options import SessionConfig
 
 SOCKET_FOLDER = 64  # characters; the name of a socket in it has 37, and 107 is the most of both
+SHUTDOWN_SECONDS = 5  # for clients to take what they are told, then connections are cut
 STEP_ROWS = 512  # of all sequences, in one step
 LOOKUP_TOKENS = 4  # of the text, for which the same is looked for before
 
@@ -371,7 +372,7 @@ def _run(arguments: list[str], settings: GatewaySettings) -> None:
     validate_parsed_serve_args(parsed)
     try:
         arrivals = Connections.at(settings.authenticator).protocol()
-        uvloop.run(run_server(parsed, http=arrivals, ws="none"))
+        uvloop.run(run_server(parsed, http=arrivals, ws="none", timeout_graceful_shutdown=SHUTDOWN_SECONDS))
     except RuntimeError as error:
         why = Status.read(settings.folder).error
         if why and Endpoints.engine is None:  # it did not start, and the worker said so in a sentence

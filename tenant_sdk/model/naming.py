@@ -52,8 +52,8 @@ def find_base(named: str | Path, manifest: Manifest) -> Base:
         log.warning("adapters will say that their base is %s, the folder made of %s", text, named)
     if path_text(text) != text:
         raise ConfigurationError(
-            f"the path {path_text(text)} of the base is not UTF-8 text, and an adapter's files cannot hold it: "
-            "rename the folder, or make a link with another name"
+            f"the path {path_text(text)} of the base is not UTF-8 text, and an adapter's files cannot hold "
+            "it: rename the folder, or make a link with another name"
         )
     if Path(text).is_dir():
         open_checkpoint(text, manifest)

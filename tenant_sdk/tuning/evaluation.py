@@ -91,8 +91,8 @@ def evaluate(
 def check_loss(model: Any, outputs: Any, labels: torch.Tensor) -> None:
     """Refuse a model whose loss is not that of the next tokens.
 
-    transformers has causal models that compare each prediction with the token that it was made from, and leave
-    it to callers to shift the labels.
+    transformers has causal models that compare each prediction with the token that it was made from. They
+    leave it to callers to shift the labels.
 
     Args:
         outputs: the model's, with ``loss`` and ``logits``.
@@ -107,9 +107,9 @@ def check_loss(model: Any, outputs: Any, labels: torch.Tensor) -> None:
     if abs(outputs.loss - themselves) < abs(outputs.loss - next_ones):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         raise ConfigurationError(
-            f"{type(base).__name__} compares each prediction with the token that it was made from, not with the next one: "
-            "trained so, it would learn to repeat tokens. Train it in a loop of your own, with labels that are "
-            "shifted by one"
+            f"{type(base).__name__} compares each prediction with the token that it was made from, not with "
+            "the next one: trained so, it would learn to repeat tokens. Train it in a loop of your own, with "
+            "labels that are shifted by one"
         )
 
 

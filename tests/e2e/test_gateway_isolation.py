@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -374,6 +375,20 @@ def test_a_client_that_hangs_up_owes_what_its_constraint_took() -> None:
 
 def test_connections_and_their_headers_have_limits() -> None:
     assert ran("connection_limits.py")["known"] == {"0": 0, "1": 0}
+
+
+def test_clients_hear_that_the_server_ends() -> None:
+    answers, hung_up = ran("server_ends.py")
+    assert len(hung_up) == len(answers), "nothing is computed for any of them"
+    waits, chat, response, partly = answers
+    assert waits.startswith("HTTP/1.1 503 ")
+    assert "Retry-After: 10" in waits
+    assert json.loads(waits.partition("\r\n\r\n")[2])["error"]["message"] == "the gateway is shutting down"
+    assert re.search(r"4\r\ndata\r\n\w+\r\ndata: {.*shutting down.*\n\n\r\n0\r\n\r\n$", chat)
+    assert re.search(
+        r"4\r\ndata\r\n\w+\r\nevent: error\ndata: {.*shutting down.*\n\n\r\n0\r\n\r\n$", response
+    )
+    assert partly.endswith("\r\n\r\ndata"), "a part of an answer is no whole one"
 
 
 def test_nothing_is_compiled_for_a_request(running: RunningGateway, client: Client) -> None:

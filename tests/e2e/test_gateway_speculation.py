@@ -115,7 +115,11 @@ def test_guesses_change_neither_tokens_nor_rows(executors: tuple[Executor, Execu
         assert taken[0] < taken[1]  # how many there are depends on the text
 
         assert list(tmp_path.glob("symbiosis-gateway-*"))
+        stream = client.completions.create(model="base", prompt=PROMPTS[0], max_tokens=200, stream=True)
+        next(stream)
         it.process.terminate()
+        with pytest.raises(openai.APIError, match="the gateway is shutting down"):
+            list(stream)
         assert it.process.wait(800) == 0
         assert not list(tmp_path.glob("symbiosis-gateway-*"))
 

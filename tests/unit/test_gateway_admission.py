@@ -303,7 +303,7 @@ def test_while_the_provider_is_known_to_be_away_nobody_waits(tmp_path: Path) -> 
     away(at=0.5, failing=True).write(tmp_path)
     start, body = run(there)
     assert (start["status"], b"went away" in body["body"]) == (503, True)
-    assert run(there, "/v1/models")[0]["status"] == 200
+    assert run(there, "/v1/models", method="GET")[0]["status"] == 200
     away(at=0.5).write(tmp_path)  # a look found it
     assert run(there)[0]["status"] == 200
 
@@ -368,7 +368,7 @@ def test_a_full_queue_is_429_but_not_for_other_paths(tmp_path: Path) -> None:
     queue.enter("", 1)
     there = front(answering(200, b"yes"), tmp_path, queue=queue)
     assert [run(there)[0]["status"], run(there, "/tokenize")[0]["status"]] == [429, 429]
-    assert run(there, "/v1/models")[0]["status"] == 200
+    assert run(there, "/v1/models", method="GET")[0]["status"] == 200
 
 
 def received(*messages: Any, folder: Path) -> tuple[Sent, list[Any]]:
@@ -387,7 +387,7 @@ def received(*messages: Any, folder: Path) -> tuple[Sent, list[Any]]:
             await asyncio.sleep(60.0)
         return waiting.pop(0)
 
-    scope = {"type": "http", "path": "/v1/completions", "headers": host("localhost")}
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": host("localhost")}
     asyncio.run(front(application, folder, most=4)(scope, receive, send))
     return sent, came
 

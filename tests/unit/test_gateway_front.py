@@ -55,7 +55,8 @@ class Client:
         self.sent, self._coming = list[dict[str, Any]](), asyncio.Queue[dict[str, Any]]()
         headers = [(b"authorization", f"Bearer {KEYS[key]}".encode()), (b"x-request-id", b"mine")]
         headers += [(b"x-vllm-priority", b"18446744073709551616"), (b"accept", b"*/*")]
-        scope = {"type": "http", "path": path, "headers": headers} | more
+        method = "POST" if path in in_front.GENERATES | in_front.TOKENIZES else "GET"
+        scope = {"type": "http", "method": method, "path": path, "headers": headers} | more
         self.task = asyncio.ensure_future(there(scope, self._coming.get, self._send))
 
     async def _send(self, message: Any) -> None:
@@ -202,7 +203,7 @@ async def test_an_answer_that_is_not_read_lets_others_tokenize(tmp_path: Path) -
         return coming.pop() if coming else await asyncio.Event().wait()
 
     headers = [(b"authorization", f"Bearer {KEYS[0]}".encode())]
-    scope = {"type": "http", "path": "/tokenize", "headers": headers}
+    scope = {"type": "http", "method": "POST", "path": "/tokenize", "headers": headers}
     unread = asyncio.ensure_future(there(scope, receive, send))
     await stuck.wait()
     other = await Client(there, "/tokenize", 1).says(BODY)
@@ -236,6 +237,25 @@ async def test_paths_that_are_not_named_are_closed(tmp_path: Path, path: str) ->
     client = Client(front(application, tmp_path), path)
     await settled()
     assert (client.status, application.scopes) == (404, [])
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        *(("GET", path) for path in ("/v1/completions", "/tokenize", "/v1/responses", "/v1/adapters/")),
+        *(("PUT", path) for path in ("/v1/models", "/v1/adapters", "/metrics", "/v1/models/a")),
+        ("HEAD", "/v1/models"),
+    ],
+)
+@awaited
+async def test_other_methods_are_refused_in_the_form_of_other_errors(
+    tmp_path: Path, method: str, path: str
+) -> None:
+    application = Working()
+    client = Client(front(application, tmp_path), path, method=method)
+    await settled()
+    assert (client.status, application.scopes) == (405, [])
+    assert json.loads(client.sent[1]["body"])["error"]["code"] == 405
 
 
 class Slow:
@@ -325,7 +345,12 @@ async def test_a_client_that_does_not_read_is_given_up(
     async def receive() -> Any:
         return coming.pop() if coming else await asyncio.Event().wait()
 
-    scope = {"type": "http", "path": TEXT, "headers": [(b"authorization", f"Bearer {KEYS[0]}".encode())]}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": TEXT,
+        "headers": [(b"authorization", f"Bearer {KEYS[0]}".encode())],
+    }
     await there(scope, receive, stuck)
     assert heard == [{"type": "http.disconnect"}]
     assert there._queue.under_way == 0
