@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from tenant_sdk.gateway.connection import session_here
 from tenant_sdk.storage import ADAPTER_WEIGHTS, UNREADABLE_TENSORS
 
 FOLDER = "draft"  # in vLLM's ``additional_config``
-_DIGESTS = 1024  # of adapters, which are remembered
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,8 @@ class Proposer:
     """Guesses the next tokens of each sequence from its last hidden state.
 
     An adapter's sequences have the adapter's draft, or else that of the base model: its guesses are less
-    often right there, and no text depends on them. Drafts that are added later are found, too.
+    often right there, and no text depends on them. A thread reads the draft of an adapter when its first
+    sequence comes, while steps go on. Drafts that are added later are found, too.
 
     Args:
         config: vLLM's.
@@ -51,9 +51,10 @@ class Proposer:
         self._hidden: torch.Tensor | None = None
         self._drafted: Mapping[str, Sequence[int]] = {}
         self._runner: Any = None
-        most = 1 + (config.lora_config.max_loras if config.lora_config else 0)
-        self._read = functools.lru_cache(most)(self._find)  # weights of drafts take memory
-        self._digest = functools.lru_cache(_DIGESTS)(_adapter_digest)
+        # Weights of drafts take memory, so those that were used last are kept.
+        self._most = 1 + (config.lora_config.max_loras if config.lora_config else 0)
+        self._drafts = OrderedDict[tuple[str, int], Future[_Draft | None]]()
+        self._reader = ThreadPoolExecutor(1, "drafts")
 
     def load_model(self, model: Any) -> None:
         """Read the drafts, and from now on see what the head of vLLM's model reads.
@@ -70,6 +71,7 @@ class Proposer:
         self._bias = getattr(head, "bias", None)
         for folder in draft_folders(self._folder):  # later, a damaged one is passed over
             self._load(folder, read_card(folder))
+        self._read("", self._changed()).result()
         self._compute = model.compute_logits
         model.compute_logits = self._logits
 
@@ -113,29 +115,42 @@ class Proposer:
             return 0
 
     def _draft_of(self, sequence: str, changed: int) -> _Draft | None:
+        """The draft of its adapter, if there is one and it has been read, or the base's."""
         adapter = self._runner.requests[sequence].lora_request
-        try:
-            digest = "" if adapter is None else self._digest(adapter.lora_path)
-        except UNREADABLE_TENSORS:  # the adapter has just been removed
-            digest = ""
-        return self._read(digest, changed)
+        paths = [""] if adapter is None else [adapter.lora_path, ""]
+        drafts = (self._read(path, changed) for path in paths)
+        return next((draft.result() for draft in drafts if draft.done() and draft.result()), None)
 
-    def _find(self, adapter: str, changed: int) -> _Draft | None:
-        """The draft for an adapter by its digest (the base: empty); else the base's; else none."""
-        for folder in draft_folders(self._folder):
+    def _read(self, adapter: str, changed: int) -> Future[_Draft | None]:
+        """The draft for an adapter in a folder (the base: empty), perhaps later; or none."""
+        key = (adapter, changed)
+        if (draft := self._drafts.get(key)) is None:
+            draft = self._drafts[key] = self._reader.submit(self._find, adapter)
+            if len(self._drafts) > self._most:
+                self._drafts.popitem(last=False)[1].cancel()
+        self._drafts.move_to_end(key)
+        return draft
+
+    def _find(self, adapter: str) -> _Draft | None:
+        try:
+            tensors = load_file(Path(adapter) / ADAPTER_WEIGHTS) if adapter else {}
+        except UNREADABLE_TENSORS:  # the adapter has just been removed
+            return None
+        digest = digest_of_tensors(tensors) if adapter else ""
+        try:
+            folders = draft_folders(self._folder)
+        except OSError as error:
+            log.warning("no draft is used: %s", error)
+            return None
+        for folder in folders:
             try:
-                if (card := read_card(folder)).adapter == adapter:
+                if (card := read_card(folder)).adapter == digest:
                     return self._load(folder, card)
             except SymbiosisError as error:
                 log.warning("a draft is not used: %s", error)
-        return self._read("", changed) if adapter else None
+        return None
 
     def _load(self, folder: Path, card: DraftCard) -> _Draft:
         check_base(card, folder, session_here().manifest)
         head, tokens = read_weights(folder, card, self._tokens, self._weight.shape[1])
         return _Draft(head, Vocabulary(self._embed, self._weight, self._bias, tokens))
-
-
-def _adapter_digest(folder: str) -> str:
-    """Of an adapter that vLLM has; another content has another folder."""
-    return digest_of_tensors(load_file(Path(folder) / ADAPTER_WEIGHTS))

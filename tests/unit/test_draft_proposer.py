@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shared.errors import ConfigurationError
@@ -66,7 +68,7 @@ def loaded(folder: Path) -> tuple[Proposer, Any]:
         additional_config={FOLDER: str(folder)},
         speculative_config=SimpleNamespace(num_speculative_tokens=GUESSES),
         model_config=SimpleNamespace(get_vocab_size=lambda: KNOWN),
-        lora_config=SimpleNamespace(max_loras=2),
+        lora_config=SimpleNamespace(max_loras=3),
     )
     model: Any = SimpleNamespace(
         lm_head=SimpleNamespace(weight=torch.zeros(ROWS, WIDTH), bias=None),
@@ -85,9 +87,13 @@ def guessed(proposer: Proposer, model: Any, hidden: Tensor, **adapters: Path | N
         for name, path in adapters.items()
     }
     runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=[*adapters]), requests=requests)
-    proposer.begin(runner, {})
-    model.compute_logits(hidden)
-    return proposer.propose([[7] for _ in adapters])
+    guesses = []
+    for _ in range(2):  # the first step has the drafts read
+        proposer.begin(runner, {})
+        model.compute_logits(hidden)
+        guesses = proposer.propose([[7] for _ in adapters])
+        wait(proposer._drafts.values())
+    return guesses
 
 
 def test_tokens_of_the_padding_are_not_guessed(tmp_path: Path) -> None:
@@ -124,6 +130,36 @@ def test_drafts_that_are_added_while_it_serves(tmp_path: Path, caplog: pytest.Lo
     write_draft(drafts / "added", 8, adapter=other)
     write_draft(drafts / "base", 5)
     assert guessed(*serving, hidden, **sequences) == [[6, 6], [5, 5], [8, 8]]
+
+
+def test_no_step_waits_for_a_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it is there, the base's guesses; and those that nobody waits for any more are not read."""
+    drafts, go = tmp_path / "drafts", threading.Event()
+    drafts.mkdir()
+    write_draft(drafts / "base", 5)
+    adapters = {name: tmp_path / name for name in "abcdef"}
+    for value, (name, folder) in enumerate(adapters.items()):
+        write_draft(drafts / name, 6 + value, adapter=write_adapter(folder, float(value)))
+    proposer, model = loaded(drafts)
+    read = list[str]()
+
+    def slow(folder: Path) -> dict[str, Tensor]:
+        go.wait()
+        read.append(folder.parent.name)
+        return load_file(folder)
+
+    monkeypatch.setattr("tenant_sdk.gateway.draft_proposer.load_file", slow)
+    requests = {
+        name: SimpleNamespace(lora_request=SimpleNamespace(lora_path=str(path)))
+        for name, path in adapters.items()
+    }
+    for name in adapters:
+        proposer.begin(SimpleNamespace(input_batch=SimpleNamespace(req_ids=[name]), requests=requests), {})
+        model.compute_logits(torch.randn(1, WIDTH))
+        assert proposer.propose([[7]]) == [[5, 5]]
+    go.set()
+    proposer._reader.shutdown()
+    assert [each for each in read if each != "a"] == [*"def"]  # "a" may have begun
 
 
 def test_drafts_that_no_sequence_could_use(tmp_path: Path) -> None:
