@@ -78,6 +78,7 @@ def gateway(
     command += ["--provider", provider.url, "--ca", provider.ca, "--token-env", "TENANT_TOKEN"]
     command += ["--mask-source", masks.url, "--allow-same", "all", *options]
     variables = {**ENVIRONMENT, "TENANT_TOKEN": provider.token, "OMP_NUM_THREADS": "1", **environment}
+    variables["SAGEMAKER_MODEL_PATH"] = str(folder / "unpacked")  # vLLM would run its model.py
     with Program(command, ready, log, variables, group=True) as program:
         yield RunningGateway(program.wait_until_ready(SECONDS), program.process, log)
     assert not (folder / "ran").exists(), "code of the working directory"
@@ -87,7 +88,7 @@ def unpacked(folder: Path) -> Path:
     """A working directory in which somebody has put modules that Python and vLLM's processes look for."""
     (folder / "multiprocessing").mkdir(parents=True, exist_ok=True)
     code = f"open({str(folder.parent / 'ran')!r}, 'a').write(__name__)"
-    for name in ("multiprocessing/__init__", "vllm", "llguidance", "msgspec", "tenant_sdk"):
+    for name in ("multiprocessing/__init__", "vllm", "llguidance", "msgspec", "tenant_sdk", "model"):
         (folder / f"{name}.py").write_text(code)
     return folder
 

@@ -499,7 +499,8 @@ def _claim(directory: Path) -> int:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for left in directory.glob("session-*"):  # by an executor that was killed
-            left.unlink(missing_ok=True)
+            if left.is_socket() or left.is_fifo():
+                left.unlink(missing_ok=True)
     except OSError as error:
         os.close(descriptor)
         raise ConfigurationError(f"another executor is at work in {directory}: {error.strerror}") from error

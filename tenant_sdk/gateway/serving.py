@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import importlib.metadata
 import json
 import math
@@ -100,6 +101,10 @@ def serve(options: GatewayOptions, config: SessionConfig, say: Callable[[str], N
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")  # or it is one that others may make
         # Sockets between vLLM's processes; their names cannot be long.
         os.environ["VLLM_RPC_BASE_PATH"] = name if len(name) <= SOCKET_FOLDER else "/tmp"  # noqa: S108
+        if len(name) <= SOCKET_FOLDER:
+            os.environ["TMPDIR"] = tempfile.tempdir = name  # else vLLM's processes leave files there
+        # What removes old files of temporary folders leaves a locked one alone.
+        fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), fcntl.LOCK_SH)
         (folder / "adapters").mkdir()
         settings = _prepare(options, config, folder, say)
         say(f"starting {installed}")
@@ -361,13 +366,14 @@ def _run(arguments: list[str], settings: GatewaySettings) -> None:
 
     from tenant_sdk.gateway.connection_limits import Connections
     from tenant_sdk.gateway.endpoints import Endpoints
-    from tenant_sdk.gateway.vllm_patches import read_responses_as_chats
+    from tenant_sdk.gateway.vllm_patches import read_responses_as_chats, run_no_scripts_of_hosts
 
     Endpoints.settings = settings
     if METHOD not in [each.name for each in load_endpoint_plugins(("generate",))]:
         # vLLM would go on without, and so without an authenticator.
         raise ConfigurationError("vLLM does not find this package's plugins; install it in this environment")
     read_responses_as_chats()
+    run_no_scripts_of_hosts()
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     validate_parsed_serve_args(parsed)
     try:

@@ -50,6 +50,16 @@ def read_responses_as_chats() -> None:
     ResponsesRequest.model_rebuild(force=True)
 
 
+def run_no_scripts_of_hosts() -> None:
+    """Before vLLM's application is built: it would run ``/opt/ml/model/model.py``, and what variables name.
+
+    These hooks are for a host that runs customers' containers. Here they would see all secrets.
+    """
+    from vllm.entrypoints.launchers import app
+
+    app.sagemaker_standards_bootstrap = lambda made: made
+
+
 def refuse_unknown_tokens(engine: EngineClient) -> None:
     """vLLM lets tokens pass that the tokenizer knows and the embeddings do not; one would end the engine."""
     from vllm.exceptions import VLLMValidationError

@@ -271,10 +271,11 @@ def test_an_executor_that_is_killed_and_the_next_one_that_drains(
         assert len(list(directory.glob("session-*"))) == 3
         with pytest.raises(ConnectError, match="nobody listens"):
             product(session)
+        (directory / "session-notes.txt").write_text("the operator's own")
         second = serve_process(checkpoint("llama"), "--local-dir", str(directory))
         assert second.process is not None
         assert second.log is not None
-        assert os.listdir(directory) == ["door"]
+        assert sorted(os.listdir(directory)) == ["door", "session-notes.txt"]
         assert torch.equal(product(session), expected)  # it connects again
         product(session, 3000)
         assert memories(second.process.pid) == 1
@@ -284,7 +285,7 @@ def test_an_executor_that_is_killed_and_the_next_one_that_drains(
         assert "stopped\n" in second.log.read_text()
         with pytest.raises(ConnectionLost, match="it is shutting down"):
             channel.ping()
-    assert os.listdir(directory) == []
+    assert os.listdir(directory) == ["session-notes.txt"]
 
 
 # -- the tenant's side -----------------------------------------------------------------------------
