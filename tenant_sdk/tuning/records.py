@@ -9,7 +9,7 @@ A line of a JSONL file is a record, one of::
     {"instruction": "...", "input": "...", "output": "..."}
 
 The last two are ShareGPT's and Alpaca's forms, and are read as `messages`. A row of a table is a record whose
-keys are the columns (``tenant_sdk.tuning.tables``).
+keys are the columns (``tenant_sdk.tuning.tables``). A JSON file may also be one list of records.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def find_conversations(paths: Sequence[Path]) -> tuple[bool, str]:
 
 
 def read_text(path: Path) -> str:
-    """A file's text, in UTF-8, with or without a byte order mark; a table's as JSONL.
+    """A file's text, in UTF-8, with or without a byte order mark; a table's, or a JSON list's, as JSONL.
 
     Raises:
         ConfigurationError: it cannot be read.
@@ -167,6 +167,8 @@ def read_text(path: Path) -> str:
     text = _plain_text(path)
     if is_table(path):
         return csv_records(path, text, _KEYS)
+    if re.match(r"\s*\[\s*[{\]]", text):
+        return _listed_records(path, text)
     first = text[:_LONGEST_HEADER].partition("\n")[0]
     columns = {cell.strip(' "').lower() for cell in re.split("[,;\t]", first)}
     if any(form <= columns <= _USED for form in _FORMS if len(columns) > 1):
@@ -176,6 +178,27 @@ def read_text(path: Path) -> str:
             "before it"
         )
     return text
+
+
+def _listed_records(path: Path, text: str) -> str:
+    """JSONL of a JSON list of objects, each in the line where it begins if no two begin in one."""
+    try:
+        records = [
+            str(memoryview(each), "utf-8") for each in msgspec.json.decode(text, type=list[msgspec.Raw])
+        ]
+    except (msgspec.DecodeError, RecursionError) as error:
+        if path.suffix.lower() in _RECORD_SUFFIXES:
+            raise ConfigurationError(f"{path} begins as a list of records, but {error}") from None
+        return text
+    lines, line, at = list[str](), 0, 0
+    for record in records:
+        begin = text.index(record, at)
+        line += text.count("\n", at, begin)
+        lines += [""] * (line - len(lines))
+        lines.append(record.replace("\n", " "))  # an end of a line within a string is written otherwise
+        at = begin + len(record)
+        line += record.count("\n")
+    return "\n".join(lines)
 
 
 def _plain_text(path: Path) -> str:

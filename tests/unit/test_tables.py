@@ -1,4 +1,4 @@
-"""CSV of training data: the records that it holds, and what is no table of records."""
+"""Tables and JSON lists of training data: the records that they hold, and what is none."""
 
 from __future__ import annotations
 
@@ -52,6 +52,35 @@ def test_cells_hold_json_where_records_hold_lists(tmp_path: Path) -> None:
     assert records(path)[0][1].messages == MESSAGES
     path.write_text("messages\nWho?\n")
     with pytest.raises(ConfigurationError, match=r"x.csv, line 2: .*`array . null`, got `str`"):
+        check_data([path])
+
+
+@pytest.mark.parametrize("name", ["alpaca.json", "alpaca.jsonl", "alpaca"])
+@pytest.mark.parametrize(("indent", "lines"), [(4, (2, 7)), (None, (1, 2))])
+def test_a_list_of_records(tmp_path: Path, name: str, indent: int | None, lines: tuple[int, int]) -> None:
+    """So Alpaca's and ShareGPT's data are published; in one line, records are counted."""
+    path = tmp_path / name
+    who = {"instruction": "Who?", "input": "", "output": "Ruth."}
+    path.write_text(json.dumps([who, who | {"output": "Ruth\n{}."}], indent=indent))
+    found = records(path)
+    assert tuple(line for line, _ in found) == lines
+    assert found[0][1].messages == MESSAGES
+    assert found[1][1].messages == [MESSAGES[0], MESSAGES[1] | {"content": "Ruth\n{}."}]
+    path.write_text(json.dumps([who, {"question": "Who?"}], indent=indent))
+    with pytest.raises(ConfigurationError, match=rf"line {lines[1]}: a record has .* this one has question"):
+        check_data([path])
+
+
+def test_a_list_that_is_none(tmp_path: Path) -> None:
+    for text in ('[{"text": "a"},', '[{"text": "a"}] {"text": "b"}'):
+        (path := tmp_path / "x.json").write_text(text)
+        with pytest.raises(ConfigurationError, match=r"x.json begins as a list of records, but "):
+            check_data([path])
+        (plain := tmp_path / "x.txt").write_text(text)
+        assert read_text(plain) == text
+        assert not holds_records(plain, text)
+    path.write_text("[]")
+    with pytest.raises(ConfigurationError, match="holds no record"):
         check_data([path])
 
 
