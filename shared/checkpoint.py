@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from shared.command_line import WEIGHTS, WEIGHTS_INDEX, check_model_folder
 from shared.errors import CheckpointError
-from shared.hub import checkpoint_folder, id_of_snapshot, lies_within
+from shared.hub import checkpoint_folder, id_of_snapshot, own_file
 from shared.recipes import Layout
 from shared.stored import Stored, bytes_of
 from shared.wire.messages import TENANT_FILES, FileInfo, GroupInfo, Manifest, Member
@@ -109,7 +109,7 @@ class Checkpoint:
         self._kept = threading.local()
 
     def _find_tensors(self) -> dict[str, Path]:
-        index = self._own(WEIGHTS_INDEX)
+        index = own_file(self.folder, WEIGHTS_INDEX)
         if index.is_file():
             try:
                 shards = {str(shard) for shard in json.loads(index.read_text())["weight_map"].values()}
@@ -120,7 +120,7 @@ class Checkpoint:
         file_of: dict[str, Path] = {}
         for shard in sorted(shards):
             try:
-                path = self._own(Path(shard).name)
+                path = own_file(self.folder, Path(shard).name)
             except ValueError as error:
                 raise CheckpointError(f"{index} is damaged: no file can be called {shard!r:.80}") from error
             try:
@@ -274,7 +274,7 @@ class Checkpoint:
         """
         contents = {}
         for name, max_bytes in TENANT_FILES.items():
-            path = self._own(name)
+            path = own_file(self.folder, name)
             if path.is_file():
                 with path.open("rb") as file:
                     contents[name] = file.read(max_bytes + 1)
@@ -292,17 +292,3 @@ class Checkpoint:
         """
         files = self.files.items()
         return tuple(FileInfo(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in files)
-
-    def _own(self, name: str) -> Path:
-        """Where a file of the folder lies, without links, which may have come with an archive.
-
-        Raises:
-            CheckpointError: it lies elsewhere. What a provider reads, its tenants can read.
-        """
-        path = (self.folder / name).resolve()
-        if not lies_within(self.folder, path):
-            raise CheckpointError(
-                f"{self.folder / name} is a link to {path}, which is not in that folder, and tenants would "
-                "get what is there. If that is what you want, put a copy into the folder"
-            )
-        return path

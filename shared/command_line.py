@@ -59,7 +59,7 @@ def check_model_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{folder} is not a checkpoint folder: it has no config.json. Give the folder that "
-            "`save_pretrained` wrote or that a model hub's download made"
+            "`save_pretrained` wrote or that a model hub's download made, or a GGUF file"
         )
     if not any((folder / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX)):
         raise CheckpointError(

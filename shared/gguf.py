@@ -118,6 +118,10 @@ def check_gguf(file: Path) -> None:
         raise CheckpointError(
             f"{path_text(file)} is one part of several: put them together with `llama-gguf-split --merge`"
         )
+    try:
+        check_header(file)
+    except ValueError as error:
+        raise CheckpointError(f"{path_text(file)} has a header that cannot be used: {error}") from error
     if importlib.util.find_spec("gguf") is None:
         raise CheckpointError(
             "GGUF files need the package gguf: pip install '.[gguf]' in a checkout of this project"

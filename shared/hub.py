@@ -66,6 +66,21 @@ def lies_within(folder: Path, path: Path) -> bool:
     return path.is_relative_to(folder) or path.is_relative_to(blobs)
 
 
+def own_file(folder: Path, name: str) -> Path:
+    """Where a file of a checkpoint lies, without links, which may have come with an archive.
+
+    Raises:
+        CheckpointError: it lies elsewhere. What a provider reads, its tenants can read.
+    """
+    path = (folder / name).resolve()
+    if not lies_within(folder, path):
+        raise CheckpointError(
+            f"{folder / name} is a link to {path}, which is not in that folder, and tenants would get what "
+            "is there. If that is what you want, put a copy into the folder"
+        )
+    return path
+
+
 def parse_hub_name(name: str | Path) -> HubId | None:
     """The model of a hub that a user names, or None: it is a folder. Nothing is asked.
 

@@ -16,7 +16,7 @@ from shared.command_line import check_model_folder
 from shared.configuration import check_quantisation
 from shared.errors import Argument, ConfigurationError
 from shared.gguf import check_gguf, is_gguf
-from shared.hub import parse_hub_name
+from shared.hub import own_file, parse_hub_name
 
 
 def check_inputs(config: ServeConfig, now: datetime.datetime) -> None:
@@ -31,6 +31,8 @@ def check_inputs(config: ServeConfig, now: datetime.datetime) -> None:
         check_gguf(config.model_dir)
     elif parse_hub_name(config.model_dir) is None:
         check_model_folder(config.model_dir)
+        for file in ("config.json", *(path.name for path in config.model_dir.glob("model*.safetensors*"))):
+            own_file(config.model_dir, file)
         check_quantisation(config.model_dir)
     if not config.dev:
         own_certificate(config.certificates, config.client_ca)

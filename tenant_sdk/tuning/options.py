@@ -66,8 +66,8 @@ class TrainingOptions(ReadingOptions):
         Option(
             _DATA,
             "Training data: plain text, JSONL, a JSON list, CSV with a header, or Parquet. A record has "
-            "`text`, or `prompt` and `completion`, or `messages`, or ShareGPT's or Alpaca's keys. `symbiosis-tenant "
-            "data` shows the learned tokens, which count in the loss.",
+            "`text`, or `prompt` and `completion`, or `messages`, or ShareGPT's or Alpaca's keys. "
+            "`symbiosis-tenant data` shows the learned tokens, which count in the loss.",
             unit="FILE",
             single="data",
         ),
