@@ -80,6 +80,8 @@ class AdapterRegistry:
             )
             if self._models.is_base_model(adapter.name):
                 raise ConfigurationError(f"{adapter.name} is the base model's name; give the adapter another")
+            if adapter.name != folder.name and (folder.parent / adapter.name).is_dir():
+                raise ConfigurationError(f"{adapter.name} is the name of another folder there; give another")
             before = self.served.get(adapter.name)
             if before is not None and before.folder == adapter.folder:
                 return before
@@ -178,8 +180,10 @@ class AdapterRegistry:
             if known or last.get(name) != mark:
                 continue
             self._seen[name] = mark
+            others = [other for other, adapter in self.served.items() if adapter.source == folder / name]
             try:
-                await self.add(folder / name)
+                for each in {name, *others}:
+                    await self.add(folder / name, each)
                 self.refused.pop(name, None)
             except Exception as error:  # whatever it is, the other folders are served
                 if self.refused.get(name) != str(error):

@@ -461,13 +461,15 @@ def test_adapters_come_and_go_under_load(
             shutil.copytree(adapters / "three", tmp_path / "three")
             (tmp_path / "three").rename(watched / "three")
             eventually(lambda: "three" in names())
+            assert asked(running, "POST", "/v1/adapters", path="three", name="other-name")[0] == 201
             said = likelihoods(client, "three")
             write_adapter(model, tmp_path / "other", seed=7)
             shutil.rmtree(watched / "three")
             (tmp_path / "other").rename(watched / "three")
-            eventually(lambda: likelihoods(client, "three") != pytest.approx(said, abs=1e-2))
+            for name in ("three", "other-name"):
+                eventually(lambda name=name: likelihoods(client, name) != pytest.approx(said, abs=1e-2))
             shutil.rmtree(watched / "three")
-            eventually(lambda: "three" not in names())
+            eventually(lambda: not {"three", "other-name"} & {*names()})
             with pytest.raises(openai.NotFoundError):
                 complete(client, "three", "And")
         finally:
@@ -511,6 +513,8 @@ def test_adapters_by_request(client: openai.OpenAI, running: RunningGateway, ada
     assert "from below" in told["error"]["message"]
     assert ask("POST", "/v1/adapters", nonsense="x")[0] == 400
     assert ask("POST", "/v1/adapters", path="one", name="base")[0] == 400
+    assert "another folder" in ask("POST", "/v1/adapters", path="one", name="two")[1]["error"]["message"]
+    assert ask("POST", "/v1/adapters", path=".two")[0] == 400
 
 
 def test_the_log_has_no_texts(client: openai.OpenAI, running: RunningGateway) -> None:
