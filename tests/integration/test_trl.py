@@ -12,12 +12,13 @@ import pytest
 import torch
 from commands import BASE_MODEL
 from conftest import Executor
+from ring_sessions import one_time
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
 datasets = pytest.importorskip("datasets")
 
-# float32 products in another order, three steps of AdamW.
+# Products on the ring differ by some 1e-3 of a layer's output; three steps of AdamW.
 TOLERANCE = 2e-3
 NOTES = [
     "Jonah, mare, sick since noon",
@@ -100,7 +101,7 @@ def test_losses_are_those_of_local_training(
     head = copy.deepcopy(local.score.state_dict()) if classifies else {}
     expected = losses(name, local, tmp_path / "local")
     assert len(expected) >= 6
-    with serve(BASE_MODEL).connect() as session:
+    with one_time(*(serve(BASE_MODEL, numerics="ring") for _ in range(2))) as session:
         if classifies:  # its head is new, and not the executor's
             remote = kind.from_pretrained(BASE_MODEL, dtype=torch.float32, **more)
             remote.score.load_state_dict(head)
