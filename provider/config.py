@@ -179,8 +179,8 @@ class ServeConfig:
         int,
         Option(
             _LIMITS,
-            "MiB of all tenants' requests and answers in flight. A tenant with nothing in flight may exceed "
-            "this by one request of at most a 128th of it. 0: no limit.",
+            "MiB of all tenants' requests and answers in flight. If a tenant has nothing in flight, it may "
+            "send one request of at most 1/128 of this limit, even if the limit is reached. 0: no limit.",
             least=0,
         ),
     ] = 2048

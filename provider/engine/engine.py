@@ -287,8 +287,12 @@ class Engine:
                 multiplied = _at_fault(error, batch)
             self._finished(batch, multiplied, started)
             return
+        try:
+            future = lane.start(rows)
+        except Exception as error:
+            self._finished(batch, _at_fault(error, batch), started)
+            return
         self._under_way[number] += 1
-        future = lane.start(rows)
         future.add_done_callback(
             lambda future: self.loop.call_soon_threadsafe(
                 partial(self._arrived, number, batch, started, future)

@@ -52,7 +52,7 @@ class WorkerLayout:
     @property
     def dense_groups(self) -> list[int]:
         """The groups that every row passes: all but experts, of which a token goes to few."""
-        return [at for at, group in enumerate(self.groups) if group.members[0].expert is None]
+        return [at for at, group in enumerate(self.groups) if not group.of_expert]
 
     @property
     def shapes(self) -> list[GroupShape]:
@@ -164,7 +164,7 @@ def plan_layout(
         latency_of(device, weight_bytes, widest_shapes, by_name.get(device.name)) for device in devices
     )
     doubts = _doubts(devices, assumed, widest_shapes)
-    if any(group.members[0].expert is not None for group in groups):
+    if any(group.of_expert for group in groups):
         doubts += (
             "products, bytes and tokens a second are those of tenants that keep the experts themselves "
             "(local): what padded or routed ones would add is not forecast, only their memory here",

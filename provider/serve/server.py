@@ -255,4 +255,8 @@ class Server:
     def _open_session(self, tenant: str, send: Send, peer: str) -> TenantSession:
         if not self.connections.reserve_for(tenant):
             raise TooManyConnections("too many connections of this tenant")
-        return self.service.open(tenant, send, peer)
+        try:
+            return self.service.open(tenant, send, peer)
+        except BaseException:
+            self.connections.release_for(tenant)
+            raise

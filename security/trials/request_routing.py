@@ -147,7 +147,7 @@ class Routes:
 
 def rows_of_experts(requests: list[RecordedRequest], manifest: Manifest) -> np.ndarray:
     """How many rows each expert of each projection got in each forward pass: [passes, E]."""
-    columns = [i for i, group in enumerate(manifest.groups) if group.members[0].expert is not None]
+    columns = [i for i, group in enumerate(manifest.groups) if group.of_expert]
     passes, met = list[list[int]](), set[int]()
     headers = [request.header for request in products_of(requests)]
     half = any(0 < header.answer_bits < EXACT for header in headers)

@@ -59,6 +59,11 @@ class GroupInfo(Message, frozen=True):
     # Ring numerics: ``Bounds`` of all members together, so that rows fit their products. None: elsewhere.
     bounds: tuple[int, int] | None = None
 
+    @property
+    def of_expert(self) -> bool:
+        """Whether it is one expert of a mixture, which has no other member (``validate_manifest``)."""
+        return self.members[0].expert is not None
+
 
 class ParameterInfo(Message, frozen=True):
     """A parameter or persistent buffer that the tenant holds."""

@@ -13,14 +13,17 @@ from tenant_sdk.command_line import options
 from tenant_sdk.gateway.options import PATIENCE, GatewayOptions
 from tenant_sdk.session.options import SessionConfig
 
+_DECIDED = ("experts", "fill_masks")  # by the gateway
+
 
 class _Session(options.SessionOptions):
-    """Its patience is shorter, unless it is given."""
+    """Its patience is shorter, unless it is given, and two options are the gateway's own affair."""
 
     @staticmethod
     def parameters(command_line: CommandLine) -> list[inspect.Parameter]:
         """See SessionOptions."""
-        return command_line.parameters(SessionConfig, defaults=False, own={"patience": PATIENCE})
+        shown = command_line.parameters(SessionConfig, defaults=False, own={"patience": PATIENCE})
+        return [each for each in shown if each.name not in _DECIDED]
 
 
 @options.command_line.takes

@@ -242,8 +242,8 @@ class Endpoints:
                 raise ConfigurationError("this gateway was started without adapters, so it takes none")
             if Path(request_fields.path).name != request_fields.path or request_fields.path.startswith("."):
                 raise ConfigurationError(
-                    f"adapters are taken from below {folder} alone: path is a folder's name there, and begins "
-                    "with no dot"
+                    f"adapters are taken from below {folder} alone: path is a folder's name there, and "
+                    "begins with no dot"
                 )
             path = folder / request_fields.path
             adapter = await self._adapters.add(path, request_fields.name or path.name)

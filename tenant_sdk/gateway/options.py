@@ -149,10 +149,10 @@ class GatewayOptions:
         str,
         Option(
             _MODEL,
-            "Guess several tokens and check them in one step. FOLDER: a draft (docs/how-to/distance.md), a "
-            "folder of drafts for the base model and for adapters, or a small model guesses. prompt-lookup: "
-            "guesses are taken from the text so far. The number of steps then tells the provider something "
-            "about the text (docs/how-to/gateway.md).",
+            "Guess several tokens and check them in one step. FOLDER has a draft (docs/how-to/distance.md), "
+            "several drafts (for the base model and for adapters), or a small model, which makes the "
+            "guesses. prompt-lookup: guesses are taken from the text so far. The number of steps then tells "
+            "the provider something about the text (docs/how-to/gateway.md).",
             unit="prompt-lookup|FOLDER",
         ),
     ] = ""

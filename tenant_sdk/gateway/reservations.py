@@ -53,7 +53,7 @@ class Reservations:
         return True
 
     def release(self, client: str, count: int) -> None:
-        """What ``take`` took."""
+        """What ``reserve`` reserved."""
         self.taken[client] -= count
 
 

@@ -50,7 +50,7 @@ def plan_experts(
     """
     served: dict[str, list[RemoteGroup]] = {}
     for group in groups:
-        if group.info.members[0].expert is not None:  # and no other member: validate_manifest
+        if group.info.of_expert:
             name = group.info.members[0].name.rpartition(".")[0]
             if not any(fits(name, entry) for entry in exclude):
                 served.setdefault(name, []).append(group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from threading import Condition
+from threading import Lock
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ class BankMasks(MaskGenerator):
         self._shapes, self._source = shapes, source
         self._options, self._entropy, self._clock = options, entropy, clock
         self._banks: dict[ProductKey, _Bank] = {}
-        self._lock = Condition()
+        self._lock = Lock()
         self._fork_guard = ForkGuard()
         register_for_fork(self)
 

@@ -13,8 +13,8 @@ class NoiseBankOptions:
 
     ``masks`` K, a power of two up to 256, for each group and direction. ``scale`` is the noise's
     standard deviation in units of the activations' root mean square; it is rounded up to a power
-    of two. A bank is replaced after ``rotate_rows`` rows or ``rotate_seconds``; the next one is
-    fetched in the background.
+    of two. A bank is replaced after ``rotate_rows`` rows or ``rotate_seconds``. On the ring, the request
+    that finds it too old waits for the next one; with floats, it is fetched in the background.
     """
 
     masks: int = 16

@@ -101,9 +101,7 @@ def keep_groups(
     """
     training, dtype = config.keep_for == TRAINING, DTYPE_NAMES[config.keep_dtype]
     infos = {
-        at: info
-        for at, info in enumerate(executor.manifest.groups)
-        if not info.head and info.members[0].expert is None
+        at: info for at, info in enumerate(executor.manifest.groups) if not info.head and not info.of_expert
     }
     budget = int(config.keep_gib * 2**30)
     measured = _measured(products, infos, dtype, budget, training=training)

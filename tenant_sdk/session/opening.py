@@ -86,6 +86,7 @@ def open_session(config: SessionConfig) -> Session:
         elif stored is not None:
             stored.attest(manifest)  # its products are not checked, but all that is downloaded is
         inner, kept = _products(config, remotes, sources, stored), None
+        opened.callback(inner.close)
         products = padded(inner, config.pad_rows)
         answer_bits = half_bits(manifest.numerics) if config.answers == "half" else EXACT
         remote_sources = len(remotes) - 1 if config.privacy == "one-time" else 0
@@ -255,7 +256,7 @@ def _check_fit(provider: str, manifest: Manifest, config: SessionConfig) -> None
 
 def _experts(manifest: Manifest) -> frozenset[int]:
     """The groups of experts."""
-    return frozenset(at for at, group in enumerate(manifest.groups) if group.members[0].expert is not None)
+    return frozenset(at for at, group in enumerate(manifest.groups) if group.of_expert)
 
 
 def _check_not_recorded(remotes: list[RemoteExecutor]) -> None:

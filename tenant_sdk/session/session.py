@@ -90,7 +90,7 @@ class Session:
         passed = [
             at
             for at, group in enumerate(self.manifest.groups)
-            if not group.head and group.members[0].expert is None and at not in kept
+            if not group.head and not group.of_expert and at not in kept
         ]
         return token_bytes(
             [self.executor.shapes[at] for at in passed],

@@ -17,7 +17,7 @@ import regex
 from shared.errors import ConfigurationError
 
 SECONDS = 2.0  # for all patterns of a folder
-PATTERN_BYTES = 4 << 10
+PATTERN_CHARACTERS = 4 << 10
 MAX_ENTRIES = 4096  # names or patterns of a field
 VALUES = 256  # of a table: each becomes a pattern, and Python keeps 512 of them compiled
 _LISTS = 16  # of layers in a model; PEFT makes an expression of each name for each module
@@ -106,8 +106,8 @@ class _ModuleNames:
             ConfigurationError: it is too large, takes too long or is none.
         """
         what = f"the pattern {pattern[:80]!r} of {self.where}"
-        if len(pattern) > PATTERN_BYTES:
-            raise ConfigurationError(f"{what} has more than {PATTERN_BYTES} characters")
+        if len(pattern) > PATTERN_CHARACTERS:
+            raise ConfigurationError(f"{what} has more than {PATTERN_CHARACTERS} characters")
         try:
             # A time of zero is none at all.
             return regex.fullmatch(pattern, name, timeout=max(self._end - self._clock(), 1e-6)) is not None

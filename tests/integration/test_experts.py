@@ -231,11 +231,7 @@ def test_experts_that_are_longer_than_a_piece_are_downloaded(
 def rows_of_experts(session: tenant_sdk.Session, ids: torch.Tensor) -> list[list[int]]:
     """How many rows each expert of each projection was sent, in order, in a pass forward."""
     model = session.load_model(progress=False)
-    experts = {
-        at: group.members[0]
-        for at, group in enumerate(session.manifest.groups)
-        if group.members[0].expert is not None
-    }
+    experts = {at: group.members[0] for at, group in enumerate(session.manifest.groups) if group.of_expert}
     seen: dict[str, list[int]] = {}
     with captured_requests() as sent:
         fixed_result(model, ids)

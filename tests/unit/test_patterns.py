@@ -12,7 +12,7 @@ from peft.utils.other import get_pattern_key
 
 from shared.errors import ConfigurationError
 from tenant_sdk.tuning import patterns
-from tenant_sdk.tuning.patterns import PATTERN_BYTES, SECONDS, VALUES, without_patterns
+from tenant_sdk.tuning.patterns import PATTERN_CHARACTERS, SECONDS, VALUES, without_patterns
 
 KEYS = ("q_proj", "self_attn.q_proj", r"layers\.\d\..*", "model.layers.1.mlp.up_proj", "^mod.*v_.*")
 NAMES = [
@@ -61,7 +61,7 @@ def test_what_is_no_pattern_stays() -> None:
     ("config", "why"),
     [
         ({"target_modules": "("}, "no regular expression"),
-        ({"target_modules": "(" * 4000 + ")" * 4000}, str(PATTERN_BYTES)),
+        ({"target_modules": "(" * 4000 + ")" * 4000}, str(PATTERN_CHARACTERS)),
         ({"target_modules": SLOW}, "takes too long"),
         ({"exclude_modules": SLOW}, "takes too long"),
         ({"rank_pattern": {SLOW: 4}}, "takes too long"),
