@@ -7,6 +7,7 @@ Kept weights are products with unit rows, so errors are those of the ring (docs/
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ import torch
 from conftest import RING, Executor, relative_error
 from parity import load_local
 from peft import LoraConfig, get_peft_model
+from raw_peers import eventually
 from ring_sessions import one_time, other_layers
 
 from provider.executor import base as base_module
-from shared.errors import VerificationError
+from shared.errors import ConfigurationError, VerificationError
 from shared.wire.header import Direction
 from tenant_sdk.products.fingerprints import write_fingerprints
 from tenant_sdk.session import keeping
@@ -51,6 +53,20 @@ def alike(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def pair(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> tuple[Executor, Executor]:
     return serve(checkpoint("llama"), numerics=RING), serve(checkpoint("llama"), numerics=RING)
+
+
+def test_a_session_that_does_not_open_leaves_no_thread(
+    pair: tuple[Executor, Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise ConfigurationError("no room")
+
+    monkeypatch.setattr("tenant_sdk.session.opening.keep_groups", fails)
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigurationError, match="no room"):
+        one_time(*pair, keep_gib=ALL)
+    ours = [each for each in threading.enumerate() if each.name == "symbiosis-masks" and each not in before]
+    eventually(lambda: not any(each.is_alive() for each in ours))
 
 
 @pytest.mark.usefixtures("alike")

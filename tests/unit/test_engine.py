@@ -211,6 +211,23 @@ def test_a_session_has_many_requests_under_way_and_an_early_answer(counted: Coun
     assert order == ["small", "large"]
 
 
+def test_a_batch_that_does_not_start_leaves_its_lane_free(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, lane, base = counted
+    asked = rows_of_group_0(base, 2)
+    lane.go.set()
+
+    def fails(_: Sequence[RowRange]) -> Any:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lane, "start", fails)
+        with pytest.raises(RuntimeError, match="a lane failed: ZeroDivisionError"):
+            submitted(engine, "one", 0, *asked).result(800)
+    assert len(joined(submitted(engine, "another", 1, *asked).result(800)))
+
+
 def test_a_product_without_memory_fails_whoever_asked_for_too_much(counted: Counted) -> None:
     """Not those who shared it."""
     engine, lane, base = counted
