@@ -209,7 +209,7 @@ def _measure(
     ):
         info = session.manifest.groups[group]
         members = (1 << len(info.members)) - 1
-        plan = session.executor.shapes[group].plan(direction, members)
+        plan = session.executor.shapes[group].widths(direction, members)
         up, down = ROWS * plan.request_columns * 4, ROWS * plan.answer_columns * (2 if half else 4)
         widths = [info.inputs] if direction == Direction.FORWARD else [m.outputs for m in info.members]
         rows = [torch.randn(ROWS, width) for width in widths]

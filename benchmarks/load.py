@@ -91,7 +91,7 @@ class Tenant(threading.Thread):
                 break
             shape = self.remote.shapes[group]
             members = (1 << len(shape.outputs)) - 1
-            widths = shape.plan(direction, members).request_widths
+            widths = shape.widths(direction, members).request_widths
             window = self.plan.get("window", rows)
             for at in range(0, rows, window):
                 part = min(window, rows - at)

@@ -53,7 +53,7 @@ def requests(manifest: Manifest, rows: int) -> list[tuple[Header, torch.Tensor]]
     for direction, order in passes:
         for group, info in order:
             members = (1 << len(info.members)) - 1
-            columns = GroupShape.of(info, manifest.numerics).plan(direction, members).request_columns
+            columns = GroupShape.of(info, manifest.numerics).widths(direction, members).request_columns
             header = Header(
                 Operation.PRODUCT,
                 direction,

@@ -11,7 +11,7 @@ import numpy as np
 _UNITS = 1 << 14  # into which a budget is divided
 
 
-class KeptGroup(NamedTuple):
+class Candidate(NamedTuple):
     """A group that could be kept.
 
     Attributes:
@@ -23,7 +23,7 @@ class KeptGroup(NamedTuple):
     saving: float
 
 
-def choose_groups(groups: Sequence[KeptGroup], budget: int) -> list[int]:
+def choose_groups(groups: Sequence[Candidate], budget: int) -> list[int]:
     """Which groups save most within a budget: a knapsack problem, by dynamic programming.
 
     The result fits into the budget. It is the best one if the sizes have a common divisor of at least a

@@ -40,12 +40,12 @@ PRODUCTS = [
 
 def columns(key: ProductKey) -> int:
     """Of a request."""
-    return SHAPES[key.group].plan(key.direction, key.member_bits).request_columns
+    return SHAPES[key.group].widths(key.direction, key.member_bits).request_columns
 
 
 def product(key: ProductKey, rows: torch.Tensor) -> torch.Tensor:
     """What an honest executor answers: int32 [T, C] to [T, N]."""
-    plan = SHAPES[key.group].plan(key.direction, key.member_bits)
+    plan = SHAPES[key.group].widths(key.direction, key.member_bits)
     out = torch.empty((len(rows), plan.answer_columns), dtype=torch.int32)
     PRODUCTS[key.group].matmul(key.direction, key.member_bits, rows, out)
     return out

@@ -73,7 +73,7 @@ class GroupExecutor:
             blocks = [MaskStream(payload.numpy().tobytes()).draw(header.rows, header.columns)]
         else:
             check_finite([payload])
-            plan = self._shapes[header.group].plan(header.direction, header.members)
+            plan = self._shapes[header.group].widths(header.direction, header.members)
             blocks = split_blocks(payload, plan.request_widths)
         return self._own(header.group, header.direction, header.members, blocks)
 
@@ -164,7 +164,7 @@ class GroupExecutor:
 
     def zeros(self, group: int, direction: int, member_bits: int, rows: int) -> list[torch.Tensor]:
         """Blocks of a request, to measure with."""
-        widths = self._shapes[group].plan(direction, member_bits).request_widths
+        widths = self._shapes[group].widths(direction, member_bits).request_widths
         blocks = [torch.zeros((rows, width), dtype=self._wire_dtype) for width in widths]
         return self._own(group, direction, member_bits, blocks)
 

@@ -35,7 +35,7 @@ def pass_steps(
     for direction in directions:
         for group in requested if direction == Direction.FORWARD else reversed(requested):
             member_bits = (1 << len(shapes[group].outputs)) - 1
-            plan = shapes[group].plan(direction, member_bits)
+            plan = shapes[group].widths(direction, member_bits)
             up = plan.request_columns * itemsize
             down = plan.answer_columns * (answer_bits // 8 if shapes[group].planes else itemsize)
             steps.append(Step(group, direction, member_bits, up, down))

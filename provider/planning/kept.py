@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from provider.planning.capacity import COSTS, PlacedLanes
-from shared.kept_groups import KeptGroup, choose_groups
+from shared.kept_groups import Candidate, choose_groups
 from shared.wire.header import EXACT, Direction
 from shared.wire.protocol import GroupShape
 from shared.wire.traffic import token_bytes
@@ -81,7 +81,7 @@ def kept_forecasts(
             for round_trip in ROUND_TRIPS:
                 remote = [seconds + round_trip for seconds in near]
                 savings = [a - b for a, b in zip(remote, local, strict=True)]
-                chosen = set(choose_groups(list(map(KeptGroup, sizes, savings)), budget))
+                chosen = set(choose_groups(list(map(Candidate, sizes, savings)), budget))
                 places = range(len(sizes))
                 tokens.append(1 / sum(local[at] if at in chosen else remote[at] for at in places))
                 requests.append(len(sizes) - len(chosen))

@@ -68,7 +68,7 @@ class _Account:
         self.requests_bucket.filled = self.bytes_bucket.filled = now
 
     def seconds_until_available(
-        self, rows: int, resident_bytes: int, received_bytes: int, now: float, *, reserved: bool = False
+        self, rows: int, bytes_in_memory: int, received_bytes: int, now: float, *, reserved: bool = False
     ) -> float:
         """Seconds until a request may come in; 0: now.
 
@@ -81,7 +81,7 @@ class _Account:
             self.bytes
             and not reserved
             and (
-                (quota.bytes_in_flight and self.bytes + resident_bytes > quota.bytes_in_flight)
+                (quota.bytes_in_flight and self.bytes + bytes_in_memory > quota.bytes_in_flight)
                 or (quota.rows_in_flight and self.rows + rows > quota.rows_in_flight)
             )
         )
@@ -91,9 +91,9 @@ class _Account:
             self.bytes_bucket.seconds_until_available(received_bytes, now),
         )
 
-    def charge(self, rows: int, resident_bytes: int, received_bytes: int) -> None:
+    def charge(self, rows: int, bytes_in_memory: int, received_bytes: int) -> None:
         self.rows += rows
-        self.bytes += resident_bytes
+        self.bytes += bytes_in_memory
         self.requests_bucket.charge(1)
         self.bytes_bucket.charge(received_bytes)
 
@@ -113,12 +113,12 @@ class Quotas:
         self._all = _Account(everyone or Quota(), 0.0)
         self._tenants: dict[str, _Account] = {}
 
-    def admit(self, tenant: str, rows: int, resident_bytes: int, received_bytes: int, now: float) -> None:
+    def admit(self, tenant: str, rows: int, bytes_in_memory: int, received_bytes: int, now: float) -> None:
         """Count a request in, before anything is allocated for it.
 
         Args:
             rows: of the request.
-            resident_bytes: bytes of its request and answer together.
+            bytes_in_memory: bytes of its request and answer together.
             received_bytes: bytes of its request.
             now: seconds.
 
@@ -130,11 +130,11 @@ class Quotas:
             if charged is None:
                 charged = self._tenants[tenant] = _Account(self._quota, now)
             # Else a few tenants that send slowly could keep all others out.
-            small = resident_bytes * RESERVED_DIVISOR <= self._all.quota.bytes_in_flight
+            small = bytes_in_memory * RESERVED_DIVISOR <= self._all.quota.bytes_in_flight
             for account, whose in ((charged, "your requests"), (self._all, "all requests together")):
                 reserved = account is self._all and not charged.bytes and small
                 seconds = account.seconds_until_available(
-                    rows, resident_bytes, received_bytes, now, reserved=reserved
+                    rows, bytes_in_memory, received_bytes, now, reserved=reserved
                 )
                 if seconds:
                     raise WireError(
@@ -143,14 +143,14 @@ class Quotas:
                         retry_after=round(max(seconds, 0.001), 3),
                     )
             for account in (charged, self._all):
-                account.charge(rows, resident_bytes, received_bytes)
+                account.charge(rows, bytes_in_memory, received_bytes)
 
-    def release(self, tenant: str, rows: int, resident_bytes: int) -> None:
+    def release(self, tenant: str, rows: int, bytes_in_memory: int) -> None:
         """A request that was counted in is answered, or gone."""
         with self._lock:
             for account in (self._tenants[tenant], self._all):
                 account.rows -= rows
-                account.bytes -= resident_bytes
+                account.bytes -= bytes_in_memory
 
     def in_flight(self) -> tuple[int, int]:
         """Rows and bytes of all tenants."""

@@ -93,7 +93,7 @@ class _AdmittedRequest(NamedTuple):
 
     header: Header
     answer: Header
-    resident_bytes: int  # of both
+    bytes_in_memory: int  # of both
 
 
 class TenantSession:
@@ -289,7 +289,7 @@ class TenantSession:
         admitted = self._admitted.pop(number, None)
         if admitted is not None:
             rows = admitted.header.rows if admitted.header.operation in PRODUCTS else 0
-            self._service.quotas.release(self._tenant, rows, admitted.resident_bytes)
+            self._service.quotas.release(self._tenant, rows, admitted.bytes_in_memory)
 
 
 def _nothing() -> None:

@@ -180,7 +180,7 @@ class Worker:
         self._link.send(DONE, msgspec.msgpack.encode(done), rows)
 
     def _layout(self, batch: WorkerBatch) -> BatchLayout:
-        plan = self._shapes[batch.group].plan(batch.direction, batch.members)
+        plan = self._shapes[batch.group].widths(batch.direction, batch.members)
         terms = self._stripe.count if batch.direction == Direction.BACKWARD else 1
         return BatchLayout(batch.requests, batch.dtype, plan, terms)
 

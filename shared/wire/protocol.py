@@ -58,11 +58,11 @@ class GroupShape:
     inputs: int
     outputs: tuple[int, ...]
     planes: int = 0
-    plan: Callable[[int, int], RequestWidths] = field(init=False, repr=False, compare=False)
+    widths: Callable[[int, int], RequestWidths] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Few combinations occur; the bound is for a peer that would try all of them.
-        object.__setattr__(self, "plan", lru_cache(maxsize=64)(self._plan))
+        object.__setattr__(self, "widths", lru_cache(maxsize=64)(self._widths))
 
     @property
     def size(self) -> int:
@@ -74,7 +74,7 @@ class GroupShape:
         """The widths in a manifest's entry. Groups of equal widths share an object, also over sessions."""
         return _shape(info.inputs, tuple(m.outputs for m in info.members), RINGS.get(numerics, 0))
 
-    def _plan(self, direction: int, member_bits: int) -> RequestWidths:
+    def _widths(self, direction: int, member_bits: int) -> RequestWidths:
         widths = tuple(self.outputs[i] for i in member_indices(member_bits))
         if self.planes:
             ends = (self.inputs, sum(widths))
@@ -154,7 +154,7 @@ class ExecutorProtocol:
         shape = self._shapes[header.group]
         if not 0 < header.members < 1 << len(shape.outputs):
             raise WireError("members", f"group {header.group} has {len(shape.outputs)} members")
-        plan = shape.plan(header.direction, header.members)
+        plan = shape.widths(header.direction, header.members)
         if header.columns != plan.request_columns:
             raise WireError(
                 "width",
@@ -176,7 +176,7 @@ class ExecutorProtocol:
 
     def answer(self, header: Header) -> Header:
         """Header of the answer to an accepted product or effect."""
-        columns = self._shapes[header.group].plan(header.direction, header.members).answer_columns
+        columns = self._shapes[header.group].widths(header.direction, header.members).answer_columns
         return header._replace(operation=Operation.REPLY, columns=columns, request_class=0)
 
 
@@ -263,7 +263,7 @@ class TenantProtocol:
             shape: of the group.
         """
         request_id = self._new_id()
-        plan = shape.plan(request.direction, request.members)
+        plan = shape.widths(request.direction, request.members)
         request_header = request._replace(
             request_id=request_id,
             columns=plan.request_columns,

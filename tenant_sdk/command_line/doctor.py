@@ -519,7 +519,7 @@ def _speed(remote: RemoteExecutor) -> Iterator[CheckResult]:
         member_bits = narrowest if up else (1 << len(shape.outputs)) - 1
         up_bytes, down_bytes = (
             shape.inputs * itemsize,
-            shape.plan(Direction.FORWARD, member_bits).answer_columns * itemsize,
+            shape.widths(Direction.FORWARD, member_bits).answer_columns * itemsize,
         )
         size = min(LARGE_BYTES, limits.max_message_bytes)
         rows = max(1, min(limits.max_rows, size // max(up_bytes, down_bytes)))

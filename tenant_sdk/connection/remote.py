@@ -151,7 +151,7 @@ class RemoteExecutor:
         Raises:
             ValueError: blocks of other shapes, or without rows.
         """
-        check_shapes(blocks, self._plan(key).request_widths)
+        check_shapes(blocks, self._request_widths(key).request_widths)
         pieces = self.pieces(key, blocks[0].shape[0])
 
         def part_of(piece: slice) -> list[torch.Tensor]:
@@ -202,7 +202,7 @@ class RemoteExecutor:
         """Send one request as it is; see ``submit``."""
         started = time.perf_counter()
         shape, rows, dtype = self.shapes[key.group], blocks[0].shape[0], blocks[0].dtype
-        plan = self._plan(key)
+        plan = self._request_widths(key)
         wire = [block.to(self.wire_dtype).contiguous() for block in blocks]
 
         request = Header(
@@ -248,8 +248,8 @@ class RemoteExecutor:
             stats.bytes_sent += rows * plan.request_columns * itemsize
             stats.bytes_received += answer_bytes
 
-    def _plan(self, key: ProductKey) -> RequestWidths:
-        return self.shapes[key.group].plan(key.direction, key.member_bits)
+    def _request_widths(self, key: ProductKey) -> RequestWidths:
+        return self.shapes[key.group].widths(key.direction, key.member_bits)
 
     def pieces(self, key: ProductKey, rows: int) -> list[slice]:
         """What a request of so many rows is cut into, in order and about equally large.
@@ -268,7 +268,7 @@ class RemoteExecutor:
 
     def _row_bytes(self, key: ProductKey) -> int:
         """Of a row or its answer, whichever is larger."""
-        plan = self._plan(key)
+        plan = self._request_widths(key)
         answer = plan.answer_columns * self._item_bits(key.answer_bits) // 8
         return max(plan.request_columns * self.wire_dtype.itemsize, answer)
 

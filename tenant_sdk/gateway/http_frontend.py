@@ -191,9 +191,12 @@ class HttpFrontend:
             )
             return
         if wanted.constraint is not None:
-            refusal = await _unless_gone(self._constraint_refusal(client, wanted.constraint), receive)
-            if refusal is None or refusal.message:
-                await _refuse(send, refusal)
+            try:
+                why = await _unless_gone(self._why_refused(client, wanted.constraint), receive)
+            except _ClientGone:
+                return
+            if why:
+                await _refuse(send, Refusal(400, "invalid_request_error", why))
                 return
         # What ended one of its sequences is found by a name that nobody else can give.
         name, entered = request_name(client, secrets.token_hex(16)), self._clock()
@@ -235,14 +238,13 @@ class HttpFrontend:
         for message in answer:
             await send(message)
 
-    async def _constraint_refusal(self, client: str, constraint: Constraint) -> Refusal:
-        """Why a constraint is refused; without a message: it is not."""
+    async def _why_refused(self, client: str, constraint: Constraint) -> str:
+        """Why a constraint is refused, or an empty text."""
         checker = self._served.constraint_checker()
         if checker is None:
-            why = "this gateway was started without structured outputs"
-            return Refusal(400, "invalid_request_error", why)
+            return "this gateway was started without structured outputs"
         why = await checker.refusal(client, constraint)
-        return Refusal(400, "invalid_request_error", why and f"the {constraint.kind} is refused: {why}")
+        return why and f"the {constraint.kind} is refused: {why}"
 
     async def _parse(self, client: str, path: str, body: bytes) -> ParsedRequest | Refusal:
         """What a request is for; what takes time for a large one is done elsewhere, one at a time."""
@@ -358,12 +360,22 @@ def error_event(path: str, refusal: Refusal) -> bytes:
     return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
-async def _unless_gone(answer: Awaitable[Refusal], receive: Receive) -> Refusal | None:
-    """An answer that takes a while, unless its client hangs up first."""
+class _ClientGone(Exception):
+    """There is nobody to answer."""
+
+
+async def _unless_gone(answer: Awaitable[str], receive: Receive) -> str:
+    """An answer that takes a while.
+
+    Raises:
+        _ClientGone: the client hung up first.
+    """
     working, gone = asyncio.ensure_future(answer), asyncio.ensure_future(receive())
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        if not working.done():
+            raise _ClientGone
+        return working.result()
     finally:
         working.cancel()
         gone.cancel()

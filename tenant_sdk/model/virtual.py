@@ -59,8 +59,8 @@ class RemoteGroup:
     others joins them again.
     """
 
-    def __init__(self, identity: int, info: GroupInfo, products: PrivacyMode, model: str = "") -> None:
-        self.identity = identity
+    def __init__(self, index: int, info: GroupInfo, products: PrivacyMode, model: str = "") -> None:
+        self.index = index
         self.info = info
         self.model = model  # the executor's digest
         self._products = products
@@ -220,9 +220,9 @@ class RemoteGroup:
         for block in blocks:
             check_values(block, direction, (member.name for member in self.info.members))
         if first.dtype == torch.float32 and first.device.type == "cpu":
-            return self._products.submit(self.identity, direction, member_bits, blocks, request_class)
+            return self._products.submit(self.index, direction, member_bits, blocks, request_class)
         here = to_host(blocks, torch.float32)
-        pending = self._products.submit(self.identity, direction, member_bits, here, request_class)
+        pending = self._products.submit(self.index, direction, member_bits, here, request_class)
         return PendingProduct(lambda: to_device(pending.result(), first.device, first.dtype))
 
     def widths(self, member_bits: int) -> list[int]:

@@ -78,7 +78,7 @@ class BankMasks(MaskGenerator):
         return _BankMask(bank.masks[picked], bank.effects, picked, key.answer_bits)
 
     def _make(self, key: ProductKey) -> tuple[torch.Tensor, torch.Tensor]:
-        plan = self._shapes[key.group].plan(key.direction, key.member_bits)
+        plan = self._shapes[key.group].widths(key.direction, key.member_bits)
         masks = MaskStream(self._entropy(SEED_BYTES)).draw(self._options.masks, plan.request_columns)
         (effects,) = self._source.effect(key.exact, [masks])
         return masks, effects

@@ -147,17 +147,17 @@ class LocalRing(OwnCheckpoint):
         self, key: ProductKey, rows: int, seed: bytes, request_class: RequestClass
     ) -> torch.Tensor:
         """See SeedSource."""
-        mask = MaskStream(seed).draw(rows, self._plan(key).request_columns)
+        mask = MaskStream(seed).draw(rows, self._request_widths(key).request_columns)
         return take_upper_bits(self.effect(key, [mask])[0], key.answer_bits)
 
     def effect(self, key: ProductKey, masks: list[torch.Tensor]) -> list[torch.Tensor]:
         """See MaskSource."""
-        out = torch.empty((len(masks[0]), self._plan(key).answer_columns), dtype=torch.int32)
+        out = torch.empty((len(masks[0]), self._request_widths(key).answer_columns), dtype=torch.int32)
         self._of(key.group)[0].matmul(key.direction, key.member_bits, masks[0], out)
         return [out]
 
-    def _plan(self, key: ProductKey) -> RequestWidths:
-        return GroupShape.of(self._groups[key.group], self._numerics).plan(key.direction, key.member_bits)
+    def _request_widths(self, key: ProductKey) -> RequestWidths:
+        return GroupShape.of(self._groups[key.group], self._numerics).widths(key.direction, key.member_bits)
 
     def scales(self, group: int) -> torch.Tensor:
         """Of all members of a group: float32 [O]."""

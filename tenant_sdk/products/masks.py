@@ -116,7 +116,7 @@ class NoMasks(MaskGenerator):
     ) -> Mask:
         """See MaskGenerator."""
         self._fork_guard.check()
-        plan = self._shapes[key.group].plan(key.direction, key.member_bits)
+        plan = self._shapes[key.group].widths(key.direction, key.member_bits)
         return _NoMask(torch.zeros((rows, plan.request_columns), dtype=torch.int32))
 
 
@@ -297,7 +297,7 @@ class OneTimeMasks:
             ConnectionLost: the session is closed, or this process is not the one that opened it.
         """
         self._fork_guard.check()
-        columns = self._shapes[key.group].plan(key.direction, key.member_bits).request_columns
+        columns = self._shapes[key.group].widths(key.direction, key.member_bits).request_columns
         masks: list[torch.Tensor] = []
         parts: list[tuple[int, int, _Batch]] = []
         with self._changed:
@@ -365,7 +365,7 @@ class OneTimeMasks:
         return min(source.max_rows(key.exact) for source in self._sources)
 
     def _row_bytes(self, key: ProductKey) -> int:
-        plan = self._shapes[key.group].plan(key.direction, key.member_bits)
+        plan = self._shapes[key.group].widths(key.direction, key.member_bits)
         return plan.answer_columns * key.answer_bits // 8 * len(self._sources)
 
     def _order(self, key: ProductKey, rows: int, request_class: RequestClass) -> None:

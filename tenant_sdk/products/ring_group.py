@@ -36,7 +36,7 @@ class RingGroup:
         for direction in self._ends:
             self.max_norm(direction)
         # What is smaller than this in size can be scaled, whatever else is in its row.
-        self.ordinary = 2.0**100 / max(1.0, float(scales.max()))
+        self.safe_size = 2.0**100 / max(1.0, float(scales.max()))
         self._scales = scales.split(widths)
         self._chosen: dict[int, torch.Tensor] = {}
 

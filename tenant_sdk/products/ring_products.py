@@ -94,7 +94,7 @@ class RingProducts:
         started = time.perf_counter()
         ready: list[list[torch.Tensor]] = []
         if len(pieces) > 1 and not all(
-            all_finite_below(block, self._group(group).ordinary) for block in rows
+            all_finite_below(block, self._group(group).safe_size) for block in rows
         ):
             # All, or one that cannot be sent might follow others.
             ready = [hide_piece(piece) for piece in pieces]
@@ -112,7 +112,7 @@ class RingProducts:
         return PendingProduct(finish)
 
     def _note_answer(self, key: ProductKey, rows: int, request_class: RequestClass, seconds: float) -> None:
-        size = rows * self._plan(key).answer_columns * key.answer_bits // 8
+        size = rows * self._request_widths(key).answer_columns * key.answer_bits // 8
         self._answer_bits.note(request_class, size, seconds, travels=self._remote.travels(key.group))
 
     def _request(self, key: ProductKey) -> ExactRequest:
@@ -130,7 +130,7 @@ class RingProducts:
         return HalfRequest(key, ring, self._masks.sources, checks, partial(self._exact_product, key))
 
     def _half_checks(self, key: ProductKey, verifier: Verifier) -> HalfChecks | None:
-        shape, plan = self._remote.shapes[key.group], self._plan(key)
+        shape, plan = self._remote.shapes[key.group], self._request_widths(key)
         forward, backward = self._remote.manifest.groups[key.group].bounds or (0, 0)
         half = verifier.half_fingerprint(
             key,
@@ -189,8 +189,8 @@ class RingProducts:
         # At once: what fails later must not make this forgotten.
         raise self._refuse_further(self._verifier.error(key))
 
-    def _plan(self, key: ProductKey) -> RequestWidths:
-        return self._remote.shapes[key.group].plan(key.direction, key.member_bits)
+    def _request_widths(self, key: ProductKey) -> RequestWidths:
+        return self._remote.shapes[key.group].widths(key.direction, key.member_bits)
 
     def _refuse_further(self, error: VerificationError) -> VerificationError:
         """From now on nothing is asked for; a copy is kept, which holds no frames alive."""

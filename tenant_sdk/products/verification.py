@@ -104,7 +104,7 @@ class LiveFingerprints:
         fingerprint = self._made.get(key)
         if fingerprint is None:
             shape = self._shapes[key.group]
-            plan = shape.plan(key.direction, key.member_bits)
+            plan = shape.widths(key.direction, key.member_bits)
             challenge = draw_challenge(self._entropy, shape.planes, plan.answer_columns // shape.planes)
             multiply = self._product or product
             factor = multiply_challenge(challenge, lambda rows: multiply(transposed(key), rows))

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from shared.kept_groups import KeptGroup, choose_groups
+from shared.kept_groups import Candidate, choose_groups
 from shared.wire.header import DTYPE_NAMES, Direction, RequestClass
 from shared.wire.messages import GroupInfo
 from shared.wire.protocol import GroupShape
@@ -110,7 +110,7 @@ def keep_groups(
     places = list(infos)
     directions = (Direction.FORWARD, Direction.BACKWARD) if training else (Direction.FORWARD,)
     moved = {at: sum(token_bytes([executor.shapes[at]], directions)) for at in places}
-    candidates = [KeptGroup(sizes[at], moved[at] if training else remote[at] - local[at]) for at in places]
+    candidates = [Candidate(sizes[at], moved[at] if training else remote[at] - local[at]) for at in places]
     chosen = [places[at] for at in choose_groups(candidates, budget)]
     left = [at for at in places if at not in chosen]
     passed = [executor.shapes[at] for at in left], [executor.shapes[at] for at in places]

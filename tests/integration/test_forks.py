@@ -107,7 +107,7 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
             refused(
                 lambda: linear(rows),
                 lambda: model(IDS),
-                lambda: session.products.submit(layer.identity, FORWARD, 1, [rows]).result(),
+                lambda: session.products.submit(layer.index, FORWARD, 1, [rows]).result(),
                 lambda: remote.scales(0),
                 lambda: session.load_model(progress=False),
                 under_way.result,

@@ -329,7 +329,7 @@ class Windows:
         group = draw.randrange(len(self._session.manifest.groups))
         members = draw.randrange(1, 1 << len(self._session.manifest.groups[group].members))
         direction = draw.choice([Direction.FORWARD, Direction.BACKWARD])
-        columns = self._session.executor.shapes[group].plan(direction, members).request_columns
+        columns = self._session.executor.shapes[group].widths(direction, members).request_columns
         rows = MaskStream(draw.randbytes(32)).draw(draw.choice([1, 1, 2, 40, 100]), columns)
         return group, direction, members, rows, draw.choice(list(RequestClass))
 

@@ -57,7 +57,7 @@ class Crossing:
     def _batch(self, link: WorkerLink, batch: WorkerBatch, rows: Rows) -> None:
         assignment = self._assignments[link]
         shape = GroupShape.of(assignment.groups[batch.group], assignment.numerics)
-        layout = BatchLayout(batch.requests, batch.dtype, shape.plan(batch.direction, batch.members))
+        layout = BatchLayout(batch.requests, batch.dtype, shape.widths(batch.direction, batch.members))
         whole = rows.memory.whole.copy()
         self.memory.append(whole.tobytes())
         (block,) = layout.requests(rows.memory)

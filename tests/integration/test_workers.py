@@ -79,7 +79,7 @@ def requests(executor: BaseExecutor, rows: int) -> Iterator[tuple[Header, torch.
         shape = GroupShape.of(info, manifest.numerics)
         for direction in (Direction.FORWARD, Direction.BACKWARD):
             for members in {1, (1 << len(info.members)) - 1}:
-                columns = shape.plan(direction, members).request_columns
+                columns = shape.widths(direction, members).request_columns
                 payload: Any = torch.randn((rows, columns), generator=generator)
                 if dtype == torch.int32:
                     payload = torch.randint(

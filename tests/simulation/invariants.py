@@ -258,9 +258,9 @@ class WatchedQuotas(Quotas):
         super().__init__(own, everyone)
         self._limit, self._faults, self._largest = everyone.bytes_in_flight, faults, 0
 
-    def admit(self, tenant: str, rows: int, resident_bytes: int, received_bytes: int, now: float) -> None:
-        super().admit(tenant, rows, resident_bytes, received_bytes, now)
-        self._largest = max(self._largest, resident_bytes)
+    def admit(self, tenant: str, rows: int, bytes_in_memory: int, received_bytes: int, now: float) -> None:
+        super().admit(tenant, rows, bytes_in_memory, received_bytes, now)
+        self._largest = max(self._largest, bytes_in_memory)
         holds = self.in_flight()[1]
         reserved = len(self._tenants) * self._limit // RESERVED_DIVISOR
         if self._limit and holds > max(self._limit, self._largest) + reserved:

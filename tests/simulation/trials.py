@@ -194,13 +194,13 @@ def quota_of_abandoned_requests_is_not_given_back() -> Iterator[None]:
 @trial("quota is", "overload")
 def quota_is_not_asked() -> Iterator[None]:
     def admit(
-        self: Quotas, tenant: str, rows: int, resident_bytes: int, received_bytes: int, now: float
+        self: Quotas, tenant: str, rows: int, bytes_in_memory: int, received_bytes: int, now: float
     ) -> None:
         own = self._tenants.get(tenant)
         if own is None:
             own = self._tenants[tenant] = _Account(self._quota, now)
         for account in (own, self._all):
-            account.charge(rows, resident_bytes, received_bytes)
+            account.charge(rows, bytes_in_memory, received_bytes)
 
     with mock.patch.object(Quotas, "admit", admit):
         yield

@@ -53,7 +53,7 @@ def request(base: BaseExecutor, draw: random.Random) -> tuple[Header, torch.Tens
     direction = draw.choice([Direction.FORWARD, Direction.BACKWARD])
     operation = draw.choice([o for o in sorted(PRODUCTS) if o != 8 or base.manifest.numerics in RINGS])
     rows = draw.choice([1, 1, 1, 2, 17, 100])
-    widths = base._shapes[group].plan(direction, members).request_widths
+    widths = base._shapes[group].widths(direction, members).request_widths
     ring = base.manifest.numerics in RINGS
     dtype = torch.int32 if ring else draw.choice([torch.float32, torch.bfloat16])
     header = Header(operation, direction, DTYPE_CODES[dtype], group, 1, rows, sum(widths), members)

@@ -22,8 +22,7 @@ from shared.errors import (
     TlsError,
     VerificationError,
 )
-from tenant_sdk.gateway import http_frontend as in_front
-from tenant_sdk.gateway import serving
+from tenant_sdk.gateway import http_frontend, serving
 from tenant_sdk.gateway.admission import (
     Authenticator,
     Failure,
@@ -408,13 +407,13 @@ def test_who_hangs_up_while_sending_reaches_nothing(tmp_path: Path) -> None:
 
 
 def test_a_body_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_front, "BODY_BYTES", 8)
+    monkeypatch.setattr(http_frontend, "BODY_BYTES", 8)
     sent, came = received(part(b"12345", True), part(b"6789", True), folder=tmp_path)
     assert (sent[0]["status"], came) == (413, [])
 
 
 def test_a_slow_body_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_front, "BODY_SECONDS", 0.01)
+    monkeypatch.setattr(http_frontend, "BODY_SECONDS", 0.01)
     sent, came = received(part(b"12345", True), folder=tmp_path)
     assert (sent[0]["status"], came) == (408, [])
 

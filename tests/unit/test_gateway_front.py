@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tenant_sdk.gateway import http_frontend as in_front
+from tenant_sdk.gateway import http_frontend
 from tenant_sdk.gateway.admission import Authenticator, Queue, Refusal
 from tenant_sdk.gateway.constraint_checks import REMEMBERED as KEPT
 from tenant_sdk.gateway.constraint_checks import ConstraintChecker
@@ -55,7 +55,7 @@ class Client:
         self.sent, self._coming = list[dict[str, Any]](), asyncio.Queue[dict[str, Any]]()
         headers = [(b"authorization", f"Bearer {KEYS[key]}".encode()), (b"x-request-id", b"mine")]
         headers += [(b"x-vllm-priority", b"18446744073709551616"), (b"accept", b"*/*")]
-        method = "POST" if path in in_front.GENERATES | in_front.TOKENIZES else "GET"
+        method = "POST" if path in http_frontend.GENERATES | http_frontend.TOKENIZES else "GET"
         scope = {"type": "http", "method": method, "path": path, "headers": headers} | more
         self.task = asyncio.ensure_future(there(scope, self._coming.get, self._send))
 
@@ -133,7 +133,7 @@ async def test_bodies_that_arrive_are_bounded_and_shared(
 ) -> None:
     application = Working()
     application.go.set()
-    monkeypatch.setattr(in_front, "BODIES_BYTES", 4000)
+    monkeypatch.setattr(http_frontend, "BODIES_BYTES", 4000)
     there = front(application, tmp_path)
     hostile = [await Client(there).says(b" " * 1000, more=True) for _ in range(4)]
     assert [each.status for each in hostile if each.sent] == [429]
@@ -327,7 +327,7 @@ async def test_a_client_that_does_not_read_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its application is told that it hung up, and ends what it computes."""
-    monkeypatch.setattr(in_front, "SEND_SECONDS", 0.01)
+    monkeypatch.setattr(http_frontend, "SEND_SECONDS", 0.01)
     heard: list[Any] = []
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
@@ -363,7 +363,7 @@ async def test_large_bodies_are_read_in_turns(tmp_path: Path) -> None:
     application.go.set()
     there = front(application, tmp_path)
     async with there._parsing_turns.turn("0"):
-        large = await Client(there).says(BODY + b" " * in_front.SMALL_BODY_BYTES)
+        large = await Client(there).says(BODY + b" " * http_frontend.SMALL_BODY_BYTES)
         assert large.sent == []
         assert (await Client(there, key=1).says(BODY)).status == 200
     await large.task
@@ -376,7 +376,7 @@ async def test_large_bodies_are_read_beside_the_server() -> None:
     parser = RequestParser()
     found = await parser(TEXT, CONSTRAINED, 64)
     assert found == parse_request(TEXT, CONSTRAINED, 64)
-    many = b'{"prompt": [' + b"[1]," * 31 + b"[1]]}" + b" " * in_front.SMALL_BODY_BYTES
+    many = b'{"prompt": [' + b"[1]," * 31 + b"[1]]}" + b" " * http_frontend.SMALL_BODY_BYTES
     assert (await parser(TEXT, many, 64)).sequences == 32  # type: ignore[union-attr]
     assert await parser(TEXT, b"[" * 10**6, 64) == parse_request(TEXT, b"[" * 10**6, 64)
     await parser.close()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shared.errors import ModelMismatch
-from shared.kept_groups import KeptGroup, choose_groups
+from shared.kept_groups import Candidate, choose_groups
 from shared.wire.header import Direction, RequestClass
 from shared.wire.messages import GroupInfo, Member
 from tenant_sdk.connection.remote import PendingProduct
@@ -20,7 +20,7 @@ from tenant_sdk.products.kept_groups import KeptProducts, group_weights
 @pytest.mark.parametrize("seed", range(20))
 def test_no_other_choice_saves_more(seed: int) -> None:
     draw = random.Random(seed)
-    groups = [KeptGroup(draw.randrange(1, 100), draw.uniform(-1, 5)) for _ in range(10)]
+    groups = [Candidate(draw.randrange(1, 100), draw.uniform(-1, 5)) for _ in range(10)]
     budget = draw.randrange(1, 400)
     chosen = choose_groups(groups, budget)
     assert sum(groups[at].size for at in chosen) <= budget
@@ -34,18 +34,18 @@ def test_no_other_choice_saves_more(seed: int) -> None:
 
 
 def test_the_first_of_equal_groups_are_kept() -> None:
-    assert choose_groups([KeptGroup(10, 1.0)] * 6, 35) == [0, 1, 2]
+    assert choose_groups([Candidate(10, 1.0)] * 6, 35) == [0, 1, 2]
 
 
 def test_what_saves_nothing_is_not_kept() -> None:
-    assert choose_groups([KeptGroup(10, 0.0), KeptGroup(10, -1.0), KeptGroup(10, 1.0)], 1000) == [2]
-    assert choose_groups([KeptGroup(10, 1.0)], 0) == []
+    assert choose_groups([Candidate(10, 0.0), Candidate(10, -1.0), Candidate(10, 1.0)], 1000) == [2]
+    assert choose_groups([Candidate(10, 1.0)], 0) == []
     assert choose_groups([], 10) == []
 
 
 def test_groups_that_fill_a_budget_are_all_kept() -> None:
     """Sizes of a model: multiples of a large number, so nothing is lost by rounding."""
-    groups = [KeptGroup(4 * 576 * width, 1.0) for width in (576, 960, 3072, 1536) * 30]
+    groups = [Candidate(4 * 576 * width, 1.0) for width in (576, 960, 3072, 1536) * 30]
     total = sum(group.size for group in groups)
     assert choose_groups(groups, total) == list(range(120))
     assert len(choose_groups(groups, total - 1)) == 119
@@ -54,7 +54,7 @@ def test_groups_that_fill_a_budget_are_all_kept() -> None:
 def test_large_budgets_are_never_exceeded() -> None:
     """Sizes are rounded up to parts of the budget; what is lost by that is a thousandth here."""
     draw = random.Random(0)
-    groups = [KeptGroup(draw.randrange(1 << 20, 1 << 26), 1.0 + draw.random()) for _ in range(200)]
+    groups = [Candidate(draw.randrange(1 << 20, 1 << 26), 1.0 + draw.random()) for _ in range(200)]
     budget = 3 << 30
     size = sum(groups[at].size for at in choose_groups(groups, budget))
     assert 0.98 * budget < size <= budget

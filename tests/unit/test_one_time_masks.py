@@ -45,7 +45,7 @@ def one_time_masks(*sources: MemorySource, budget: int = MIB, seed: int = 0) -> 
 
 def row_bytes(key: ProductKey) -> int:
     """Of an effect from one source."""
-    return SHAPES[key.group].plan(key.direction, key.member_bits).answer_columns * 4
+    return SHAPES[key.group].widths(key.direction, key.member_bits).answer_columns * 4
 
 
 def effect_of(taken: Mask, key: ProductKey, rows: int) -> torch.Tensor:

@@ -195,7 +195,7 @@ def good_products(draw: st.DrawFn) -> Header:
     """Right for some executor, unless it has too many rows."""
     group = draw(st.integers(0, 2))
     direction, members = draw(st.integers(1, 2)), draw(st.integers(1, 7)) if group == 0 else 1
-    columns = GroupShape.of(GROUPS[group], "float32").plan(direction, members).request_columns
+    columns = GroupShape.of(GROUPS[group], "float32").widths(direction, members).request_columns
     dtype, rows = draw(st.sampled_from([FLOAT32, INT32])), draw(st.integers(1, 120))
     bits = draw(st.sampled_from(ANSWER_BITS)) if dtype == INT32 else 0
     operation = draw(PRODUCT_CODES)

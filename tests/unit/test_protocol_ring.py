@@ -157,7 +157,7 @@ def test_both_sides_agree_about_every_product_of_a_ring(
     widths = (8, planes * outputs) if direction == Direction.FORWARD else (outputs, planes * 8)
     assert (header.columns, answer.columns) == widths
     assert answer == header._replace(operation=Operation.REPLY, columns=widths[1])
-    assert shape.plan(direction, members).answer_widths == (widths[1],)
+    assert shape.widths(direction, members).answer_widths == (widths[1],)
     if operation == Operation.SEED_EFFECT:
         assert (header.payload_bytes, answer.payload_bytes) == (SEED_BYTES, 4 * rows * widths[1])
     for change in (

@@ -126,7 +126,7 @@ def manifest_message(data: bytes) -> None:
     for info in found.groups:
         shape = GroupShape.of(info, found.numerics)
         for direction in (Direction.FORWARD, Direction.BACKWARD):
-            shape.plan(direction, (1 << len(info.members)) - 1)
+            shape.widths(direction, (1 << len(info.members)) - 1)
     for parameter in found.parameters:
         rows, columns = parameter.rows
         if rows * columns != math.prod(parameter.shape):

@@ -64,7 +64,7 @@ def batch(data: bytes) -> None:
     shape = shapes[found.group]
     if not 0 < found.members < 1 << len(shape.outputs):
         return
-    layout = BatchLayout(found.requests, found.dtype, shape.plan(found.direction, found.members))
+    layout = BatchLayout(found.requests, found.dtype, shape.widths(found.direction, found.members))
     memory = SharedMemory.private(1 << 14)
     layout.requests(memory)
     layout.answers(memory)
