@@ -63,6 +63,15 @@ def gateway(
     provider: Executor, masks: Executor, folder: Path, *options: object, **environment: str
 ) -> Iterator[RunningGateway]:
     """Serve with one-time masks until the block ends; its log is in the folder."""
+    with starting_gateway(provider, masks, folder, *options, **environment) as program:
+        yield RunningGateway(program.wait_until_ready(SECONDS), program.process, program.log)
+    assert not (folder / "ran").exists(), "code of the working directory"
+
+
+def starting_gateway(
+    provider: Executor, masks: Executor, folder: Path, *options: object, **environment: str
+) -> Program:
+    """The program of ``gateway``, perhaps before it is ready."""
     folder.mkdir(exist_ok=True)
     ready, log = folder / "ready", folder / "log"
     command = [
@@ -79,9 +88,7 @@ def gateway(
     command += ["--mask-source", masks.url, "--allow-same", "all", *options]
     variables = {**ENVIRONMENT, "TENANT_TOKEN": provider.token, "OMP_NUM_THREADS": "1", **environment}
     variables["SAGEMAKER_MODEL_PATH"] = str(folder / "unpacked")  # vLLM would run its model.py
-    with Program(command, ready, log, variables, group=True) as program:
-        yield RunningGateway(program.wait_until_ready(SECONDS), program.process, log)
-    assert not (folder / "ran").exists(), "code of the working directory"
+    return Program(command, ready, log, variables, group=True)
 
 
 def unpacked(folder: Path) -> Path:

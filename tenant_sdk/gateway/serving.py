@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import functools
 import importlib.metadata
 import json
 import math
+import multiprocessing
 import os
 import secrets
+import shutil
 import signal
 import socket
 import tempfile
@@ -113,6 +116,14 @@ def serve(options: GatewayOptions, config: SessionConfig, say: Callable[[str], N
 
 def _exit(*_: object) -> None:
     raise SystemExit(128 + signal.SIGTERM)
+
+
+def _end_at_once(folder: Path, number: int, _: Any) -> None:
+    """With the engine's process and the private folder; vLLM has no way out of its start."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(128 + number)
 
 
 def _check_port(options: GatewayOptions) -> None:
@@ -366,7 +377,11 @@ def _run(arguments: list[str], settings: GatewaySettings) -> None:
 
     from tenant_sdk.gateway.connection_limits import Connections
     from tenant_sdk.gateway.endpoints import Endpoints
-    from tenant_sdk.gateway.vllm_patches import read_responses_as_chats, run_no_scripts_of_hosts
+    from tenant_sdk.gateway.vllm_patches import (
+        end_while_starting,
+        read_responses_as_chats,
+        run_no_scripts_of_hosts,
+    )
 
     Endpoints.settings = settings
     if METHOD not in [each.name for each in load_endpoint_plugins(("generate",))]:
@@ -374,6 +389,7 @@ def _run(arguments: list[str], settings: GatewaySettings) -> None:
         raise ConfigurationError("vLLM does not find this package's plugins; install it in this environment")
     read_responses_as_chats()
     run_no_scripts_of_hosts()
+    end_while_starting(functools.partial(_end_at_once, settings.folder))
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     validate_parsed_serve_args(parsed)
     try:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import signal
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +59,26 @@ def run_no_scripts_of_hosts() -> None:
     from vllm.entrypoints.launchers import app
 
     app.sagemaker_standards_bootstrap = lambda made: made
+
+
+def end_while_starting(end: Callable[[int, Any], None]) -> None:
+    """Before vLLM's server is run: until that answers requests, this ends it.
+
+    vLLM's own handler raises an error while the thread waits for the engine's process, which gets lost.
+
+    Args:
+        end: a handler of signals.
+    """
+    from vllm.entrypoints.launchers.api_server import entry
+
+    setup = entry.setup_server
+
+    def set_up(*arguments: Any, **options: Any) -> Any:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, end)
+        return setup(*arguments, **options)
+
+    entry.setup_server = set_up
 
 
 def refuse_unknown_tokens(engine: EngineClient) -> None:

@@ -9,11 +9,22 @@ from typing import Any
 
 import openai
 import peft
+import psutil
 import pytest
 import torch
 from commands import BASE_MODEL
 from conftest import Executor
-from gateways import NUMERICS, PROMPTS, complete, gateway, local, metric, needed, write_adapter
+from gateways import (
+    NUMERICS,
+    PROMPTS,
+    complete,
+    gateway,
+    local,
+    metric,
+    needed,
+    starting_gateway,
+    write_adapter,
+)
 from raw_peers import eventually
 from transformers import AutoTokenizer
 
@@ -122,6 +133,23 @@ def test_guesses_change_neither_tokens_nor_rows(executors: tuple[Executor, Execu
             list(stream)
         assert it.process.wait(800) == 0
         assert not [*tmp_path.glob("symbiosis-gateway-*"), *tmp_path.glob("vllm*")]
+
+
+def test_a_gateway_that_ends_while_its_engine_starts(
+    executors: tuple[Executor, Executor], tmp_path: Path
+) -> None:
+    with starting_gateway(*executors, tmp_path / "starting", TMPDIR=str(tmp_path)) as program:
+        gateway = psutil.Process(program.process.pid)
+
+        def engines() -> list[psutil.Process]:
+            return [each for each in gateway.children(recursive=True) if "EngineCore" in each.name()]
+
+        eventually(lambda: bool(engines()))
+        engine = engines()[0]
+        program.process.terminate()
+        program.process.wait(800)
+        eventually(lambda: not engine.is_running())
+    assert not [*tmp_path.glob("symbiosis-gateway-*"), *tmp_path.glob("vllm*")]
 
 
 def counted(provider: Executor, groups: int) -> tuple[int, int]:
