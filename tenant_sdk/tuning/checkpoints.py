@@ -14,6 +14,8 @@ from shared.errors import ConfigurationError, Message
 from shared.ownership import check_tree
 from tenant_sdk.storage import disk_errors
 
+_PREFIX = "checkpoint-"  # of the Trainer's folders, before the step
+
 
 class TrainingCheckpoints:
     """The folder beside an output where a training leaves what it needs to go on after a crash.
@@ -115,27 +117,32 @@ class TrainingCheckpoints:
                 if not self._resumed:
                     how = Message("run the same training with {resume}", resume=True)
                 what = "step {} is kept in {}; to go on from it, {}"
-                error.add_note(Message(what, _step(newest), str(self.folder), how))
+                error.add_note(Message(what, step_of(newest), str(self.folder), how))
             raise
 
     def _newest(self) -> Path | None:
-        return max(self._whole(), key=_step, default=None)
+        return max(self._whole(), key=step_of, default=None)
 
     def _whole(self) -> list[Path]:
         """The checkpoints that are complete: the Trainer writes its state last."""
-        folders = [
-            path for path in self.folder.glob("checkpoint-*") if re.fullmatch("[0-9]+", path.name[11:])
-        ]
+        named = re.compile(rf"{_PREFIX}[0-9]+")
+        folders = [path for path in self.folder.glob(f"{_PREFIX}*") if named.fullmatch(path.name)]
         states = [(path, _read_json(path / "trainer_state.json") or {}) for path in folders]
-        return [path for path, state in states if state.get("global_step") == _step(path)]
+        return [path for path, state in states if state.get("global_step") == step_of(path)]
 
     def remove(self) -> None:
         """The training is complete: its checkpoints are of no more use."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("checkpoint-"))
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(checkpoint.name.removeprefix(_PREFIX))
+
+
+def checkpoint_after(folder: Path, step: int) -> Path:
+    """Where the Trainer writes the checkpoint of a step."""
+    return folder / f"{_PREFIX}{step}"
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

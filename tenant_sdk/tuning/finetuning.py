@@ -14,7 +14,7 @@ from shared.whole import whole_folder
 from tenant_sdk.session.session import Session
 from tenant_sdk.storage import disk_errors
 from tenant_sdk.tuning.adapters import find_method
-from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
+from tenant_sdk.tuning.checkpoints import TrainingCheckpoints, step_of
 from tenant_sdk.tuning.conversations import Example
 from tenant_sdk.tuning.data import Say
 from tenant_sdk.tuning.folders import save_adapter
@@ -129,7 +129,7 @@ def finetune(
 def _begin(checkpoints: TrainingCheckpoints, steps: int, resume: bool, say: Say) -> tuple[Path | None, int]:
     """The checkpoint from which a training goes on, and the steps that are done."""
     checkpoint = checkpoints.begin(resume=resume)
-    done = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
+    done = step_of(checkpoint) if checkpoint else 0
     if checkpoint is not None:
         say(f"the training goes on after step {done} of {steps}, from {checkpoint}")
     elif resume:

@@ -23,6 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from shared.errors import ConfigurationError, Message, SymbiosisError
 from tenant_sdk.storage import disk_errors
+from tenant_sdk.tuning.checkpoints import checkpoint_after, step_of
 from tenant_sdk.tuning.conversations import Example
 from tenant_sdk.tuning.data import Collate, collate, collate_packed
 from tenant_sdk.tuning.options import TrainingOptions
@@ -102,11 +103,11 @@ def train(
     )
     with disk_errors(run.folder, "a checkpoint", resume):
         try:
-            if resume_from and resume_from.name == f"checkpoint-{run.steps}":
+            if resume_from and step_of(resume_from) == run.steps:
                 # The Trainer would do another step.
                 trainer.state = TrainerState.load_from_json(str(resume_from / TRAINER_STATE_NAME))
                 best = trainer.state.best_global_step if training.early_stopping else None
-                folder = run.folder / f"checkpoint-{best}" if best else resume_from
+                folder = checkpoint_after(run.folder, best) if best else resume_from
                 model.load_adapter(str(folder), "default")
             else:
                 trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
