@@ -34,7 +34,7 @@ FREE = frozenset({"/v1/models", "/v1/adapters", "/status.json", "/health", "/ver
 _NO_CALLS = (
     "tools: this model's chat template writes no tool calls in a form that is read here, so the model "
     "cannot choose to call one. Give tool_choice: required, none, or a function. The gateway's operator can "
-    "also name a parser of calls with --tool-parser"
+    "also name a parser of calls, with the option tool-parser"
 )
 ADAPTER, MODEL = "/v1/adapters/", "/v1/models/"  # and a name
 # OpenAI's paths that clients ask for, and why they are not here.
