@@ -46,7 +46,7 @@ def fixed_result(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """A scalar that depends on every position of the result."""
     out = result(model, ids).float()
-    weights = torch.linspace(-1.0, 1.0, out.shape[-1])
+    weights = torch.linspace(-1.0, 1.0, out.shape[-1], device=out.device)
     return (out.log_softmax(-1) * weights).sum(-1).mean()
 
 
