@@ -43,7 +43,7 @@ from provider.workers.rank import supervise
 from provider.workers.world import World
 from shared import imports
 from shared.command_line import CommandLine, escape_output, prints_version
-from shared.errors import ConfigurationError, Message, SymbiosisError, counted
+from shared.errors import ConfigurationError, OptionText, SymbiosisError, counted
 from shared.memory import FreedMemory, keep_freed_memory
 from shared.options import flags_of
 
@@ -236,7 +236,7 @@ def _show_layout(config: ServeConfig) -> None:
 
 
 def _print_plan(
-    misfit: Message, report: dict[str, Any] | None, tables: Sequence[Table], sentences: Sequence[str]
+    misfit: OptionText, report: dict[str, Any] | None, tables: Sequence[Table], sentences: Sequence[str]
 ) -> None:
     """As JSON, or tables and sentences below a warning; weights that do not fit have an exit status."""
     if report is not None:

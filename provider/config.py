@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from shared.errors import Argument, ConfigurationError, Message, Placeholder
+from shared.errors import Argument, ConfigurationError, OptionText, Placeholder
 from shared.options import Option, check_fields
 
 FLOATS = ("float32", "bfloat16")
-_WORKERS = Message("{workers}", workers=Placeholder("N"))
+_WORKERS = OptionText("{workers}", workers=Placeholder("N"))
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TRIED = "Trial"
 _SERVED = "What is served"
@@ -364,17 +364,17 @@ class ServeConfig:
                     Argument(whole, limit),
                 )
         for name, other, wanted in (
-            ("usage_seconds", "usage_file", Message("{usage_file}", usage_file=Placeholder("FILE"))),
-            ("local_mib", "local_dir", Message("{local_dir}", local_dir=Placeholder("FOLDER"))),
-            ("dev_dir", "dev", Message("{dev}", dev=True)),
+            ("usage_seconds", "usage_file", OptionText("{usage_file}", usage_file=Placeholder("FILE"))),
+            ("local_mib", "local_dir", OptionText("{local_dir}", local_dir=Placeholder("FOLDER"))),
+            ("dev_dir", "dev", OptionText("{dev}", dev=True)),
             ("fsdp", "workers", _WORKERS),
             ("launcher", "workers", _WORKERS),
             (
                 "stripes",
                 "worker_devices",
-                Message("{} or {devices}", _WORKERS, devices=Placeholder("NAME,NAME")),
+                OptionText("{} or {devices}", _WORKERS, devices=Placeholder("NAME,NAME")),
             ),
-            ("json", "plan", Message("{plan}", plan=True)),
+            ("json", "plan", OptionText("{plan}", plan=True)),
         ):
             if name in changed and not getattr(self, other):
                 raise ConfigurationError(

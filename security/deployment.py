@@ -42,7 +42,7 @@ PAIRS = 2.0**65  # of runs or blocks, among which one is expected to be equal by
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SessionVerdict:
     """What an auditor has to know of a session, or of several: one sentence, and whether they leak."""
 
     text: str
@@ -55,7 +55,7 @@ class Reading:
 
     tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[SessionVerdict] = field(default_factory=list)
 
     @property
     def leaks(self) -> bool:
@@ -146,13 +146,17 @@ class TranscriptAudit:
             table.add_row(SeedPrediction.name, f"{finding}; {found.others} other requests")
             reading.tables.append(table)
             if found.repeated or found.p_value < LEVEL:
-                verdict = Verdict(
+                verdict = SessionVerdict(
                     f"tenant {tenant}: these seeds are NOT fresh and random: {finding}", leaks=True
                 )
             elif found.count < MIN_SEEDS:
-                verdict = Verdict(f"tenant {tenant}: {found.count} seeds are too few to tell", leaks=False)
+                verdict = SessionVerdict(
+                    f"tenant {tenant}: {found.count} seeds are too few to tell", leaks=False
+                )
             else:
-                verdict = Verdict(f"tenant {tenant}: nothing was found in {found.count:,} seeds", leaks=False)
+                verdict = SessionVerdict(
+                    f"tenant {tenant}: nothing was found in {found.count:,} seeds", leaks=False
+                )
             reading.verdicts.append(verdict)
         if not reading.tables:
             raise _nothing(reading, "seeds", "mask-source", "provider")
@@ -165,7 +169,7 @@ class TranscriptAudit:
         tokenizer: Any,
         rng: np.random.Generator,
         bytes_found: Randomness | None = None,
-    ) -> tuple[Table, Verdict]:
+    ) -> tuple[Table, SessionVerdict]:
         """Every attack on one session; without ``bytes_found`` its masks have been subtracted."""
         table = Table(title=f"{name}, as {view.sees} sees it")
         for column in ("attack", "n", "match", "random rows", "best guesses"):
@@ -203,18 +207,18 @@ class TranscriptAudit:
         elif not wrong:
             like = "rows look uniform, and " if bytes_found is not None else ""
             parts.append(f"{like}nothing did better than on random rows")
-        return table, Verdict(f"{name}: {'; '.join(parts)}", leaks=bool(wrong or read))
+        return table, SessionVerdict(f"{name}: {'; '.join(parts)}", leaks=bool(wrong or read))
 
-    def _together(self, tenant: str, sessions: list[int], view: View) -> Verdict:
+    def _together(self, tenant: str, sessions: list[int], view: View) -> SessionVerdict:
         """Whether masks serve in several sessions, each of which looks uniform."""
         randomness = Uniformity().attack(view, np.random.default_rng(self.seed))
         wrong = _not_uniform(view, randomness)
         name = f"sessions {', '.join(map(str, sessions))} together (tenant {tenant})"
         if wrong:
-            return Verdict(
+            return SessionVerdict(
                 f"{name}: these rows are NOT uniform, as if masks served again ({wrong})", leaks=True
             )
-        return Verdict(f"{name}: uniform, and no mask of one serves in another", leaks=False)
+        return SessionVerdict(f"{name}: uniform, and no mask of one serves in another", leaks=False)
 
 
 def _sessions(recorded: Transcript) -> tuple[Reading, dict[int, list[RecordedRequest]]]:

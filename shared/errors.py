@@ -20,9 +20,9 @@
     ├── NonFiniteError              NaN or infinity would have been sent
     └── RemoteWeightUnavailable     something read the values of a weight that stays with the provider
 
-Errors carry a stable ``code`` and say what to do. A ``Message`` knows which options it names. It shows them
-as Python's arguments, and a command line or a profile shows them as its own. What a peer is told is made of
-``code`` and ``message`` alone: no paths, no traces.
+Errors carry a stable ``code`` and say what to do. An ``OptionText`` knows which options it names. It shows
+them as Python's arguments, and a command line or a profile shows them as its own. What a peer is told is made
+of ``code`` and ``message`` alone: no paths, no traces.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Argument(NamedTuple):
 Names = Mapping[str, Callable[[Any], str]]  # of options how they are shown, given a value or ``ALONE``
 
 
-class Message(str):
+class OptionText(str):
     """One line of text that names options.
 
     Args:
@@ -80,7 +80,7 @@ class Message(str):
 
     parts: tuple[str | Argument, ...]
 
-    def __new__(cls, template: str = "", *values: object, **options: object) -> Message:
+    def __new__(cls, template: str = "", *values: object, **options: object) -> OptionText:
         """See the class."""
         parts: list[str | Argument] = []
         remaining = iter(values)
@@ -90,7 +90,7 @@ class Message(str):
                 parts.append(Argument(name, options.get(name, ALONE)))
             elif name is not None:
                 value = next(remaining)
-                if isinstance(value, Message):
+                if isinstance(value, OptionText):
                     parts += value.parts
                 elif isinstance(value, Argument):
                     parts.append(value)
@@ -99,7 +99,7 @@ class Message(str):
         return cls.of(parts)
 
     @classmethod
-    def of(cls, parts: Iterable[str | Argument]) -> Message:
+    def of(cls, parts: Iterable[str | Argument]) -> OptionText:
         """A message of text and options."""
         whole: list[str | Argument] = []
         for part in parts:
@@ -114,30 +114,32 @@ class Message(str):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self).of, (self.parts,)
 
-    def __add__(self, more: str) -> Message:
-        return Message("{}{}", self, more)
+    def __add__(self, more: str) -> OptionText:
+        return OptionText("{}{}", self, more)
 
     @classmethod
-    def joined(cls, sign: str, texts: Iterable[str]) -> Message:
+    def joined(cls, sign: str, texts: Iterable[str]) -> OptionText:
         """All of them, with the sign in between."""
         every = list(texts)
         return cls(sign.join("{}" for _ in every), *every)
 
-    def replaced(self, old: str, new: str) -> Message:
+    def replaced(self, old: str, new: str) -> OptionText:
         """With other words in its text."""
-        return Message.of(part.replace(old, new) if isinstance(part, str) else part for part in self.parts)
+        return OptionText.of(part.replace(old, new) if isinstance(part, str) else part for part in self.parts)
 
-    def divided(self, sign: str) -> tuple[Message, Message]:
+    def divided(self, sign: str) -> tuple[OptionText, OptionText]:
         """What is in front of the first such sign in the text, and what is behind it."""
         for at, part in enumerate(self.parts):
             if isinstance(part, str) and sign in part:
                 before, _, behind = part.partition(sign)
-                return Message.of([*self.parts[:at], before]), Message.of([behind, *self.parts[at + 1 :]])
-        return self, Message()
+                return OptionText.of([*self.parts[:at], before]), OptionText.of(
+                    [behind, *self.parts[at + 1 :]]
+                )
+        return self, OptionText()
 
-    def without(self, beginning: str) -> Message:
+    def without(self, beginning: str) -> OptionText:
         """Without this beginning of its text, if it has it."""
-        return Message.of(
+        return OptionText.of(
             part.removeprefix(beginning) if at == 0 and isinstance(part, str) else part
             for at, part in enumerate(self.parts)
         )
@@ -163,7 +165,7 @@ class SymbiosisError(Exception):
 
     ``structured_message`` is what it says, ``message`` the same with options as Python's arguments, and
     ``str`` with options as ``show_options`` was told. With values or options, ``message`` is a template (see
-    ``Message``).
+    ``OptionText``).
     """
 
     code: str = "error"
@@ -171,7 +173,7 @@ class SymbiosisError(Exception):
     def __init__(
         self, message: str, *values: object, retry_after: float | None = None, **options: object
     ) -> None:
-        super().__init__(Message(message, *values, **options) if values or options else message)
+        super().__init__(OptionText(message, *values, **options) if values or options else message)
         self.retry_after = retry_after
         self._names: Names = {}
 
@@ -179,10 +181,10 @@ class SymbiosisError(Exception):
         return self.structured_message.shown(self._names)
 
     @property
-    def structured_message(self) -> Message:
+    def structured_message(self) -> OptionText:
         """What it says; not made before it is asked for, since torch.compile follows what makes an error."""
         (message,) = self.args
-        return message if isinstance(message, Message) else Message("{}", message)
+        return message if isinstance(message, OptionText) else OptionText("{}", message)
 
     @structured_message.setter
     def structured_message(self, message: str) -> None:

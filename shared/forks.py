@@ -15,7 +15,7 @@ from typing import Protocol
 from shared.errors import ConnectionLost
 
 
-class Owner(Protocol):
+class ForkAware(Protocol):
     """Holds what a child must not have."""
 
     def forked(self) -> None:
@@ -27,10 +27,10 @@ class Owner(Protocol):
 
 
 _generation = 0
-_owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+_owners: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 
 
-def register_for_fork(owner: Owner) -> None:
+def register_for_fork(owner: ForkAware) -> None:
     """Have an owner told in every child that is forked from now on."""
     _owners.add(owner)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from shared.errors import ConfigurationError, Message, StorageError
+from shared.errors import ConfigurationError, OptionText, StorageError
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
 _BLOCK_BYTES = 1 << 20
@@ -101,7 +101,9 @@ def check_adapter_folder(path: Path) -> None:
     if not path.is_dir():
         raise ConfigurationError(f"there is no such folder: {path}; give the one that finetune wrote")
     if (path / "draft.json").is_file():
-        raise ConfigurationError(Message("{} holds a draft and no adapter: give it with {draft}", str(path)))
+        raise ConfigurationError(
+            OptionText("{} holds a draft and no adapter: give it with {draft}", str(path))
+        )
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (path / name).is_file():
             raise ConfigurationError(f"{path} holds no adapter: there is no {name} in it")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shared.errors import ConfigurationError, Message, Placeholder
+from shared.errors import ConfigurationError, OptionText, Placeholder
 
 if TYPE_CHECKING:  # torch itself may be what does not fit
     from shared.wire.messages import GroupInfo
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # torch itself may be what does not fit
 BASE_BYTES = 256 << 20  # what Python and torch still take while they load and serve
 STORED_BYTES = 4  # of one weight in a checkpoint, at most
 GIB = 2.0**30
-ADVICE = Message(
+ADVICE = OptionText(
     "choose a smaller model or a machine with more memory, raise the limit, or have each of several hosts "
     "serve a part of the layers ({part})",
     part=Placeholder("k/n"),

@@ -19,7 +19,7 @@ import msgspec
 from prometheus_client import make_wsgi_app
 
 from provider.observe.metrics import Metrics
-from provider.observe.status import PAGE, Status
+from provider.observe.status import PAGE, StatusHistory
 from provider.observe.usage import usage_csv
 from shared.errors import ConfigurationError
 
@@ -134,7 +134,7 @@ class AdminServer:
         metrics: Metrics,
         port: int,
         health: Health,
-        status: Status | None = None,
+        status: StatusHistory | None = None,
         host: str = "127.0.0.1",
     ) -> None:
         show_metrics = make_wsgi_app(metrics.registry)

@@ -15,7 +15,7 @@ SECONDS = 1.0  # between two samples
 KEPT = 900
 
 
-class Status:
+class StatusHistory:
     """Takes a sample of the metrics now and then, and keeps the last KEPT of them.
 
     Args:

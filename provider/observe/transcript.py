@@ -28,7 +28,7 @@ LENGTH = struct.Struct("<I")
 RECORD = struct.Struct("<BId")  # kind, session, seconds since the epoch
 
 
-class Record(enum.IntEnum):
+class RecordKind(enum.IntEnum):
     """What follows the record's fixed part."""
 
     END = 0  # nothing: recording was stopped as intended
@@ -74,26 +74,26 @@ class TranscriptWriter:
             self._sessions += 1
             session = self._sessions
         name = tenant.encode()
-        self._append([RECORD.pack(Record.OPENED, session, time.time()), LENGTH.pack(len(name)), name])
+        self._append([RECORD.pack(RecordKind.OPENED, session, time.time()), LENGTH.pack(len(name)), name])
         return session
 
     def closed(self, session: int) -> None:
         """A session ended."""
-        self._append([RECORD.pack(Record.CLOSED, session, time.time())])
+        self._append([RECORD.pack(RecordKind.CLOSED, session, time.time())])
 
     def request(self, session: int, header: Header, payload: torch.Tensor) -> None:
         """A product is asked for."""
-        fixed = RECORD.pack(Record.REQUEST, session, time.time()) + header.pack()
+        fixed = RECORD.pack(RecordKind.REQUEST, session, time.time()) + header.pack()
         self._append([fixed, payload.contiguous().view(torch.uint8).numpy().data.cast("B")])
 
     def answered(self, session: int, request_id: int, seconds: float) -> None:
         """A request of the session has its answer."""
         times = ANSWER.pack(request_id, seconds)
-        self._append([RECORD.pack(Record.ANSWERED, session, time.time()) + times])
+        self._append([RECORD.pack(RecordKind.ANSWERED, session, time.time()) + times])
 
     def close(self) -> None:
         """Mark the transcript as complete."""
-        self._append([RECORD.pack(Record.END, 0, time.time())], last=True)
+        self._append([RECORD.pack(RecordKind.END, 0, time.time())], last=True)
 
     def _append(self, pieces: list[bytes | memoryview], *, last: bool = False) -> None:
         with self._lock:

@@ -22,7 +22,7 @@ from provider.workers.survey import (
     survey,
     weight_bytes_of,
 )
-from shared.errors import ConfigurationError, Message
+from shared.errors import ConfigurationError, OptionText
 from shared.wire.header import RINGS, Direction
 from shared.wire.messages import GroupInfo
 from shared.wire.protocol import GroupShape
@@ -46,7 +46,7 @@ class WorkerLayout:
     placement: Placement
     latency: tuple[LatencyModel, ...]
     doubts: tuple[str, ...]
-    misfit: Message
+    misfit: OptionText
     processes: bool
 
     @property
@@ -150,7 +150,7 @@ def plan_layout(
     ]
     measured_names = [name for name in names if not {name, name.partition(":")[0]} & assumed.keys()]
     surveys = survey(measured_names, numerics, widest_shapes, threads)
-    devices, misfit = devices_of(names, groups, weight_bytes, surveys, widest_shapes, assumed), Message()
+    devices, misfit = devices_of(names, groups, weight_bytes, surveys, widest_shapes, assumed), OptionText()
     try:
         placement = place(shapes, devices, weight_bytes=weight_bytes, stripes=stripes)
     except ConfigurationError as error:

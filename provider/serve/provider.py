@@ -21,7 +21,7 @@ from provider.executor.base import BaseExecutor
 from provider.observe.admin import AdminServer
 from provider.observe.metrics import Metrics
 from provider.observe.periodic import Periodic
-from provider.observe.status import Status
+from provider.observe.status import StatusHistory
 from provider.observe.transcript import TranscriptWriter
 from provider.observe.usage import UsageFile
 from provider.serve.certificates import CertificateInUse
@@ -197,11 +197,11 @@ class Provider:
             engine = Engine.of(executor, policy, latency, on_batch=metrics.batch)
         return Service(executor, engine, metrics, quotas, self.recording)
 
-    def _observe(self, tokens: TokenFile, opened: ExitStack) -> tuple[Metrics, Status]:
+    def _observe(self, tokens: TokenFile, opened: ExitStack) -> tuple[Metrics, StatusHistory]:
         """Open the admin port and the usage file, before anything is loaded: both outlive the engine."""
         config, metrics = self.config, Metrics()
         metrics.certificate(lambda: self._certificate.expires.timestamp())
-        status = Status(metrics, {"model": config.model_dir.name, "summary": "loading"})
+        status = StatusHistory(metrics, {"model": config.model_dir.name, "summary": "loading"})
         opened.callback(status.close)
         admin = AdminServer(metrics, config.admin_port, self, status, config.admin_host)
         opened.callback(admin.close)
@@ -216,7 +216,7 @@ class Provider:
             opened.callback(Periodic(DAY, warn, name).close)
         return metrics, status
 
-    def _watch(self, service: Service, status: Status) -> None:
+    def _watch(self, service: Service, status: StatusHistory) -> None:
         config, manifest, policy = self.config, service.executor.manifest, service.engine.policy
         service.metrics.watch(
             lambda: service.engine.waiting,

@@ -36,7 +36,7 @@ Send = Callable[[Header, "list[torch.Tensor] | bytes", Callable[[], None]], None
 """Writes an answer; calls back once it is sent, and need not be kept."""
 
 
-class Served(Protocol):
+class ServedModel(Protocol):
     """What is served, as tenants see it; ``provider.executor.base.BaseExecutor``, or workers together."""
 
     @property
@@ -54,7 +54,7 @@ class Served(Protocol):
 class Service:
     """What all sessions of an executor share."""
 
-    executor: Served
+    executor: ServedModel
     engine: Engine
     metrics: Metrics
     quotas: Quotas = field(default_factory=Quotas)

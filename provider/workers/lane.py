@@ -13,7 +13,7 @@ import torch
 from provider.engine.lanes import Answer, BatchResult, RowRange, answer_of
 from provider.engine.loop import Loop
 from provider.workers.batch import BatchLayout, RequestRows, WorkerBatch, is_seed
-from provider.workers.link import BATCH, Assignment, Done, Failure, Rows
+from provider.workers.link import BATCH, Assignment, Done, FailureMessage, Rows
 from provider.workers.memory import SegmentPool
 from provider.workers.process import Process, Ready, StartWorker, WorkerProcess
 from provider.workers.state import WorkerState, resident_bytes, weight_bytes
@@ -44,7 +44,7 @@ class _UnderWay:
     began: float
     deadline: float
     owing: set[WorkerProcess]
-    failures: dict[int, Failure] = field(default_factory=dict)  # by request
+    failures: dict[int, FailureMessage] = field(default_factory=dict)  # by request
     processor_seconds: float = 0.0
 
 

@@ -73,7 +73,7 @@ class Loaded(msgspec.Struct, frozen=True):
     weights: str = ""
 
 
-class Failure(msgspec.Struct, frozen=True):
+class FailureMessage(msgspec.Struct, frozen=True):
     """What an exception becomes on its way: ``code`` is empty for one that is no tenant's business."""
 
     message: str
@@ -81,7 +81,7 @@ class Failure(msgspec.Struct, frozen=True):
     retry_after: float | None = None
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
+    def of(cls, error: Exception) -> FailureMessage:
         """Of an answer that is none."""
         if isinstance(error, WireError):
             return cls(error.message, error.code, error.retry_after)
@@ -99,7 +99,7 @@ class Done(msgspec.Struct, frozen=True):
 
     memory: int  # the batch's
     processor_seconds: float
-    failures: dict[int, Failure]  # by their place in the batch
+    failures: dict[int, FailureMessage]  # by their place in the batch
 
 
 class Rows(NamedTuple):

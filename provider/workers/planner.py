@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from provider.executor.memory_check import gib
 from provider.executor.stripes import OutputStripe
-from shared.errors import Argument, ConfigurationError, Message, Placeholder
+from shared.errors import Argument, ConfigurationError, OptionText, Placeholder
 from shared.wire.protocol import GroupShape
 
 REFERENCE_ROWS = 128  # of the product by which devices are compared; profiling measures as many
@@ -234,7 +234,7 @@ def place(
 
 def _refusal(
     shapes: Sequence[GroupShape], devices: Sequence[Device], weight_bytes: int, stripes: int, placed: int
-) -> Message:
+) -> OptionText:
     def fits(devices: Sequence[Device], weight_bytes: int, stripes: int) -> bool:
         return len(_placed(shapes, devices, weight_bytes, stripes)) == len(shapes)
 
@@ -245,12 +245,12 @@ def _refusal(
     advice: list[str] = []
     if weight_bytes > 2 and fits(devices, 2, stripes):
         ring, floats = Argument("numerics", "ring"), Argument("numerics", "bfloat16")
-        advice.append(Message("{} or {}, which take 2 bytes a weight, would fit", ring, floats))
+        advice.append(OptionText("{} or {}, which take 2 bytes a weight, would fit", ring, floats))
     divisors = (count for count in range(stripes + 1, len(devices) + 1) if len(devices) % count == 0)
     wider = next((count for count in divisors if fits(devices, weight_bytes, count)), None)
     if wider is not None:
         text = "{stripes} would fit, where each device has its part of each layer"
-        advice.append(Message(text, stripes=wider))
+        advice.append(OptionText(text, stripes=wider))
     widest = max(memory.values())
     if widest > 0 and max(memory, key=lambda name: memory[name]) != "cpu":
         least = max(math.ceil(needed / widest), len(memory) + 1)
@@ -259,11 +259,11 @@ def _refusal(
     if largest < room < needed:
         parts = math.ceil(needed / room)
         text = "with as much room on each, {} hosts or more could serve a part each ({part})"
-        advice.append(Message(text, parts, part=Placeholder(f"k/{parts}")))
+        advice.append(OptionText(text, parts, part=Placeholder(f"k/{parts}")))
     advice.append("choose a smaller model, or free memory")
-    return Message(
+    return OptionText(
         "the weights do not fit: {} groups take {} at {} bytes a weight, the largest of them {}, and {} for "
         "weights; {} of {} find room. {}",
         *(len(shapes), gib(needed), weight_bytes, gib(largest), free, placed, len(shapes)),
-        Message.joined("; ", advice),
+        OptionText.joined("; ", advice),
     )

@@ -25,7 +25,7 @@ from provider.workers.link import (
     SCALES,
     Assignment,
     Done,
-    Failure,
+    FailureMessage,
     Loaded,
     LocalLink,
     WorkerLink,
@@ -49,7 +49,7 @@ class Ready(NamedTuple):
     scales: Mapping[str, torch.Tensor]
 
 
-class Owner(Protocol):
+class WorkerOwner(Protocol):
     """Who gives a worker its batches; called in the loop's thread."""
 
     def done(self, worker: WorkerProcess, what: Done) -> None:
@@ -130,7 +130,9 @@ class WorkerProcess:
         SymbiosisError: it does not join.
     """
 
-    def __init__(self, name: str, assignment: Assignment, owner: Owner, start: StartWorker = Process) -> None:
+    def __init__(
+        self, name: str, assignment: Assignment, owner: WorkerOwner, start: StartWorker = Process
+    ) -> None:
         self.name, self.assignment, self._owner, self._start = name, assignment, owner, start
         self.link: WorkerLink | None = None
         self.restarts = 0
@@ -190,7 +192,7 @@ class WorkerProcess:
                 if kind == SCALES:
                     scales = load(content)
                 elif kind == REFUSED:
-                    failure = msgspec.msgpack.decode(content, type=Failure)
+                    failure = msgspec.msgpack.decode(content, type=FailureMessage)
                     raise SymbiosisError(f"worker {self.name} cannot load its share: {failure.message}")
                 elif kind == LOADED:
                     return self._same(Ready(msgspec.msgpack.decode(content, type=Loaded), scales))

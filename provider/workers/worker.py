@@ -35,7 +35,7 @@ from provider.workers.link import (
     SCALES,
     Assignment,
     Done,
-    Failure,
+    FailureMessage,
     Loaded,
     Rows,
     WorkerLink,
@@ -137,7 +137,7 @@ class Worker:
             with memory_errors(Path(assignment.folder).name):
                 self._executor, loaded, scales = load(assignment, lambda: self._link.send(LOADING))
         except (SymbiosisError, OSError, RuntimeError) as error:
-            self._link.send(REFUSED, msgspec.msgpack.encode(Failure(str(error), type(error).__name__)))
+            self._link.send(REFUSED, msgspec.msgpack.encode(FailureMessage(str(error), type(error).__name__)))
             return
         self._shapes = {
             number: GroupShape.of(info, assignment.numerics) for number, info in assignment.groups.items()
@@ -153,7 +153,7 @@ class Worker:
         if memory is None:
             if self._gathering is not ALONE:
                 raise EOFError("no memory for a batch that the others gather for")
-            failure = Failure("no memory for a batch of this size")
+            failure = FailureMessage("no memory for a batch of this size")
             done = Done(batch.memory, 0.0, dict.fromkeys(range(len(batch.requests)), failure))
             self._link.send(DONE, msgspec.msgpack.encode(done))
             return
@@ -168,7 +168,7 @@ class Worker:
         except Exception as error:
             if self._gathering is not ALONE:
                 raise  # to end: what the others gather next, this one would not
-            failures = dict.fromkeys(range(len(batch.requests)), Failure.of(error))
+            failures = dict.fromkeys(range(len(batch.requests)), FailureMessage.of(error))
         done = Done(batch.memory, time.thread_time() - began, failures)
         if wait is None:
             self._link.send(DONE, msgspec.msgpack.encode(done), rows)
@@ -186,7 +186,7 @@ class Worker:
 
     def _multiply(
         self, batch: WorkerBatch, layout: BatchLayout, memory: SharedMemory
-    ) -> tuple[dict[int, Failure], Callable[[], None] | None]:
+    ) -> tuple[dict[int, FailureMessage], Callable[[], None] | None]:
         if self._executor is None:
             raise RuntimeError("a batch before there were weights")
         key = batch.group, batch.direction, batch.members
@@ -199,7 +199,7 @@ class Worker:
             try:
                 check_finite([block[place] for block in blocks])
             except WireError as error:
-                failures[number] = Failure.of(error)
+                failures[number] = FailureMessage.of(error)
         mine = self._gathering.rows(len(blocks[0]))
         try:
             own_blocks = [block[mine] for block in blocks]
@@ -214,5 +214,5 @@ class Worker:
                     if wait is not None:
                         wait()
                 except Exception as error:
-                    failures.setdefault(number, Failure.of(error))
+                    failures.setdefault(number, FailureMessage.of(error))
         return failures, None

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import torch
 
-from provider.observe.transcript import ANSWER, LENGTH, MAGIC, RECORD, Record
+from provider.observe.transcript import ANSWER, LENGTH, MAGIC, RECORD, RecordKind
 from shared.checkpoint import Checkpoint
 from shared.errors import SymbiosisError, WireError
 from shared.wire.header import HEADER_BYTES, Header, parse_header
@@ -184,20 +184,20 @@ class _Cursor:
 def _record(cursor: _Cursor, into: Transcript, requests: dict[tuple[int, int], RecordedRequest]) -> bool:
     """Read one record; whether more follow. ``requests``: by session and request id, without an answer."""
     kind, session, at = RECORD.unpack(cursor.take(RECORD.size))
-    if kind == Record.OPENED:
+    if kind == RecordKind.OPENED:
         into.tenants[session] = cursor.sized().decode()
-    elif kind == Record.REQUEST:
+    elif kind == RecordKind.REQUEST:
         header = parse_header(cursor.take(HEADER_BYTES))
         where = cursor.pass_over(header.payload_bytes)
         request = requests[session, header.request_id] = RecordedRequest(
             session, at, header, cursor.path, ((where, header.payload_bytes),)
         )
         into.requests.append(request)
-    elif kind == Record.ANSWERED:
+    elif kind == RecordKind.ANSWERED:
         request_id, seconds = ANSWER.unpack(cursor.take(ANSWER.size))
         if (session, request_id) not in requests:
             raise ValueError("an answer to nothing")
         requests.pop((session, request_id)).seconds = seconds
-    elif kind not in (Record.END, Record.CLOSED):
+    elif kind not in (RecordKind.END, RecordKind.CLOSED):
         raise ValueError(f"unknown record {kind}")
-    return bool(kind != Record.END)
+    return bool(kind != RecordKind.END)

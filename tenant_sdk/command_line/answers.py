@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from shared.errors import Message, SymbiosisError, counted
+from shared.errors import OptionText, SymbiosisError, counted
 from tenant_sdk.command_line import options
 from tenant_sdk.command_line.context_options import AnswerOptions, ContextOptions, PromptOptions
 from tenant_sdk.command_line.opened import opened_model
@@ -157,17 +157,17 @@ def _answer_all(ready: _LoadedModel, texts: list[str], tokens: list[list[int]], 
     return f"{counted(len(texts), 'prompt')} in {time.perf_counter() - started:.1f} s"
 
 
-def _empty_answer_advice(chats: bool, could_chat: bool) -> Message:
+def _empty_answer_advice(chats: bool, could_chat: bool) -> OptionText:
     """What to do about an answer without text."""
     if chats:
-        return Message(
+        return OptionText(
             "the answer is empty. If the adapter was trained on text and not on chats, use {raw}; else ask "
             "in other words",
             raw=True,
         )
     if could_chat:
-        return Message("nothing follows the prompt. Leave out {raw} to have it answered", raw=True)
-    return Message("nothing follows the prompt: give the beginning of a text that goes on")
+        return OptionText("nothing follows the prompt. Leave out {raw} to have it answered", raw=True)
+    return OptionText("nothing follows the prompt: give the beginning of a text that goes on")
 
 
 @options.command_line.takes
@@ -281,14 +281,14 @@ def _ask(text: str, conversation: Chat) -> None:
         STATUS.print(f"[dim]({escape(shown(remark))})[/]")
 
 
-def _note_on_ending(written: GenerationOutput) -> Message | None:
+def _note_on_ending(written: GenerationOutput) -> OptionText | None:
     """What to say of an answer that did not end by itself, or is none."""
     if not written.text.strip():
         return _empty_answer_advice(True, True)
     if written.ended:
         return None
-    cut = written.end == Message("{max_new_tokens}")
-    return Message("cut off after {} tokens: {max_new_tokens}", written.tokens) if cut else written.end
+    cut = written.end == OptionText("{max_new_tokens}")
+    return OptionText("cut off after {} tokens: {max_new_tokens}", written.tokens) if cut else written.end
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import time
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
-from shared.errors import ConfigurationError, Message, SymbiosisError
+from shared.errors import ConfigurationError, OptionText, SymbiosisError
 from shared.wire.header import DTYPE_NAMES
 from shared.wire.messages import Manifest
 from tenant_sdk.command_line.options import SessionRules, Target
@@ -26,21 +26,21 @@ class CheckResult:
 
     step: str
     ok: bool | None
-    detail: Message
-    remedy: Message
+    detail: OptionText
+    remedy: OptionText
 
     def __init__(self, step: str, ok: bool | None, detail: str, remedy: str = "") -> None:
         for name, value in (
             ("step", step),
             ("ok", ok),
-            ("detail", _as_message(detail)),
-            ("remedy", _as_message(remedy)),
+            ("detail", _as_option_text(detail)),
+            ("remedy", _as_option_text(remedy)),
         ):
             object.__setattr__(self, name, value)
 
 
-def _as_message(text: str) -> Message:
-    return text if isinstance(text, Message) else Message("{}", text)
+def _as_option_text(text: str) -> OptionText:
+    return text if isinstance(text, OptionText) else OptionText("{}", text)
 
 
 class Comparison:
@@ -52,7 +52,7 @@ class Comparison:
     """
 
     def __init__(self, rules: SessionRules) -> None:
-        self.rules, self.operators, self.refused = rules, Operators(rules.masks_allow), Message()
+        self.rules, self.operators, self.refused = rules, Operators(rules.masks_allow), OptionText()
         self.manifests: dict[str, Manifest] = {}
 
     def meet(self, url: str, sock: ssl.SSLSocket | None, party: Hashable) -> None:
@@ -98,12 +98,12 @@ class ReplicaChecks:
                 manifest = self._probe(address)
                 milliseconds = (time.perf_counter() - started) * 1e3
             except SymbiosisError as error:
-                what = Message("{} cannot be used: {}", str(address), error.structured_message)
+                what = OptionText("{} cannot be used: {}", str(address), error.structured_message)
                 yield CheckResult("replica", None, what, "sessions use the others; ask its operator")
                 continue
             if manifest is not None and served is not None and manifest != served:
                 text = "{} serves something else than {}, so sessions refuse it"
-                what = Message(text, str(address), str(self.usable.replica))
+                what = OptionText(text, str(address), str(self.usable.replica))
                 remedy = "replicas serve the same checkpoint with the same options: ask its operator"
                 yield CheckResult("replica", False, what, remedy)
                 continue

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from shared.errors import ConfigurationError, Message
+from shared.errors import ConfigurationError, OptionText
 from shared.options import Option, check_fields, check_text
 from tenant_sdk.tuning.options import AdapterChoice
 
@@ -49,7 +49,7 @@ class AnswerOptions(AdapterChoice):
         check_text("system", self.system or "")
         check_fields(self)
         if self.pace is not None and self.draft is None:
-            raise ConfigurationError(Message("{pace} needs {draft}"))
+            raise ConfigurationError(OptionText("{pace} needs {draft}"))
 
     @property
     def opening(self) -> list[dict[str, str]]:
@@ -95,9 +95,11 @@ class PromptOptions(AnswerOptions):
         """Refuse options that exclude each other."""
         super().__post_init__()
         if [self.prompt, self.prompt_file, self.prompts].count(None) != 2:
-            raise ConfigurationError(Message("give one of {prompt}, {prompt_file} and {prompts}"))
+            raise ConfigurationError(OptionText("give one of {prompt}, {prompt_file} and {prompts}"))
         if self.raw and self.system is not None:
-            raise ConfigurationError(Message("{system} needs the chat template: leave out {raw}", raw=True))
+            raise ConfigurationError(
+                OptionText("{system} needs the chat template: leave out {raw}", raw=True)
+            )
 
     def text(self) -> str:
         """The prompt that was given, one way or the other.

@@ -18,7 +18,7 @@ from shared.errors import (
     AuthenticationError,
     ConfigurationError,
     ConnectionRefused,
-    Message,
+    OptionText,
     Placeholder,
     ProtocolVersionError,
     SymbiosisError,
@@ -124,10 +124,10 @@ def _check_together(
         f"{manifest.numerics}: " + ("exact integers" if ring else "no one-time masks, nothing to verify"),
         ""
         if ring
-        else Message("ask for an executor with `serve --numerics ring`, or choose a weaker {privacy}"),
+        else OptionText("ask for an executor with `serve --numerics ring`, or choose a weaker {privacy}"),
     )
     if not sources:
-        remedy = Message(
+        remedy = OptionText(
             "give {mask_sources} of another operator, or local:FOLDER with the checkpoint",
             mask_sources=[Placeholder("wss://...")],
         )
@@ -157,7 +157,7 @@ def _check_together(
         yield CheckResult(
             "operators",
             True,
-            Message(
+            OptionText(
                 "{}: {}; if that is one operator, masks hide nothing from it", comparison.operators.same, by
             ),
         )
@@ -209,7 +209,7 @@ class _Examination:
 
         self.step = "authority"
         context = client_context(target.authority, target.client_certificate, self._authority_option)
-        system = Message("those of the operating system (no file given with {})", target.option("ca"))
+        system = OptionText("those of the operating system (no file given with {})", target.option("ca"))
         yield CheckResult("authority", True, str(target.authority) if target.authority else system)
 
         self.step = "dns"
@@ -285,7 +285,7 @@ class _Examination:
             step = "token"
         if isinstance(error, AuthenticationError) and isinstance(error.__cause__, ssl.SSLError):
             step = "client cert"
-        what, advice = error.structured_message, Message()
+        what, advice = error.structured_message, OptionText()
         if isinstance(error, TlsError) and error.untrusted:
             what += why_untrusted(target.authority, self._authority_option)
         if isinstance(error, AuthenticationError | TlsError):
@@ -411,7 +411,7 @@ def _without_token(show: Callable[[str], object], target: Target) -> Iterator[Ch
         show("none")
     except AuthenticationError:
         yield CheckResult("protocol", True, f"it is an executor, and both sides speak {SUBPROTOCOL}")
-    remedy = Message("give {} to check the rest", target.option("token"))
+    remedy = OptionText("give {} to check the rest", target.option("token"))
     yield CheckResult("token", None, "not checked, nor anything after it", remedy)
 
 
@@ -442,7 +442,7 @@ def _transcript(manifest: Manifest, rules: SessionRules) -> Iterator[CheckResult
         yield CheckResult(
             "transcript",
             True,
-            Message("it records what tenants send: allowed by {allow_transcript}", allow_transcript=True),
+            OptionText("it records what tenants send: allowed by {allow_transcript}", allow_transcript=True),
         )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from shared.errors import ConfigurationError, Message, StorageError
+from shared.errors import ConfigurationError, OptionText, StorageError
 from tenant_sdk.command_line import options
 from tenant_sdk.command_line.opened import opened_model
 from tenant_sdk.command_line.output import (
@@ -71,10 +71,10 @@ def evaluate(
 def _check_new(file: Path) -> None:
     """Refuse a place where the answers could not be written at the end."""
     if file.exists():
-        raise ConfigurationError(Message("{output} exists already: name a new file", output=file))
+        raise ConfigurationError(OptionText("{output} exists already: name a new file", output=file))
     if not file.parent.is_dir() or not os.access(file.parent, os.W_OK | os.X_OK):
         raise ConfigurationError(
-            Message("{output} cannot be written: make its folder, or choose another", output=file)
+            OptionText("{output} cannot be written: make its folder, or choose another", output=file)
         )
 
 

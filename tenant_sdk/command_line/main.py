@@ -20,7 +20,7 @@ from rich.progress import track
 
 from shared import imports
 from shared.command_line import escape_output, prints_version
-from shared.errors import ConfigurationError, Message, SymbiosisError, peer_text
+from shared.errors import ConfigurationError, OptionText, SymbiosisError, peer_text
 from tenant_sdk.command_line import options
 from tenant_sdk.command_line.answers import chat, generate
 from tenant_sdk.command_line.data import data
@@ -141,7 +141,7 @@ def _draft_after(training: TrainingOptions) -> DraftOptions | None:
 
     if pipes := [path for path in training.data if path.exists() and not path.is_file()]:
         raise ConfigurationError(
-            Message("{with_draft} reads the data once more, and {} is not a file", str(pipes[0]))
+            OptionText("{with_draft} reads the data once more, and {} is not a file", str(pipes[0]))
         )
     if training.adapter is not None and read_raw_config(training.adapter).get("num_virtual_tokens"):
         raise ConfigurationError(VIRTUAL_TOKENS)
@@ -168,7 +168,7 @@ def _make_draft(
             return make_draft(making, model, tokenizer, session, callbacks_of(show))
     except BaseException as error:
         words = shlex.join(["symbiosis-tenant", "draft", "--resume", "--adapter", str(adapter)])
-        error.add_note(Message("the adapter is complete; `{} ...` continues with its draft", words))
+        error.add_note(OptionText("the adapter is complete; `{} ...` continues with its draft", words))
         raise
 
 

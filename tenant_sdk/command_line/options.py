@@ -14,7 +14,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from shared.command_line import CommandLine
-from shared.errors import ALONE, Argument, ConfigurationError, Message, Names, Placeholder
+from shared.errors import ALONE, Argument, ConfigurationError, Names, OptionText, Placeholder
 from shared.options import Flag, arguments_of, flags_of
 from shared.secrets import Secret, text_of
 from tenant_sdk.connection.replicas.addresses import Address
@@ -103,11 +103,11 @@ class SessionRules:
         return self.allowed if self.masks else frozenset(SIGNS)
 
     @property
-    def allowed_by(self) -> Message:
+    def allowed_by(self) -> OptionText:
         """Why signs are not held against anybody, in words."""
         if not self.masks:
-            return Message("no one-time masks are asked for")
-        return Message("allowed by {allow_same}")
+            return OptionText("no one-time masks are asked for")
+        return OptionText("allowed by {allow_same}")
 
 
 class SessionOptions:
@@ -174,20 +174,20 @@ class SessionOptions:
         arguments = self.arguments
         if "fingerprints" in arguments and "fingerprint_key" not in arguments:
             raise ConfigurationError(
-                Message(
+                OptionText(
                     "{fingerprints} needs {fingerprint_key}: the variable with the key that "
                     "`symbiosis-tenant fingerprint` printed"
                 )
             )
         if "token" not in arguments and self.profile and "provider" in self.given:
             raise ConfigurationError(
-                Message(
+                OptionText(
                     "{token} is missing: {provider} replaces the executor of {profile}, and a profile's "
                     "token is not sent to another. Name the variable with this provider's own token"
                 )
             )
         if "token" not in arguments:
-            raise ConfigurationError(Message("{token} is missing: the variable with the provider's token"))
+            raise ConfigurationError(OptionText("{token} is missing: the variable with the provider's token"))
         for name in ("token", "fingerprint_key"):
             text_of(arguments.get(name))  # now, while nothing has been loaded
         config = SessionConfig(**arguments)

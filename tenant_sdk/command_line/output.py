@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shared import imports
-from shared.errors import Message, Names, counted
+from shared.errors import Names, OptionText, counted
 from shared.options import flags_of
 from tenant_sdk.command_line.context_options import AnswerOptions, ContextOptions, PromptOptions
 from tenant_sdk.connection.urls import party_name
@@ -122,7 +122,7 @@ def report_interruption() -> Iterator[None]:
 
 def shown(line: str) -> str:
     """With options as the command line has them."""
-    return line.shown(NAMES) if isinstance(line, Message) else line
+    return line.shown(NAMES) if isinstance(line, OptionText) else line
 
 
 def print_notes(error: BaseException) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shared.errors import AuthenticationError, Message, ProtocolVersionError, SymbiosisError
+from shared.errors import AuthenticationError, OptionText, ProtocolVersionError, SymbiosisError
 from shared.secrets import Secret
 from tenant_sdk.command_line.options import Target
 
 
-def remedy_of(error: SymbiosisError, step: str, target: Target, advice: Message) -> Message | str:
+def remedy_of(error: SymbiosisError, step: str, target: Target, advice: OptionText) -> OptionText | str:
     """What to do about a step that failed.
 
     Args:
@@ -20,27 +20,27 @@ def remedy_of(error: SymbiosisError, step: str, target: Target, advice: Message)
     url, ca = target.option("provider"), target.option("ca")
     certificate = target.option("client_certificate")
     return {
-        "url": Message("give the URL that `symbiosis-provider serve` printed with {}", url),
+        "url": OptionText("give the URL that `symbiosis-provider serve` printed with {}", url),
         "environment": "`unset SSLKEYLOGFILE`, and delete the file that it names if it holds keys",
-        "authority": Message(
+        "authority": OptionText(
             "look whether these files are there, and hold what they should: its ca.pem with {}, and if it "
             "asks for a client certificate, {}",
             ca,
             certificate,
         ),
-        "dns": Message(
+        "dns": OptionText(
             "look for a typing error in {}; on a private network, ask for its DNS server or VPN", url
         ),
-        "directory": Message(
+        "directory": OptionText(
             "compare {} with what `serve --local-dir` printed; both must run as one user", url
         ),
-        "tcp": Message(
+        "tcp": OptionText(
             "compare {} with the URL that `serve` printed; ask whether it runs, and on an address that this "
             "machine may reach (`serve --host`, firewall)",
             url,
         ),
         "tls": advice or "look into the executor's log at the time of this check",
-        "client cert": Message("ask its operator for a client certificate, and give {}", certificate),
+        "client cert": OptionText("ask its operator for a client certificate, and give {}", certificate),
         "manifest": "compare the versions of both sides and the options given here",
         "transcript": "ask its operator why it does; in an audit it is meant",
         "digest": "ask its operator which weights these are before you send anything to them",

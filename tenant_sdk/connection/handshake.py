@@ -20,7 +20,7 @@ from shared.errors import (
     ConfigurationError,
     ConnectError,
     ConnectionRefused,
-    Message,
+    OptionText,
     Placeholder,
     ProtocolVersionError,
     SymbiosisError,
@@ -165,7 +165,7 @@ def start_tls(sock: socket.socket, host: str, context: ssl.SSLContext) -> ssl.SS
         ) from error
 
 
-def why_untrusted(ca: str | Path | None, option: str) -> Message:
+def why_untrusted(ca: str | Path | None, option: str) -> OptionText:
     """What to say of a certificate that nobody trusted signed.
 
     Args:
@@ -174,13 +174,13 @@ def why_untrusted(ca: str | Path | None, option: str) -> Message:
     """
     if ca is None:
         argument = Argument(option, Placeholder("FILE"))
-        return Message(
+        return OptionText(
             ": {} was not given, and no authority that this machine knows signed the certificate; ask its "
             "operator for the ca.pem that belongs to this server, and give {}",
             argument,
             argument,
         )
-    return Message(
+    return OptionText(
         ": another authority signed the certificate than that in {}; ask its operator for the ca.pem that "
         "belongs to this server",
         Argument(option, ca),

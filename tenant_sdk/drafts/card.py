@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from shared.encoded import UNREADABLE, read_within
-from shared.errors import ConfigurationError, Message, ModelMismatch
+from shared.errors import ConfigurationError, ModelMismatch, OptionText
 from tenant_sdk.drafts.options import CARD
 from tenant_sdk.storage import ADAPTER_CONFIG
 
@@ -68,7 +68,7 @@ def read_card(folder: Path) -> DraftCard:
     try:
         if (folder / ADAPTER_CONFIG).exists() and not (folder / CARD).exists():
             raise ConfigurationError(
-                Message("{} holds an adapter and no draft: give it with {adapter}", str(folder))
+                OptionText("{} holds an adapter and no draft: give it with {adapter}", str(folder))
             )
         card = msgspec.json.decode(read_within(folder / CARD, _CARD_BYTES), type=DraftCard)
     except FileNotFoundError as error:
@@ -92,7 +92,7 @@ def check_adapter(card: DraftCard, folder: Path, *, adapted: bool) -> None:
     """
     if card.adapter and not adapted:
         raise ModelMismatch(
-            Message(
+            OptionText(
                 "the draft in {} is for an adapter, and none is used: give that with {adapter}, or leave out "
                 "{draft}",
                 str(folder),
@@ -100,7 +100,7 @@ def check_adapter(card: DraftCard, folder: Path, *, adapted: bool) -> None:
         )
     if adapted and not card.adapter:
         raise ModelMismatch(
-            Message(
+            OptionText(
                 "the draft in {} is for the base model, and an adapter is used: train one with `draft "
                 "--adapter`, or leave out {draft}",
                 str(folder),

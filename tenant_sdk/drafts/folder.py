@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shared.command_line import version
 from shared.encoded import read_within
-from shared.errors import ConfigurationError, Message, ModelMismatch
+from shared.errors import ConfigurationError, ModelMismatch, OptionText
 from shared.wire.messages import Manifest
 from tenant_sdk.drafts.card import DraftCard, check_adapter, read_card
 from tenant_sdk.drafts.decoding import Draft, DraftPace
@@ -144,7 +144,7 @@ def check_fits(card: DraftCard, folder: Path, manifest: Manifest, digest: str) -
     check_adapter(card, folder, adapted=bool(digest))
     if card.adapter != digest:
         raise ModelMismatch(
-            Message(
+            OptionText(
                 "the draft in {} is for another adapter: train one with `draft --adapter`, or leave out "
                 "{draft}",
                 str(folder),
@@ -160,7 +160,7 @@ def check_base(card: DraftCard, folder: Path, manifest: Manifest) -> None:
     """
     if card.weights != manifest.weights:
         raise ModelMismatch(
-            Message(
+            OptionText(
                 "the draft in {} was made for {} (weights {}), but this session's base is {} (weights {})",
                 *(str(folder), plain_name(card.model), plain_name(card.weights[:16])),
                 *(plain_name(manifest.model), manifest.weights[:16]),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from shared.errors import ConfigurationError, Message
+from shared.errors import ConfigurationError, OptionText
 from tenant_sdk.model.remote_weight import RemoteWeight
 
 WIDENING = 2  # width of the hidden layer, in widths of the model
@@ -140,7 +140,7 @@ def head_of(model: Any) -> tuple[Tensor, Tensor | None]:
         )
     if isinstance(weight, RemoteWeight):
         raise ConfigurationError(
-            Message(
+            OptionText(
                 "a draft needs the output head on this machine: leave out {offload_head}", offload_head=True
             )
         )

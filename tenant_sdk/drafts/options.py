@@ -7,14 +7,14 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from shared.errors import ConfigurationError, Message
+from shared.errors import ConfigurationError, OptionText
 from shared.options import Option
 from tenant_sdk.tuning.options import AdapterChoice, ReadingOptions
 
 _TEXT, _DRAFT = "Text", "Draft"
 ANSWER_TOKENS = 256
 CARD = "draft.json"  # in a draft's folder
-VIRTUAL_TOKENS = Message(
+VIRTUAL_TOKENS = OptionText(
     "a draft does not go with adapters of virtual tokens (methods prompt, p-tuning and prefix): leave out "
     "the draft"
 )
@@ -79,4 +79,4 @@ class DraftOptions(AdapterChoice, ReadingOptions):
         """Refuse values out of bounds."""
         super().__post_init__()
         if not self.data and not self.prompts:
-            raise ConfigurationError(Message("a draft is trained on text: give {data} or {prompts}"))
+            raise ConfigurationError(OptionText("a draft is trained on text: give {data} or {prompts}"))

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import ConfigurationError, Message
+from shared.errors import ConfigurationError, OptionText
 from tenant_sdk.gateway.options import RANKS
 from tenant_sdk.storage import ADAPTER_CONFIG as CONFIG
 from tenant_sdk.storage import ADAPTER_WEIGHTS as WEIGHTS
@@ -198,7 +198,7 @@ def _check_servable(config: PeftConfig, source: Path, most_rank: int) -> None:
             "for it, or train one without"
         )
     if (rank := _rank(config)) > most_rank:
-        how = Message("start it with {max_rank}", max_rank=_rank_bound(rank))
+        how = OptionText("start it with {max_rank}", max_rank=_rank_bound(rank))
         raise ConfigurationError(
             "the adapter in {} has rank {}; this gateway has room for {}: {}",
             *(str(source), rank, most_rank),

@@ -37,7 +37,7 @@ class Refusal(NamedTuple):
         return json.dumps(self.body()).encode()
 
 
-class Failure(enum.StrEnum):
+class StepFailure(enum.StrEnum):
     """What can be wrong when a step fails."""
 
     AWAY = "away"  # the provider or a mask source; it may be back
@@ -45,7 +45,7 @@ class Failure(enum.StrEnum):
     HERE = "here"
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
+    def of(cls, error: Exception) -> StepFailure:
         """The kind of an error that a session raised, or vLLM."""
         if isinstance(error, (VerificationError, ModelMismatch, WireError)):
             return cls.WRONG
@@ -58,13 +58,13 @@ def failure_refusal(failure: str, message: str, retry_after: int) -> Refusal:
     """What clients are told when a step failed.
 
     Args:
-        failure: a ``Failure``.
+        failure: a ``StepFailure``.
         retry_after: seconds after which an executor that is away may be back.
     """
-    if failure == Failure.WRONG:
+    if failure == StepFailure.WRONG:
         message += ". If an answer was wrong, this gateway asks for nothing more until it is started again"
         return Refusal(502, "provider_error", message)
-    if failure == Failure.AWAY:
+    if failure == StepFailure.AWAY:
         return Refusal(503, "provider_unavailable", message, retry_after)
     return Refusal(500, "server_error", message or "the gateway failed; its log says why")
 

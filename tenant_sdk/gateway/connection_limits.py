@@ -24,7 +24,7 @@ CONNECTIONS = 1024  # that have shown one, of all clients
 
 
 @dataclass(frozen=True)
-class Connections:
+class ConnectionLimits:
     """What all connections of a server share.
 
     Args:
@@ -40,7 +40,7 @@ class Connections:
     unread: Reservations
 
     @classmethod
-    def at(cls, authenticator: Authenticator) -> Connections:
+    def at(cls, authenticator: Authenticator) -> ConnectionLimits:
         """Those that an authenticator admits."""
         known, unread = (
             Reservations.one_each(most, authenticator.clients) for most in (CONNECTIONS, UNREAD_BYTES)
@@ -55,7 +55,7 @@ class Connections:
 class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
     """One connection."""
 
-    shared: Connections
+    shared: ConnectionLimits
     _client: str | None = None
     _late: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None

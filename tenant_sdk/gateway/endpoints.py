@@ -26,12 +26,12 @@ from tenant_sdk.gateway.adapter_registry import AdapterRegistry
 from tenant_sdk.gateway.adapters import Adapter
 from tenant_sdk.gateway.admission import Authenticator, Queue, Refusal
 from tenant_sdk.gateway.constraint_checks import ConstraintChecker
-from tenant_sdk.gateway.http_frontend import GENERATES, TOKENIZES, HttpFrontend, Served
+from tenant_sdk.gateway.http_frontend import GENERATES, TOKENIZES, HttpFrontend, ServedNames
 from tenant_sdk.gateway.log_redaction import redact_library_logs
 from tenant_sdk.gateway.metrics import Collector, rates
 from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.round_robin import CachedAnswer
-from tenant_sdk.gateway.status import Status
+from tenant_sdk.gateway.status import GatewayStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,7 +139,7 @@ class Endpoints:
             queue=self._queue,
             folder=settings.folder,
             retry_after=settings.retry_after,
-            served=Served(
+            served=ServedNames(
                 context=lambda: self.engine.model_config.max_model_len,
                 parser=self._parser,
                 constraint_checker=lambda: self._constraint_checker,
@@ -263,7 +263,7 @@ class Endpoints:
         return Response(await self._status_text(), media_type="application/json")
 
     def _status_now(self) -> bytes:
-        status = Status.read(self._settings.folder)
+        status = GatewayStatus.read(self._settings.folder)
         return msgspec.json.encode(
             {
                 "about": self._settings.about,
@@ -303,7 +303,7 @@ class Endpoints:
                 if sample.name in _PAGE_METRICS:
                     counts[_PAGE_METRICS[sample.name]] += sample.value
         with suppress(OSError, msgspec.DecodeError):
-            status = Status.read(self._settings.folder)
+            status = GatewayStatus.read(self._settings.folder)
             names = ("steps", "sequences", "products", "rows", "rows_ahead", "seconds_waiting")
             counts |= {name: float(getattr(status, name)) for name in names}
         return counts

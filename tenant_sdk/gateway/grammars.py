@@ -69,12 +69,12 @@ def _grammars(constraint: Constraint) -> list[str]:
 
 
 def trial(tokenizer: llguidance.LLTokenizer, constraint: Constraint) -> str:
-    """Compile it and go on for some tokens of chance; why that failed, or an empty text."""
+    """Compile it and go on for some random tokens; why that failed, or an empty text."""
     try:
         matcher = compiled(tokenizer, constraint)
     except ValueError as error:
         return " ".join(str(error).split())[:400]
-    chance = random.SystemRandom()  # else its author would know which tokens are tried
+    drawn = random.SystemRandom()  # else its author would know which tokens are tried
     for _ in range(STEPS):
         allowed = bytearray(matcher.compute_bitmask())
         if matcher.is_error():
@@ -84,8 +84,8 @@ def trial(tokenizer: llguidance.LLTokenizer, constraint: Constraint) -> str:
         nonempty = [at for at, bits in enumerate(allowed) if bits]
         if not nonempty:
             break
-        at = chance.choice(nonempty)
-        bit = chance.choice([bit for bit in range(8) if allowed[at] >> bit & 1])
+        at = drawn.choice(nonempty)
+        bit = drawn.choice([bit for bit in range(8) if allowed[at] >> bit & 1])
         if not matcher.consume_token(8 * at + bit):
             break
     return ""

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from tenant_sdk.gateway.admission import Authenticator, Failure, Queue, Refusal, failure_refusal
+from tenant_sdk.gateway.admission import Authenticator, Queue, Refusal, StepFailure, failure_refusal
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.request_limits import text_bytes
 from tenant_sdk.gateway.requests import RESPONSES, ParsedRequest, parse_request
 from tenant_sdk.gateway.reservations import Reservations
 from tenant_sdk.gateway.round_robin import FairLock, current_client
-from tenant_sdk.gateway.status import SequenceErrors, Status, request_name
+from tenant_sdk.gateway.status import GatewayStatus, SequenceErrors, request_name
 from tenant_sdk.gateway.status_page import HEADERS, PAGE
 
 Message = MutableMapping[str, Any]
@@ -62,7 +62,7 @@ class ChecksConstraints(Protocol):
         """Why a constraint is refused; or empty."""
 
 
-class Served(NamedTuple):
+class ServedNames(NamedTuple):
     """What ``HttpFrontend`` knows of what is served.
 
     Attributes:
@@ -86,10 +86,10 @@ class HttpFrontend:
     Args:
         application: vLLM's.
         authenticator, queue: who comes in, and how many.
-        folder: where the worker writes its ``Status``.
+        folder: where the worker writes its ``GatewayStatus``.
         retry_after: seconds in which a provider that is away may be back.
         served: what it knows of what is served.
-        clock: seconds, as ``Status.failed_at``.
+        clock: seconds, as ``GatewayStatus.failed_at``.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class HttpFrontend:
         queue: Queue,
         folder: Path,
         retry_after: int,
-        served: Served,
+        served: ServedNames,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._application, self._authenticator, self._queue = application, authenticator, queue
@@ -164,7 +164,7 @@ class HttpFrontend:
             return await _refuse(send, Refusal(405, "invalid_request_error", f"{path} is only read"))
         if path == "/":
             return await _respond(send, PAGE.encode(), b"text/html; charset=utf-8", HEADERS)
-        status = Status.read(self._folder)
+        status = GatewayStatus.read(self._folder)
         if status.failing:
             return await _refuse(send, failure_refusal(status.failure, status.error, self._retry_after))
         return await _respond(send, b'{"status":"ok"}', b"application/json")
@@ -294,8 +294,8 @@ class HttpFrontend:
 
     def _executors_away(self) -> Refusal | None:
         """What would be told after the patience, if executors are known to be away."""
-        status = Status.read(self._folder)
-        if not status.failing or status.failure != Failure.AWAY:
+        status = GatewayStatus.read(self._folder)
+        if not status.failing or status.failure != StepFailure.AWAY:
             return None
         return failure_refusal(status.failure, status.error, self._retry_after)
 
@@ -322,7 +322,7 @@ class HttpFrontend:
     def _step_refusal(self, name: str, since: float) -> Refusal:
         if why := SequenceErrors.reason(self._folder, name):
             return Refusal(422, "invalid_request_error", why)
-        status = Status.read(self._folder)
+        status = GatewayStatus.read(self._folder)
         if status.failed_at < since:  # whatever it was, no step failed
             return failure_refusal("", "", 0)
         return failure_refusal(status.failure, status.error, self._retry_after)

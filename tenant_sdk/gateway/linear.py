@@ -28,7 +28,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from shared.errors import ConfigurationError, Message, ModelMismatch, SymbiosisError
+from shared.errors import ConfigurationError, ModelMismatch, OptionText, SymbiosisError
 from shared.ring.rows import all_finite_below
 from shared.wire.header import Direction, RequestClass
 from tenant_sdk.gateway.connection import open_here, session_here
@@ -109,7 +109,7 @@ _failed: list[GroupMembers] = []  # of the last layer whose products did
 
 
 def probe() -> None:
-    """Ask for what failed last, of one row of chance, to see whether executors are there.
+    """Ask for what failed last, with one random row, to see whether executors are there.
 
     Raises:
         SymbiosisError: one is not.
@@ -201,7 +201,7 @@ def check_adaptable(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if isinstance(getattr(layer, "quant_method", None), RemoteLinearMethod) and id(layer) not in fine:
             raise ModelMismatch(
-                Message("vLLM takes no adapters on {}; start the gateway without {adapters}", name)
+                OptionText("vLLM takes no adapters on {}; start the gateway without {adapters}", name)
             )
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from tenant_sdk.gateway.status import Status
+from tenant_sdk.gateway.status import GatewayStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +47,7 @@ class Collector:
 
     def collect(self) -> Iterator[Metric]:
         """See prometheus_client."""
-        status = Status.read(self._folder)
+        status = GatewayStatus.read(self._folder)
         for name, help_ in {
             "steps": "Steps of the model.",
             "failed_steps": "Steps that failed, with all requests in them.",

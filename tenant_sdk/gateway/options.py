@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from shared.errors import Argument, ConfigurationError, Message
+from shared.errors import Argument, ConfigurationError, OptionText
 from shared.options import Option, check_fields
 from shared.secrets import Secret, text_of
 from tenant_sdk.drafts.card import draft_folders
@@ -182,9 +182,9 @@ class GatewayOptions:
         if self.adapters is not None and not self.adapters.is_dir():
             raise ConfigurationError(f"there is no such folder: {self.adapters}; make it, it may be empty")
         if self.max_rank is not None and self.adapters is None:
-            raise ConfigurationError(Message("{max_rank} is for adapters: give {adapters} too"))
+            raise ConfigurationError(OptionText("{max_rank} is for adapters: give {adapters} too"))
         if self.draft_tokens is not None and not self.speculate:
-            raise ConfigurationError(Message("{draft_tokens} is for {speculate}: give that too"))
+            raise ConfigurationError(OptionText("{draft_tokens} is for {speculate}: give that too"))
         if self.chat_template is not None and not self.chat_template.is_file():
             raise ConfigurationError(
                 "{chat_template}: there is no such file", chat_template=self.chat_template
@@ -201,7 +201,7 @@ class GatewayOptions:
 
     def _check_keys(self) -> None:
         if self.api_key and not self.keys:
-            raise ConfigurationError(Message("{api_key} holds no API key"))
+            raise ConfigurationError(OptionText("{api_key} holds no API key"))
         if any(len(key) < 16 or not key.isascii() or not key.isprintable() for key in self.keys):
             raise ConfigurationError("an API key has at least 16 printable ASCII characters")
         for name in ("max_sequences", *(["max_adapters"] if self.adapters is not None else [])):

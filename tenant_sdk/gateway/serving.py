@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import ConfigurationError, Message, SymbiosisError
+from shared.errors import ConfigurationError, OptionText, SymbiosisError
 from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.adapters import largest_rank
 from tenant_sdk.gateway.admission import MAX_ADAPTERS, Authenticator
@@ -35,7 +35,7 @@ from tenant_sdk.gateway.folder import (
 )
 from tenant_sdk.gateway.options import DRAFT_TOKENS, LOOKUP, RANKS, GatewayOptions
 from tenant_sdk.gateway.round_robin import TOKENIZING_THREADS
-from tenant_sdk.gateway.status import Status
+from tenant_sdk.gateway.status import GatewayStatus
 from tenant_sdk.gateway.tool_calls import JSON_CALLS
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def check_drafts(options: GatewayOptions, manifest: Manifest) -> None:
         check_base(card, folder, manifest)
         if card.adapter and options.adapters is None:
             raise ConfigurationError(
-                Message(
+                OptionText(
                     "the draft in {} is for an adapter: give the adapters' folder with {adapters}",
                     str(folder),
                 )
@@ -375,7 +375,7 @@ def _run(arguments: list[str], settings: GatewaySettings) -> None:
     from vllm.plugins import load_endpoint_plugins
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from tenant_sdk.gateway.connection_limits import Connections
+    from tenant_sdk.gateway.connection_limits import ConnectionLimits
     from tenant_sdk.gateway.endpoints import Endpoints
     from tenant_sdk.gateway.vllm_patches import (
         end_while_starting,
@@ -393,10 +393,10 @@ def _run(arguments: list[str], settings: GatewaySettings) -> None:
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     validate_parsed_serve_args(parsed)
     try:
-        arrivals = Connections.at(settings.authenticator).protocol()
+        arrivals = ConnectionLimits.at(settings.authenticator).protocol()
         uvloop.run(run_server(parsed, http=arrivals, ws="none", timeout_graceful_shutdown=SHUTDOWN_SECONDS))
     except RuntimeError as error:
-        why = Status.read(settings.folder).error
+        why = GatewayStatus.read(settings.folder).error
         if why and Endpoints.engine is None:  # it did not start, and the worker said so in a sentence
             raise ConfigurationError(why) from error
         raise

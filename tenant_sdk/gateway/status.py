@@ -13,7 +13,7 @@ FILE, ENDED_FILE = "status.json", "ended.json"
 REMEMBERED = 256  # sequences that ended with an error of their own
 
 
-class Status(msgspec.Struct, kw_only=True):
+class GatewayStatus(msgspec.Struct, kw_only=True):
     """Counts since the start, and how the last step ended.
 
     Attributes:
@@ -48,7 +48,7 @@ class Status(msgspec.Struct, kw_only=True):
         _write(folder / FILE, self)
 
     @classmethod
-    def read(cls, folder: Path) -> Status:
+    def read(cls, folder: Path) -> GatewayStatus:
         """The last one written; one of zeros before that."""
         try:
             return msgspec.json.decode((folder / FILE).read_bytes(), type=cls)

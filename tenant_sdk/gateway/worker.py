@@ -21,13 +21,13 @@ from shared.listeners import groups_without_listeners
 from shared.options import flags_of
 from shared.wire.header import RequestClass
 from tenant_sdk.gateway import vllm_patches
-from tenant_sdk.gateway.admission import Failure
+from tenant_sdk.gateway.admission import StepFailure
 from tenant_sdk.gateway.connection import session_here
 from tenant_sdk.gateway.draft_proposer import Proposer
 from tenant_sdk.gateway.linear import RequestOptions, check_adaptable, non_finite_rows, probe, request_options
 from tenant_sdk.gateway.log_redaction import redact_library_logs, redacted
 from tenant_sdk.gateway.options import GatewayOptions
-from tenant_sdk.gateway.status import Status
+from tenant_sdk.gateway.status import GatewayStatus
 from tenant_sdk.session.options import SessionConfig
 
 if current_platform.is_cpu():
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STATUS_SECONDS = 0.5  # between two states of ``Status``
+STATUS_SECONDS = 0.5  # between two states of ``GatewayStatus``
 ADAPTER_MOST = 1e6  # of what an adapter adds to a layer's output, for inputs about 1
 TRIED_ROWS = 8
 PROBE_SECONDS = 2.0  # between two looks at a provider that was away
@@ -76,7 +76,7 @@ class Worker(Base):  # type: ignore[misc]
     def load_model(self, *arguments: Any, **options: Any) -> None:
         """See vLLM.
 
-        What is wrong with the model or the executor is told in ``Status``, and ends the process.
+        What is wrong with the model or the executor is told in ``GatewayStatus``, and ends the process.
         """
         vllm_patches.multiply_adapters_in_segments()
         try:
@@ -91,7 +91,7 @@ class Worker(Base):  # type: ignore[misc]
                 if isinstance(error, SymbiosisError)
                 else f"vLLM does not take this: {error}"
             )
-            Status(error=why).write(Path(self.vllm_config.model_config.model))
+            GatewayStatus(error=why).write(Path(self.vllm_config.model_config.model))
             raise SystemExit(1) from error  # without pages on how it came there
         if current_platform.is_cpu():
             from tenant_sdk.gateway.segmented import multiply_meanwhile
@@ -101,7 +101,7 @@ class Worker(Base):  # type: ignore[misc]
         vllm_patches.patch_sampling()
         self._lost, self._in_step = dict[str, str](), list[str]()
         config = self.vllm_config
-        self._folder, self._status = Path(config.model_config.model), Status()
+        self._folder, self._status = Path(config.model_config.model), GatewayStatus()
         self._status_lock = threading.Lock()
         speculation = config.speculative_config
         self._draft = speculation.num_speculative_tokens if speculation else 0
@@ -158,7 +158,7 @@ class Worker(Base):  # type: ignore[misc]
         ours, status = isinstance(error, (SymbiosisError, LoRAAdapterNotFoundError)), self._status
         log.warning("a step failed: %s", error if ours else redacted(error))
         status.failed_steps += 1
-        status.failure = Failure.of(error)
+        status.failure = StepFailure.of(error)
         status.error = _error_for_user(error) if ours else ""
         status.failed_at = time.monotonic()
         self._write_status(failing=True)  # before the clients are told
@@ -224,12 +224,12 @@ class Worker(Base):  # type: ignore[misc]
             pause.wait(STATUS_SECONDS)
             waited += STATUS_SECONDS
             status = self._status
-            if status.failing and status.failure != Failure.WRONG and waited >= PROBE_SECONDS:
+            if status.failing and status.failure != StepFailure.WRONG and waited >= PROBE_SECONDS:
                 waited, failed_at = 0.0, status.failed_at
                 try:
                     probe()
                 except SymbiosisError as error:  # which may be another: back with another model, say
-                    status.failure, status.error = Failure.of(error), _error_for_user(error)
+                    status.failure, status.error = StepFailure.of(error), _error_for_user(error)
                     continue
                 except Exception:  # or nobody would look again, and all would be refused
                     log.exception("cannot look whether the executor is back")
@@ -282,8 +282,8 @@ def _zero_lost_rows(_: Any, __: Any, hidden: Any) -> Any:
 
 def _has_ordinary_size(down: torch.Tensor, up: torch.Tensor) -> bool:
     """Whether ``x A^T B^T`` is of an ordinary size; the scale is in B."""
-    chance = torch.Generator()
-    chance.seed()  # its author must not know the rows
-    x = torch.randn(TRIED_ROWS, down.shape[1], generator=chance)
+    generator = torch.Generator()
+    generator.seed()  # its author must not know the rows
+    x = torch.randn(TRIED_ROWS, down.shape[1], generator=generator)
     product = x @ down.cpu().float().T @ up.cpu().float().T
     return bool((product.abs() < ADAPTER_MOST).all())

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shared.buffers import MAX_BUFFERS, buffer_bytes
 from shared.compat import parameters_without_memory
-from shared.errors import Argument, ConfigurationError, Message, ModelMismatch, peer_text
+from shared.errors import Argument, ConfigurationError, ModelMismatch, OptionText, peer_text
 from shared.wire.header import Direction
 from shared.wire.messages import TENANT_FILES, Manifest, ParameterInfo
 from tenant_sdk.connection.remote import RemoteExecutor
@@ -191,9 +191,9 @@ def _check_memory(
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > memory:
         padded, routed = Argument("experts", "padded"), Argument("experts", "routed")
-        elsewhere = Message(". Much of it are experts: {} or {} leaves them with it", padded, routed)
+        elsewhere = OptionText(". Much of it are experts: {} or {} leaves them with it", padded, routed)
         raise ModelMismatch(
-            Message(
+            OptionText(
                 "the executor lists parameters of {:.1f} GiB for this machine, which has {:.1f} GiB of "
                 "memory{}",
                 *(size / 2**30, memory / 2**30, elsewhere if experts and not placement.remote else ""),

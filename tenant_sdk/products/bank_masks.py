@@ -66,11 +66,7 @@ class BankMasks(MaskGenerator):
         self._fork_guard.check()
         with self._lock:
             bank, now = self._banks.get(key), self._clock()
-            if (
-                bank is None
-                or bank.used > self._options.rotate_rows
-                or now - bank.made > self._options.rotate_seconds
-            ):
+            if bank is None or self._options.is_worn(bank.used, now - bank.made):
                 bank = self._banks[key] = _Bank(*self._make(key), made=now)
             bank.used += rows
         drawn = np.frombuffer(self._entropy(rows), np.uint8).astype(np.int64)

@@ -28,3 +28,7 @@ class NoiseBankOptions:
             raise ConfigurationError(f"masks must be a power of two from 1 to 256, not {self.masks}")
         if self.scale <= 0 or self.rotate_rows < 1 or self.rotate_seconds <= 0:
             raise ConfigurationError("scale, rotate_rows and rotate_seconds must be positive")
+
+    def is_worn(self, rows: int, seconds: float) -> bool:
+        """Whether a bank that masked so many rows in so many seconds is to be replaced."""
+        return rows > self.rotate_rows or seconds > self.rotate_seconds

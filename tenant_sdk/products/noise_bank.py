@@ -151,9 +151,7 @@ class NoiseBank(PrivacyMode):
                 bank = self._banks[key] = fetched.result()  # raises what the fetch raised
             if bank is not None:
                 bank.rows += rows
-                options = self._options
-                old = self._clock() - bank.made > options.rotate_seconds
-                if bank.next is None and (old or bank.rows > options.rotate_rows):
+                if bank.next is None and self._options.is_worn(bank.rows, self._clock() - bank.made):
                     bank.next = self._fetcher.submit(self._make, group, direction)
                 return bank
         new_bank = self._make(group, direction)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from shared.errors import ConfigurationError, Message, Placeholder
+from shared.errors import ConfigurationError, OptionText, Placeholder
 
 WINDOWS = (8192, 4096, 2048, 1024, 512, 256, 128)  # tokens of all sequences of a batch together
 FEW = 1024  # from as many on a window costs hardly more than the whole
@@ -135,7 +135,7 @@ def plan_step(
     if budget is None:
         return least
     enough = budget + (least.memory - memory) / GIB
-    error = Message(
+    error = OptionText(
         "{} x {:,} tokens take {:.2f} GiB of memory at least, on top of the {:.2f} GiB that this process has "
         "already: give {memory_gib} or more, shorter sequences, or fewer at once",
         *(batch, length, least.memory / GIB, budget - memory / GIB),

@@ -190,8 +190,8 @@ def _least_seconds(products: PrivacyMode, groups: Iterable[int], shape: Shape, *
     """
     request_class = RequestClass.FINETUNING if training else RequestClass.DECODE
     count, member_bits = TRAINING_ROWS if training else 1, (1 << len(shape) - 1) - 1
-    chance = torch.Generator()  # of its own: the program's numbers stay as they are
-    forward, *backward = (torch.randn(count, width, generator=chance) for width in shape)
+    generator = torch.Generator()  # of its own: the program's numbers stay as they are
+    forward, *backward = (torch.randn(count, width, generator=generator) for width in shape)
     seconds = []
     for group in itertools.islice(itertools.cycle(groups), TRIES):
         began = time.perf_counter()

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any
 
-from shared.errors import Argument, ConfigurationError, Message, Placeholder
+from shared.errors import Argument, ConfigurationError, OptionText, Placeholder
 from shared.options import Option, check_fields
 from shared.secrets import Secret, text_of
 from tenant_sdk.connection.urls import (
@@ -40,7 +40,7 @@ EXECUTORS, TRUST, MASKS, VERIFICATION, CONNECTION, KEPT = (
     "Kept layers",
 )
 _FILE = Placeholder("FILE")
-WEAKER = Message(
+WEAKER = OptionText(
     "Weaker modes must be selected by name: {} or {}; SECURITY.md describes their limits",
     Argument("privacy", "noise-bank"),
     Argument("privacy", "plain"),

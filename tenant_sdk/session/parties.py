@@ -12,7 +12,7 @@ from shared.errors import (
     AuthenticationError,
     ConnectError,
     ConnectionRefused,
-    Message,
+    OptionText,
     Placeholder,
     TlsError,
 )
@@ -126,11 +126,11 @@ class ReplicatedExecutor:
             error.structured_message += why_untrusted(self._ca, f"{self._of}ca")
         elif isinstance(error, AuthenticationError) and not isinstance(error.__cause__, OSError):
             argument = Argument(f"{self._of}token", Placeholder("TOKEN"))
-            error.structured_message += Message(". This one was given with {}", argument)
+            error.structured_message += OptionText(". This one was given with {}", argument)
         elif isinstance(error, ConnectionRefused):
             error.structured_message += " `symbiosis-tenant doctor --wait SECONDS` waits for it"
         if self._of:
             named = error.message.startswith(url_of(address.target))
-            error.structured_message = Message(
+            error.structured_message = OptionText(
                 "mask source {}{}", "" if named else f"{address}: ", error.structured_message
             )

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 
 from shared.encoded import UNREADABLE, path_text, read_within
-from shared.errors import ALONE, ConfigurationError, Message, Placeholder, SymbiosisError
+from shared.errors import ALONE, ConfigurationError, OptionText, Placeholder, SymbiosisError
 from shared.hub import HUB
 from shared.options import Flag, check_options, described, fields_of, read_options, secret_ways
 from shared.ownership import check_own
@@ -80,7 +80,7 @@ def profile_here() -> Path | None:
     check_approved(
         HERE,
         "it chooses the executors, and programs that run for tokens",
-        Message("name another: {profile}", profile=_FILE),
+        OptionText("name another: {profile}", profile=_FILE),
     )
     return HERE.resolve()
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from shared.errors import Argument, ConfigurationError, Message, Placeholder
+from shared.errors import Argument, ConfigurationError, OptionText, Placeholder
 from tenant_sdk.connection.urls import over_tls, split_url
 
 # What can show that two parties are one operator, or lets one of them act as the other. The words are those
@@ -237,18 +237,18 @@ def _words(signs: Iterable[str]) -> str:
     return ", ".join(SIGNS[sign] for sign in signs)
 
 
-def _advice(signs: list[str], allowed: Collection[str]) -> Message:
-    return Message(
+def _advice(signs: list[str], allowed: Collection[str]) -> OptionText:
+    return OptionText(
         "provider and mask sources must be run by operators that do not collude, or the operator of both "
         "subtracts every mask. Name executors of different operators; {}",
         _waiver(signs, allowed),
     )
 
 
-def _waiver(signs: list[str], allowed: Collection[str]) -> Message:
+def _waiver(signs: list[str], allowed: Collection[str]) -> OptionText:
     """``allow_same`` with these signs too; whoever follows this replaces what was given before."""
     every = [*signs, *(sign for sign in SIGNS if sign in allowed and sign not in signs)]
-    return Message(
+    return OptionText(
         "if that is meant, {}; to try it out on one machine, {}",
         Argument("allow_same", every),
         Argument("allow_same", [ALL]),

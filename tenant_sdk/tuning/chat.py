@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.errors import ConfigurationError, Message
+from shared.errors import ConfigurationError, OptionText
 from tenant_sdk.tuning.data import chat_prompt
 from tenant_sdk.tuning.generation import Decoder, GenerationOutput, context_length, stream
 from tenant_sdk.tuning.message_parts import REASONING
@@ -93,7 +93,7 @@ class Chat:
         room = context_length(self._model) - len(tokens)
         if room < 1:
             raise ConfigurationError(
-                Message(
+                OptionText(
                     "the conversation has {} tokens, and the model's context {}: /clear begins a new one",
                     *(len(tokens), context_length(self._model)),
                 )
@@ -122,7 +122,7 @@ class Chat:
         said = answer_of(prompt, written, special, self._thought)
         if said is None:
             raise ConfigurationError(
-                Message("the answer ended within its reasoning and is not kept: raise {max_new_tokens}")
+                OptionText("the answer ended within its reasoning and is not kept: raise {max_new_tokens}")
             )
         # What was cut is no answer to learn.
         message: dict[str, Any] = {"role": "assistant", "content": said} | (

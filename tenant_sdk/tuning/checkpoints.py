@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shared.errors import ConfigurationError, Message
+from shared.errors import ConfigurationError, OptionText
 from shared.ownership import check_tree
 from tenant_sdk.storage import disk_errors
 
@@ -113,11 +113,11 @@ class TrainingCheckpoints:
             raise
         except BaseException as error:
             if newest := self._newest():
-                how = Message("run the same training again")
+                how = OptionText("run the same training again")
                 if not self._resumed:
-                    how = Message("run the same training with {resume}", resume=True)
+                    how = OptionText("run the same training with {resume}", resume=True)
                 what = "step {} is kept in {}; to go on from it, {}"
-                error.add_note(Message(what, step_of(newest), str(self.folder), how))
+                error.add_note(OptionText(what, step_of(newest), str(self.folder), how))
             raise
 
     def _newest(self) -> Path | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from shared.errors import ConfigurationError, Message, counted, peer_text
+from shared.errors import ConfigurationError, OptionText, counted, peer_text
 from tenant_sdk.tuning.characters import lost_characters_text, note_first_lines
 from tenant_sdk.tuning.conversations import (
     IGNORE_INDEX,
@@ -133,7 +133,7 @@ def chat_prompt(tokenizer: Any, messages: Messages) -> list[int]:
     Raises:
         ConfigurationError: the tokenizer has no chat template, or it does not take the messages.
     """
-    chat_template(tokenizer, "the prompt", Message("use `generate` without {system}"))
+    chat_template(tokenizer, "the prompt", OptionText("use `generate` without {system}"))
     return encode(tokenizer, generation_prompt(tokenizer, messages, None, "the prompt"))
 
 
@@ -217,7 +217,7 @@ class ReadFile:
         if long := [entry for entry in self.entries if entry.left_out]:
             longest = max(len(entry.example["input_ids"]) for entry in long)
             lines.append(
-                Message(
+                OptionText(
                     "{}: {} {} (the longest has {}) and were left out; {sequence_length} says how long "
                     "they may be",
                     *(str(self.path), len({entry.line for entry in long}), longer, longest),

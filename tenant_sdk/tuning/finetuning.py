@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from shared.errors import Message, peer_text
+from shared.errors import OptionText, peer_text
 from shared.whole import whole_folder
 from tenant_sdk.session.session import Session
 from tenant_sdk.storage import disk_errors
@@ -153,7 +153,7 @@ def _with_answers(
         return report
     except BaseException as error:
         saved = str(training.output)
-        error.add_note(Message("the training is complete, and the adapter is saved in {}", saved))
+        error.add_note(OptionText("the training is complete, and the adapter is saved in {}", saved))
         raise
     if samples:
         callbacks.samples(samples)
@@ -182,7 +182,7 @@ def _card_figures(
 
 def _save(output: Path, model: Any, session: Session, figures: dict[str, Any], tokenizer: Any) -> None:
     """Make the adapter's folder; a tokenizer goes there unless it is None."""
-    resume = Message(
+    resume = OptionText(
         "Then run the same training with {resume}: the trained adapter is in the last checkpoint.",
         resume=True,
     )

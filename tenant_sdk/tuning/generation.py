@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from shared.errors import ConfigurationError, Message, counted
+from shared.errors import ConfigurationError, OptionText, counted
 from tenant_sdk.sequences.positions import steady_length
 from tenant_sdk.sequences.text_cache import forgets
 from tenant_sdk.terminal import visible
@@ -118,7 +118,7 @@ class GenerationOutput:
     raw: str
     tokens: int
     seconds: float
-    end: Message
+    end: OptionText
     ended: bool
 
 
@@ -148,10 +148,10 @@ def check_prompt(
     if len(tokens) + sampling.most_tokens > limit:
         remaining = limit - len(tokens)
         if remaining > 0:
-            todo = Message("ask for at most {} with {max_new_tokens}", remaining)
+            todo = OptionText("ask for at most {} with {max_new_tokens}", remaining)
         else:
             fewer = counted(1 - remaining, "token")
-            todo = Message("shorten the prompt by at least {}, or more for a longer answer", fewer)
+            todo = OptionText("shorten the prompt by at least {}, or more for a longer answer", fewer)
         raise ConfigurationError(
             "{} has {} tokens and the model's context {}: {}", name, len(tokens), limit, todo
         )
@@ -199,15 +199,15 @@ def stream(
     seconds, new = time.perf_counter() - started, out[0, ids.shape[1] :].tolist()
     ended = new[-1] in (config.eos_token_id or ())
     if ended:
-        end = Message("the model ended its text")
+        end = OptionText("the model ended its text")
     elif enough.found:
-        end = Message("interrupted")
+        end = OptionText("interrupted")
     elif loop.found:
-        end = Message("the text repeated itself ({allow_loops} goes on)", allow_loops=True)
+        end = OptionText("the text repeated itself ({allow_loops} goes on)", allow_loops=True)
     elif len(new) == sampling.most_tokens:
-        end = Message("{max_new_tokens}")
+        end = OptionText("{max_new_tokens}")
     else:
-        end = Message("{stop}")
+        end = OptionText("{stop}")
     text, raw = (tokenizer.decode(new, skip_special_tokens=skip) for skip in (True, False))
     return GenerationOutput(text, raw, len(new), seconds, end, ended)
 

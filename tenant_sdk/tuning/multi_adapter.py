@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from shared.errors import ConfigurationError, Message, NonFiniteError
+from shared.errors import ConfigurationError, NonFiniteError, OptionText
 from tenant_sdk.model.virtual import without_padding
 from tenant_sdk.sequences.chunked_loss import shifted
 from tenant_sdk.session.session import Session
@@ -188,7 +188,7 @@ class MultiAdapter:
             if len(batches) > 1:
                 _refuse(tuple(name for name in batches if not self._can_run(name, batches[name])), "a row")
             raise NonFiniteError(
-                Message("{} (adapter {})", error.structured_message, ", ".join(batches)),
+                OptionText("{} (adapter {})", error.structured_message, ", ".join(batches)),
                 adapters=tuple(batches),
             ) from error
 

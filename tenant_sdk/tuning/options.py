@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from shared.errors import ConfigurationError, Message
+from shared.errors import ConfigurationError, OptionText
 from shared.options import Option, check_fields
 from tenant_sdk.tuning.adapters import find_method
 
@@ -271,13 +271,13 @@ class TrainingOptions(ReadingOptions):
             fields = type(self).__dataclass_fields__
             if any(getattr(self, name) != fields[name].default for name in ruled):
                 raise ConfigurationError(
-                    Message(
+                    OptionText(
                         "{adapter} decides these: leave out {method}, {rank}, {target_modules}, {alpha} and "
                         "{dropout}"
                     )
                 )
         if self.early_stopping and not self.held_out:
-            raise ConfigurationError(Message("{early_stopping} needs {held_out}"))
+            raise ConfigurationError(OptionText("{early_stopping} needs {held_out}"))
         if find_method(self.method).prompt_like and self.packing:
             raise ConfigurationError(
                 "{packing} does not go with {method}: its virtual tokens stand before a row, not before "

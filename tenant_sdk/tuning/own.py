@@ -24,7 +24,7 @@ from shared.buffers import check_loading
 from shared.checkpoint import Checkpoint
 from shared.configuration import quantisation_of
 from shared.encoded import OF_WEIGHTS, check_texts
-from shared.errors import CheckpointError, ConfigurationError, Message, ModelMismatch
+from shared.errors import CheckpointError, ConfigurationError, ModelMismatch, OptionText
 from shared.hub import checkpoint_folder, lies_within
 from shared.recipes import bounded_build, config_in
 from tenant_sdk.model.configuration import generation_configuration, read_configuration
@@ -117,7 +117,7 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
         open_checkpoint(folder, session.manifest)
     except ModelMismatch as error:
         raise ModelMismatch(
-            Message(
+            OptionText(
                 "{}. Give the very checkpoint that the executor serves, or none: then all that is needed "
                 "of it is downloaded",
                 error.structured_message,
@@ -218,9 +218,9 @@ def own_tokenizer(folder: Path, embeddings: int | None = None) -> Any:
     return tokenizer
 
 
-def not_used(adapter: Path) -> Message:
+def not_used(adapter: Path) -> OptionText:
     """What to say of a tokenizer that came with an adapter, whose author may be the provider."""
-    return Message(
+    return OptionText(
         "the tokenizer in {} is not used: it decides how many tokens a text has, which the provider sees. If "
         "you trust its author: {tokenizer}",
         str(adapter),

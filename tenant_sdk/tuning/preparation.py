@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
-from shared.errors import ConfigurationError, Message, Placeholder, StorageError, counted
+from shared.errors import ConfigurationError, OptionText, Placeholder, StorageError, counted
 from tenant_sdk.model.naming import base_of
 from tenant_sdk.sequences.stack import CannotSplit
 from tenant_sdk.session.session import Session
@@ -37,7 +37,7 @@ from tenant_sdk.tuning.settings import settings_of
 from tenant_sdk.tuning.trackers import check_reports, where_reports_go
 
 _PROBE_TOKENS = 32  # tokens that show how a model attends
-_NO_BASE = Message(
+_NO_BASE = OptionText(
     "the adapter's card will not say where its base is found; {base} records that, and so does "
     "`base_model_name_or_path` in the adapter's adapter_config.json, which you can edit later",
     base=Placeholder("FOLDER|hub:NAME[@REVISION]"),
@@ -185,7 +185,7 @@ def _read(
     """The examples to learn from, and those that are held out, of so many tokens at most."""
     if length < training.sequence_length:
         say(
-            Message(
+            OptionText(
                 "{sequence_length} is cut to {}: the model's context has no room for more",
                 length,
                 sequence_length=training.sequence_length,
@@ -273,7 +273,7 @@ def _check_packing(model: Any, examples: Sequence[Example]) -> None:
     model.train(was_training)
     if (one - other).norm() > 1e-3 * one.norm():  # floats are summed in another order, and rounded again
         raise ConfigurationError(
-            Message(
+            OptionText(
                 "with this model packed records would see each other: its layers do not keep apart what "
                 "`position_ids` does. Leave out {packing}"
             )

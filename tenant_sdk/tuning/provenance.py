@@ -10,7 +10,7 @@ import msgspec
 
 from shared.command_line import version
 from shared.encoded import UNREADABLE
-from shared.errors import ConfigurationError, Message, ModelMismatch
+from shared.errors import ConfigurationError, ModelMismatch, OptionText
 from tenant_sdk.model.naming import Base, plain_name
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.weights != manifest.weights:
             raise ModelMismatch(
-                Message(
+                OptionText(
                     "the adapter in {} was made for {} (weights {}), but this session's base is {} "
                     "(weights {}). Connect to an executor of that base; if both are the same model, "
                     "for example in another precision, use {allow_other_base}",

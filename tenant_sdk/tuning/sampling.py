@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from shared.errors import ConfigurationError, Message
+from shared.errors import ConfigurationError, OptionText
 from shared.options import Option, check_fields, check_text
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Sampling:
         """Refuse values that make no sense."""
         check_fields(self)
         if not all(self.stop):
-            raise ConfigurationError(Message("{stop} must be a text that is not empty"))
+            raise ConfigurationError(OptionText("{stop} must be a text that is not empty"))
         for text in self.stop:
             check_text("stop", text)
 

@@ -15,7 +15,7 @@ from transformers.integrations.integration_utils import (
     get_available_reporting_integrations,
 )
 
-from shared.errors import Argument, ConfigurationError, Message
+from shared.errors import Argument, ConfigurationError, OptionText
 from tenant_sdk.session.profiles import check_approved
 
 _DVC = (".dvc/config", ".dvc/config.local")
@@ -89,7 +89,7 @@ def check_trackers(names: Sequence[str]) -> None:
             check_approved(
                 file,
                 f"{name} reads it, and it can choose the server that gets the reports and your key",
-                Message("leave out {}", argument),
+                OptionText("leave out {}", argument),
             )
 
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 
-from shared.errors import ConfigurationError, Message, SymbiosisError
+from shared.errors import ConfigurationError, OptionText, SymbiosisError
 from tenant_sdk.storage import disk_errors
 from tenant_sdk.tuning.checkpoints import checkpoint_after, step_of
 from tenant_sdk.tuning.conversations import Example
@@ -98,7 +98,7 @@ def train(
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
-    resume = Message(
+    resume = OptionText(
         "Then run the same training with {resume}: it goes on from the last whole checkpoint.", resume=True
     )
     with disk_errors(run.folder, "a checkpoint", resume):

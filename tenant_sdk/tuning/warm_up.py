@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shared.errors import ConfigurationError, Message, peer_text
+from shared.errors import ConfigurationError, OptionText, peer_text
 from tenant_sdk.tuning.conversations import Example
 from tenant_sdk.tuning.data import Say, collate
 from tenant_sdk.tuning.evaluation import check_loss
@@ -60,7 +60,7 @@ def check_gradients(any_gradient: Mapping[str, bool], say: Say) -> None:
     """
     if not any(any_gradient.values()):
         raise ConfigurationError(
-            Message(
+            OptionText(
                 "the adapter would learn nothing: all its gradients are 0, as they are if its weights are. "
                 "Leave out {adapter} to train a new one"
             )

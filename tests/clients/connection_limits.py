@@ -14,7 +14,7 @@ import uvicorn
 
 from tenant_sdk.gateway import connection_limits
 from tenant_sdk.gateway.admission import Authenticator, UnauthenticatedConnections
-from tenant_sdk.gateway.connection_limits import Connections
+from tenant_sdk.gateway.connection_limits import ConnectionLimits
 from tenant_sdk.gateway.http_frontend import FLUSHED
 from tenant_sdk.gateway.reservations import Reservations
 
@@ -60,7 +60,7 @@ def asks(connection: socket.socket, key: int) -> bytes:
 
 
 authenticator = Authenticator(KEYS)
-connections = Connections(
+connections = ConnectionLimits(
     authenticator,
     Reservations(8, authenticator.clients),
     UnauthenticatedConnections(4),

@@ -13,7 +13,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from tenant_sdk.gateway import worker
 from tenant_sdk.gateway.linear import RemoteLinearMethod, non_finite_rows
 from tenant_sdk.gateway.segmented import SegmentedLora
-from tenant_sdk.gateway.status import Status
+from tenant_sdk.gateway.status import GatewayStatus
 from tenant_sdk.gateway.vllm_patches import for_each_draft, if_rows, sort_where_asked
 from tenant_sdk.tuning.segmented import Segments
 
@@ -90,7 +90,7 @@ assert set(output.lost) == {"second", "third"}
 assert "adapter spoiled" in output.lost["second"]
 this._lost = {}
 assert this.sample_tokens(None).sampled_token_ids == [[1], [2], [3]]
-this._status, this._in_step, this._write_status = Status(), batch, lambda failing: None
+this._status, this._in_step, this._write_status = GatewayStatus(), batch, lambda failing: None
 failed = this.sample_tokens(RuntimeError("a client's word"))
 assert isinstance(failed, worker.FailedStep)
 assert failed.sampled_token_ids == [[], [], []]

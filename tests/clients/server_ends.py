@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 
 from tenant_sdk.gateway.admission import Authenticator
-from tenant_sdk.gateway.connection_limits import Connections
+from tenant_sdk.gateway.connection_limits import ConnectionLimits
 
 PATHS = ("/waits", "/v1/chat/completions", "/v1/responses", "/partly")
 begun = threading.Semaphore(0)
@@ -33,7 +33,7 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
 sockets = [socket.create_server(("127.0.0.1", 0))]
 config = uvicorn.Config(
     application,
-    http=Connections.at(Authenticator(())).protocol(),
+    http=ConnectionLimits.at(Authenticator(())).protocol(),
     ws="none",
     lifespan="off",
     log_level="critical",

@@ -17,7 +17,7 @@ from browsers import browser, dumped
 from provider.engine.engine import Completion
 from provider.observe.admin import AdminServer
 from provider.observe.metrics import Metrics
-from provider.observe.status import PAGE, Status
+from provider.observe.status import PAGE, StatusHistory
 from provider.workers.state import WorkerState
 from shared.errors import ConfigurationError
 from shared.wire.header import Direction, Header, Operation, RequestClass
@@ -65,7 +65,7 @@ def crew() -> list[WorkerState]:
 
 
 @contextmanager
-def shown(status: Status, metrics: Metrics) -> Iterator[AdminServer]:
+def shown(status: StatusHistory, metrics: Metrics) -> Iterator[AdminServer]:
     admin = AdminServer(metrics, 0, SimpleNamespace(alive=lambda: True, not_ready=lambda: ""), status)
     try:
         yield admin
@@ -76,7 +76,7 @@ def shown(status: Status, metrics: Metrics) -> Iterator[AdminServer]:
 
 def test_a_sample_is_what_happened_since_the_last() -> None:
     metrics = counted()
-    status = Status(metrics, {"model": "m"})
+    status = StatusHistory(metrics, {"model": "m"})
     status.close()
     work(metrics)
     status.sample(1000.0, 0.5)
@@ -111,7 +111,7 @@ def test_tokens_of_an_interval() -> None:
     counts = [90, 10]
     metrics = Metrics()
     metrics.watch(lambda: 0, lambda: 0, lambda: (counts[0], counts[1]))
-    status = Status(metrics, {})
+    status = StatusHistory(metrics, {})
     status.close()
     counts[:] = [99, 11]
     status.sample(0.0, 1.0)
@@ -128,7 +128,7 @@ def get(admin: AdminServer, path: str, **headers: str) -> tuple[int, dict[str, s
 def test_the_page_needs_no_network_and_no_other_site_reads_it() -> None:
     assert not re.search(rb"https?://(?!www\.w3\.org)|@import|url\(|<link|<img|<script src", PAGE)
     metrics = counted()
-    with shown(Status(metrics, {"model": "m"}), metrics) as admin:
+    with shown(StatusHistory(metrics, {"model": "m"}), metrics) as admin:
         code, headers, body = get(admin, "/")
         assert (code, body) == (200, PAGE)
         assert headers["Content-Security-Policy"].startswith("default-src 'none'")
@@ -144,7 +144,7 @@ def test_the_page_needs_no_network_and_no_other_site_reads_it() -> None:
 
 def test_nothing_is_changed_there() -> None:
     metrics = counted()
-    with shown(Status(metrics, {}), metrics) as admin:
+    with shown(StatusHistory(metrics, {}), metrics) as admin:
         for path in ("/readyz", "/metrics", "/"):
             for method in ("POST", "PUT", "DELETE"):
                 with closing(http.client.HTTPConnection("127.0.0.1", admin.port, timeout=800)) as client:
@@ -184,7 +184,9 @@ def test_an_address_that_is_not_here() -> None:
 @browser
 def test_a_browser_shows_the_figures(tmp_path: Path) -> None:
     metrics = counted()
-    status = Status(metrics, {"model": "<b>a model</b>", "summary": "LlamaForCausalLM, ring, 48 groups"})
+    status = StatusHistory(
+        metrics, {"model": "<b>a model</b>", "summary": "LlamaForCausalLM, ring, 48 groups"}
+    )
     status.close()  # only the samples that are taken here
     for second in range(30):
         work(metrics)
@@ -208,7 +210,7 @@ def test_busy_is_the_mean_of_workers() -> None:
     """Not the time of batches, of which each worker has two at once."""
     metrics, states = counted(), crew()
     metrics.workers = lambda: states
-    status = Status(metrics, {})
+    status = StatusHistory(metrics, {})
     status.close()
     work(metrics)
     states[0] = states[0]._replace(seconds=states[0].seconds + 0.6)
@@ -242,7 +244,7 @@ def test_metrics_by_worker() -> None:
 def test_a_browser_shows_workers_where_there_are_some(tmp_path: Path) -> None:
     metrics = counted()
     metrics.workers = crew
-    with shown(Status(metrics, {"model": "m", "summary": "ring"}), metrics) as admin:
+    with shown(StatusHistory(metrics, {"model": "m", "summary": "ring"}), metrics) as admin:
         page = dumped(f"http://127.0.0.1:{admin.port}/", tmp_path)
     assert re.search(
         r"<td>0 on cpu</td><td>1</td><td[^>]*>up for 2 h</td><td>24</td><td>1,200</td><td>48,000</td>"

@@ -20,7 +20,7 @@ from conftest import Executor
 from drafting import guessing
 from transformers import AutoTokenizer
 
-from shared.errors import ConfigurationError, Message
+from shared.errors import ConfigurationError, OptionText
 from tenant_sdk.command_line.answers import _run_command
 from tenant_sdk.sequences.contexts import LongContext
 from tenant_sdk.session.session import Session
@@ -283,7 +283,7 @@ def test_commands(
     ],
 )
 def test_reasoning_is_no_part_of_the_answer(prompt: str, raw: str, said: str | None) -> None:
-    written = GenerationOutput(raw.removesuffix("</s>"), raw, 3, 1.0, Message("x"), True)
+    written = GenerationOutput(raw.removesuffix("</s>"), raw, 3, 1.0, OptionText("x"), True)
     assert answer_of(prompt, written, ["</s>"], None) == said
 
 
@@ -298,7 +298,7 @@ def test_reasoning_is_no_part_of_the_answer(prompt: str, raw: str, said: str | N
     ],
 )
 def test_reasoning_within_an_answer_is_not_kept(raw: str, known: Thought | None) -> None:
-    written = GenerationOutput(raw.removesuffix("</s>"), raw, 3, 1.0, Message("x"), True)
+    written = GenerationOutput(raw.removesuffix("</s>"), raw, 3, 1.0, OptionText("x"), True)
     with pytest.raises(ConfigurationError, match=r"has reasoning within, .* is not kept"):
         answer_of("assistant: ", written, ["</s>", "<|on>", "<off|>"], known)
 
@@ -328,7 +328,7 @@ def test_the_template_says_how_reasoning_ends(template: str, raw: str, said: Any
     text = raw
     for token in ("<|on>", "<off|>", "</s>"):
         text = text.replace(token, "")
-    written = GenerationOutput(text, raw, 3, 1.0, Message("x"), raw.endswith("</s>"))
+    written = GenerationOutput(text, raw, 3, 1.0, OptionText("x"), raw.endswith("</s>"))
     known = thought_of(tokenizer)
     assert (known is None) == (not template)
     if said is ConfigurationError or said == "may be reasoning":
@@ -347,7 +347,7 @@ def test_a_prompt_that_opens_a_thought(raw: str, said: str | None, talkative: Pa
     )
     known = thought_of(tokenizer)
     assert known == Thought("", "</think>")
-    written = GenerationOutput(raw.removesuffix("</s>"), raw, 3, 1.0, Message("x"), True)
+    written = GenerationOutput(raw.removesuffix("</s>"), raw, 3, 1.0, OptionText("x"), True)
     assert answer_of("assistant: <think>\n", written, ["</s>"], known) == said
 
 
@@ -355,7 +355,7 @@ def test_an_answer_that_says_nothing_is_no_part_of_a_conversation(
     model: Any, tokenizer: Any, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = talk(model, tokenizer, session, "host")
-    nothing = GenerationOutput("", "", 0, 1.0, Message("interrupted"), False)
+    nothing = GenerationOutput("", "", 0, 1.0, OptionText("interrupted"), False)
     monkeypatch.setattr("tenant_sdk.tuning.chat.stream", lambda *_, **__: nothing)
     assert chat.ask("Whence?") == nothing
     assert chat.messages == []

@@ -28,7 +28,7 @@ from provider.engine.engine import Engine
 from provider.engine.lanes import BatchResult, Request, RowRange
 from provider.executor.base import BaseExecutor
 from provider.workers import process, worker
-from provider.workers.link import REFUSED, Assignment, Failure, LocalLink
+from provider.workers.link import REFUSED, Assignment, FailureMessage, LocalLink
 from provider.workers.memory import SegmentPool
 from provider.workers.pool import Sharding, WorkerPool
 from provider.workers.process import Process
@@ -335,7 +335,7 @@ def test_a_share_for_which_there_is_no_memory_is_refused_in_a_sentence(
         worker.Worker(LocalLink(theirs))._assign(assignment)
         kind, content = LocalLink(ours).receive()
     assert kind == REFUSED
-    told = msgspec.msgpack.decode(content, type=Failure).message
+    told = msgspec.msgpack.decode(content, type=FailureMessage).message
     assert told.startswith("not enough memory to load ")
     assert "\n" not in told
 

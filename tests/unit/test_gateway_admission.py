@@ -25,19 +25,19 @@ from shared.errors import (
 from tenant_sdk.gateway import http_frontend, serving
 from tenant_sdk.gateway.admission import (
     Authenticator,
-    Failure,
     Queue,
     Refusal,
+    StepFailure,
     UnauthenticatedConnections,
     failure_refusal,
 )
 from tenant_sdk.gateway.client_fairness import TimeBudget
-from tenant_sdk.gateway.http_frontend import HttpFrontend, Served
+from tenant_sdk.gateway.http_frontend import HttpFrontend, ServedNames
 from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.requests import ParsedRequest, parse_request
 from tenant_sdk.gateway.reservations import Reservations
-from tenant_sdk.gateway.status import Status, client_of, request_name
+from tenant_sdk.gateway.status import GatewayStatus, client_of, request_name
 from tenant_sdk.gateway.status_page import PAGE
 from tenant_sdk.session.options import SessionConfig
 
@@ -245,7 +245,7 @@ def test_what_could_be_read_otherwise_is_refused(body: bytes) -> None:
     ],
 )
 def test_failures(error: SymbiosisError, status: int) -> None:
-    refusal = failure_refusal(Failure.of(error), str(error), 7)
+    refusal = failure_refusal(StepFailure.of(error), str(error), 7)
     assert refusal.status == status
     assert str(error) in refusal.message
     assert refusal.retry_after == (7 if status == 503 else 0)
@@ -277,8 +277,8 @@ def run(
 
 
 def front(application: Any, folder: Path, most: int = 1, **options: Any) -> HttpFrontend:
-    known = {name: options.pop(name) for name in Served._fields if name in options}
-    served = Served(**{"parser": RequestParser(), "context": lambda: 64} | known)
+    known = {name: options.pop(name) for name in ServedNames._fields if name in options}
+    served = ServedNames(**{"parser": RequestParser(), "context": lambda: 64} | known)
     options = {"clock": lambda: 1.0, "authenticator": Authenticator(), "queue": Queue(most)} | options
     return HttpFrontend(application, folder=folder, retry_after=3, served=served, **options)
 
@@ -293,8 +293,10 @@ def answering(status: int, *bodies: bytes) -> Any:
     return application
 
 
-def away(at: float, *, failing: bool = False) -> Status:
-    return Status(failure=Failure.AWAY, error="wss://provider went away", failing=failing, failed_at=at)
+def away(at: float, *, failing: bool = False) -> GatewayStatus:
+    return GatewayStatus(
+        failure=StepFailure.AWAY, error="wss://provider went away", failing=failing, failed_at=at
+    )
 
 
 def test_while_the_provider_is_known_to_be_away_nobody_waits(tmp_path: Path) -> None:
@@ -307,10 +309,10 @@ def test_while_the_provider_is_known_to_be_away_nobody_waits(tmp_path: Path) -> 
     assert run(there)[0]["status"] == 200
 
 
-@pytest.mark.parametrize("failure", [Failure.HERE, Failure.WRONG])
-def test_what_is_not_away_is_tried_again(tmp_path: Path, failure: Failure) -> None:
+@pytest.mark.parametrize("failure", [StepFailure.HERE, StepFailure.WRONG])
+def test_what_is_not_away_is_tried_again(tmp_path: Path, failure: StepFailure) -> None:
     """A session that got a wrong answer refuses at once by itself; another model may be gone again."""
-    Status(failure=failure, error="NaN", failing=True).write(tmp_path)
+    GatewayStatus(failure=failure, error="NaN", failing=True).write(tmp_path)
     assert run(front(answering(200, b"yes"), tmp_path))[0]["status"] == 200
 
 
@@ -475,7 +477,7 @@ def test_websockets_are_closed(tmp_path: Path) -> None:
 
 
 def test_no_status_yet(tmp_path: Path) -> None:
-    assert Status.read(tmp_path) == Status()
+    assert GatewayStatus.read(tmp_path) == GatewayStatus()
 
 
 @pytest.mark.parametrize(

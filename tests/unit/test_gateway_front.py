@@ -22,7 +22,13 @@ from tenant_sdk.gateway.constraint_checks import REMEMBERED as KEPT
 from tenant_sdk.gateway.constraint_checks import ConstraintChecker
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.helper_process import HelperProcess
-from tenant_sdk.gateway.http_frontend import FLUSHED, MAX_UNQUEUED, HttpFrontend, Served, _is_server_error
+from tenant_sdk.gateway.http_frontend import (
+    FLUSHED,
+    MAX_UNQUEUED,
+    HttpFrontend,
+    ServedNames,
+    _is_server_error,
+)
 from tenant_sdk.gateway.log_redaction import redact_library_logs
 from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.requests import parse_request
@@ -107,7 +113,7 @@ def front(application: Any, folder: Path, most: int = 4, **options: Any) -> Http
         queue=Queue(most, authenticator.clients),
         folder=folder,
         retry_after=3,
-        served=Served(lambda: 64, **{"parser": RequestParser()} | options),
+        served=ServedNames(lambda: 64, **{"parser": RequestParser()} | options),
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shared.errors import Argument, ConfigurationError, Message, Placeholder
+from shared.errors import Argument, ConfigurationError, OptionText, Placeholder
 from shared.options import Flag, flags_of
 from tenant_sdk.command_line.main import NAMES, app
 from tenant_sdk.gateway.options import GatewayOptions
@@ -25,46 +25,46 @@ FILE = Placeholder("FILE")
 @pytest.mark.parametrize(
     ("message", "python", "shown"),
     [
-        (Message("give {ca}.", ca=FILE), "give ca=FILE.", "give --ca FILE."),
+        (OptionText("give {ca}.", ca=FILE), "give ca=FILE.", "give --ca FILE."),
         (
-            Message("{privacy} has none", privacy="plain"),
+            OptionText("{privacy} has none", privacy="plain"),
             "privacy='plain' has none",
             "--privacy plain has none",
         ),
         (
-            Message("{mask_sources}", mask_sources=["a", "b"]),
+            OptionText("{mask_sources}", mask_sources=["a", "b"]),
             "mask_sources=['a', 'b']",
             "--mask-source a --mask-source b",
         ),
         (
-            Message("({allow_transcript})", allow_transcript=True),
+            OptionText("({allow_transcript})", allow_transcript=True),
             "(allow_transcript=True)",
             "(--allow-transcript)",
         ),
         (
-            Message("{client_certificate}", client_certificate=(FILE, FILE)),
+            OptionText("{client_certificate}", client_certificate=(FILE, FILE)),
             "client_certificate=(FILE, FILE)",
             "--client-certificate FILE --client-key FILE",
         ),
-        (Message("{token}, as", token=Placeholder("TOKEN")), "token=TOKEN, as", "--token-env VAR, as"),
-        (Message("{mask_source_ca}: give"), "mask_source_ca: give", "--mask-source-ca: give"),
-        (Message("{ca}", ca=Path("a b")), "ca='a b'", "--ca a b"),
+        (OptionText("{token}, as", token=Placeholder("TOKEN")), "token=TOKEN, as", "--token-env VAR, as"),
+        (OptionText("{mask_source_ca}: give"), "mask_source_ca: give", "--mask-source-ca: give"),
+        (OptionText("{ca}", ca=Path("a b")), "ca='a b'", "--ca a b"),
         # Values are not looked into, whatever they hold.
-        (Message("{}", "ca=FILE {ca} {}"), "ca=FILE {ca} {}", "ca=FILE {ca} {}"),
+        (OptionText("{}", "ca=FILE {ca} {}"), "ca=FILE {ca} {}", "ca=FILE {ca} {}"),
         (
-            Message("{ca}", ca="{ca}, or privacy='x'"),
+            OptionText("{ca}", ca="{ca}, or privacy='x'"),
             "ca=\"{ca}, or privacy='x'\"",
             "--ca {ca}, or privacy='x'",
         ),
-        (Message("{}", Message("{ca}", ca=FILE)) + "; {ca}", "ca=FILE; {ca}", "--ca FILE; {ca}"),
+        (OptionText("{}", OptionText("{ca}", ca=FILE)) + "; {ca}", "ca=FILE; {ca}", "--ca FILE; {ca}"),
         (
-            Message("{model_class}", model_class=Placeholder("CLASS")),
+            OptionText("{model_class}", model_class=Placeholder("CLASS")),
             "model_class=CLASS",
             "model_class=CLASS",
         ),
     ],
 )
-def test_how_an_option_is_shown(message: Message, python: str, shown: str) -> None:
+def test_how_an_option_is_shown(message: OptionText, python: str, shown: str) -> None:
     error = copy.copy(ConfigurationError(message))
     assert str(error) == error.message == str(message) == python
     assert message.shown(NAMES) == shown
@@ -76,23 +76,23 @@ def test_how_an_option_is_shown(message: Message, python: str, shown: str) -> No
 
 def test_the_first_name_of_an_option_stays() -> None:
     """That of the file, in which the command line found it."""
-    error = ConfigurationError(Message("{ca} and {token}", ca="a.pem"))
+    error = ConfigurationError(OptionText("{ca} and {token}", ca="a.pem"))
     error.show_options({"ca": Flag("`ca` in p.toml", alone=True)})
     error.show_options(NAMES)
     assert str(error) == "`ca` in p.toml and --token-env VAR"
 
 
 def test_messages_are_put_together() -> None:
-    message = Message("{} in {ca}; see {privacy}", "a", ca=FILE)
+    message = OptionText("{} in {ca}; see {privacy}", "a", ca=FILE)
     before, behind = message.divided("; ")
     assert (str(before), str(behind)) == ("a in ca=FILE", "see privacy")
     assert message.divided("|") == (message, "")
-    assert Message.joined(", ", [before, "b"]).shown(NAMES) == "a in --ca FILE, b"
+    assert OptionText.joined(", ", [before, "b"]).shown(NAMES) == "a in --ca FILE, b"
     assert before.replaced("in", "of").shown(NAMES) == "a of --ca FILE"
     assert message.without("a in ").parts[0] == Argument("ca", FILE)
     assert message.without("in ") == message
-    assert str(Message("{:.2f} {!r}\n", 1.234, "x")) == "1.23 'x' "
-    assert len(Message("{}", "x" * 3000)) == 2000
+    assert str(OptionText("{:.2f} {!r}\n", 1.234, "x")) == "1.23 'x' "
+    assert len(OptionText("{}", "x" * 3000)) == 2000
 
 
 def test_no_error_spells_an_option_for_one_kind_of_user_alone() -> None:

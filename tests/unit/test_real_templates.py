@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from real_tokenizers import real_tokenizer
 from test_conversations import CHAT, TEXTS, TOOL, answer, call, learned
 
-from shared.errors import ConfigurationError, Message
+from shared.errors import ConfigurationError, OptionText
 from tenant_sdk.tuning.chat import answer_of, thought_of
 from tenant_sdk.tuning.conversations import IGNORE_INDEX, Conversations, Example, TemplateDate
 from tenant_sdk.tuning.generation import GenerationOutput
@@ -113,7 +113,7 @@ def test_reasoning_is_no_part_of_what_stays_of_an_answer() -> None:
         if "Secret" in whole and whole.startswith(prompt):
             ids = tokenizer(whole.removeprefix(prompt), add_special_tokens=False)["input_ids"]
             plain, raw = (tokenizer.decode(ids, skip_special_tokens=skip) for skip in (True, False))
-            written = GenerationOutput(plain, raw, len(ids), 1.0, Message("x"), True)
+            written = GenerationOutput(plain, raw, len(ids), 1.0, OptionText("x"), True)
             special = tokenizer.all_special_tokens
             kept[name] = answer_of(prompt, written, special, thought_of(tokenizer))
     assert len(kept) > 20

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable
 
-from shared.errors import ConnectError, Message, SymbiosisError
+from shared.errors import ConnectError, OptionText, SymbiosisError
 
 WEIGHT = 0.3  # of the latest measurement in the moving figure
 STALE_SECONDS = 600.0  # after which a figure says nothing any more
@@ -129,19 +129,19 @@ class ReplicaSet:
         """Seconds before which every replica has asked not to be tried again."""
         return max(0.0, min((each.wait_until for each in self._all.values()), default=0.0) - now)
 
-    def why(self) -> Message:
+    def why(self) -> OptionText:
         """Why none can be used; of several, each with its name."""
         if len(self._all) == 1:
             return what_happened(next(iter(self._all.values())).error)
         said = {name: what_happened(each.error, name) for name, each in self._all.items()}
-        return Message.joined(", ", [Message("{}: {}", *each) for each in said.items()])
+        return OptionText.joined(", ", [OptionText("{}: {}", *each) for each in said.items()])
 
     def error(self) -> SymbiosisError:
         """The one replica's error; of several one that names all of them, of their class if that is one."""
         errors = [each.error for each in self._all.values() if each.error is not None]
         if len(self._all) == 1 and errors:
             return errors[0]
-        message = Message("none of {} replicas can be used: {}", len(self._all), self.why())
+        message = OptionText("none of {} replicas can be used: {}", len(self._all), self.why())
         if len({type(error) for error in errors}) != 1:
             return ConnectError(message)
         error = copy.copy(errors[0]).with_traceback(None)
@@ -152,9 +152,9 @@ class ReplicaSet:
         return names[int(self._uniform() * len(names))]
 
 
-def what_happened(error: SymbiosisError | None, name: str = "") -> Message:
+def what_happened(error: SymbiosisError | None, name: str = "") -> OptionText:
     """What happened, without the advice behind the semicolon, which is being followed, nor the name."""
     if error is None:
-        return Message("its connection broke")
+        return OptionText("its connection broke")
     what, _ = error.structured_message.divided(";")
     return what.without(f"{name}: ").without(f"{name} ") if name else what

@@ -16,8 +16,8 @@ from shared.errors import (
     ConnectError,
     ConnectionLost,
     ConnectionRefused,
-    Message,
     ModelMismatch,
+    OptionText,
     Placeholder,
     RequestRefused,
     RequestTimeout,
@@ -163,7 +163,7 @@ class RequestPolicy:
             if at >= self._asked + self._patience:
                 return GiveUp(
                     ConnectionLost(
-                        Message(
+                        OptionText(
                             "{} {}, and was not done after {:.0f} s; to wait longer, give {patience}",
                             *(url, reason, now - self._asked),
                             patience=Placeholder("SECONDS"),
@@ -246,7 +246,7 @@ class ReconnectPolicy:
         if remaining <= 0:
             who = f"all {count} replicas were" if count > 1 else f"{self.url} was"
             error = ConnectionLost(
-                Message(
+                OptionText(
                     "{} tried again and again for {}: {}; to wait longer, give {patience}",
                     *(who, duration(now - since), why),
                     patience=Placeholder("SECONDS"),

@@ -11,7 +11,7 @@ import msgspec
 from fuzzing.oracle import Target
 from fuzzing.targets.files import written
 from fuzzing.targets.wire import manifest
-from provider.observe.transcript import ANSWER, LENGTH, MAGIC, RECORD, Record
+from provider.observe.transcript import ANSWER, LENGTH, MAGIC, RECORD, RecordKind
 from provider.workers.batch import BatchLayout, RequestRows, WorkerBatch
 from provider.workers.link import (
     _FRAME,
@@ -24,7 +24,7 @@ from provider.workers.link import (
     REFUSED,
     Assignment,
     Done,
-    Failure,
+    FailureMessage,
     Loaded,
     LocalLink,
 )
@@ -36,7 +36,7 @@ from shared.wire.header import DTYPES, Header, Operation
 from shared.wire.messages import encode
 from shared.wire.protocol import GroupShape
 
-_TYPES = {ASSIGNMENT: Assignment, LOADED: Loaded, REFUSED: Failure, BATCH: WorkerBatch, DONE: Done}
+_TYPES = {ASSIGNMENT: Assignment, LOADED: Loaded, REFUSED: FailureMessage, BATCH: WorkerBatch, DONE: Done}
 _LARGEST = 1 << 12  # bytes that fit into a socket without somebody who reads
 
 
@@ -91,11 +91,11 @@ def _batches() -> list[bytes]:
 
 
 def _links() -> list[bytes]:
-    done = msgspec.msgpack.encode(Done(1, 0.5, {0: Failure("no", "busy", 1.0)}))
+    done = msgspec.msgpack.encode(Done(1, 0.5, {0: FailureMessage("no", "busy", 1.0)}))
     loaded = msgspec.msgpack.encode(Loaded(dict(enumerate(manifest().groups)), [(0, 1, None)]))  # type: ignore[list-item]
     assigned = msgspec.msgpack.encode(Assignment("x", "ring", "cpu", 1, dict(enumerate(manifest().groups))))
     messages = [(BATCH, _batches()[0]), (DONE, done), (LOADED, loaded), (ASSIGNMENT, assigned)]
-    messages += [(ALIVE, b""), (MEMORY, bytes(8)), (REFUSED, msgspec.msgpack.encode(Failure("no")))]
+    messages += [(ALIVE, b""), (MEMORY, bytes(8)), (REFUSED, msgspec.msgpack.encode(FailureMessage("no")))]
     framed = [_FRAME.pack(len(content), kind) + content for kind, content in messages]
     return [*framed, b"".join(framed[:2])]
 
@@ -103,13 +103,15 @@ def _links() -> list[bytes]:
 def _transcripts() -> list[bytes]:
     text, asked = encode(manifest()), Header(Operation.PRODUCT, 1, 6, 0, 7, 2, 4, 3, 1, 16)
     seed = Header(Operation.SEED_EFFECT, 1, 6, 0, 8, 2, 4, 3, 3, 32)
-    begin = MAGIC + LENGTH.pack(len(text)) + text + RECORD.pack(Record.OPENED, 1, 1e9) + LENGTH.pack(1) + b"a"
+    begin = (
+        MAGIC + LENGTH.pack(len(text)) + text + RECORD.pack(RecordKind.OPENED, 1, 1e9) + LENGTH.pack(1) + b"a"
+    )
     requests = b"".join(
-        RECORD.pack(Record.REQUEST, 1, 1e9) + each.pack() + bytes(each.payload_bytes)
+        RECORD.pack(RecordKind.REQUEST, 1, 1e9) + each.pack() + bytes(each.payload_bytes)
         for each in (asked, seed)
     )
-    end = RECORD.pack(Record.ANSWERED, 1, 1e9) + ANSWER.pack(7, 0.25)
-    end += RECORD.pack(Record.CLOSED, 1, 1e9) + RECORD.pack(Record.END, 0, 1e9)
+    end = RECORD.pack(RecordKind.ANSWERED, 1, 1e9) + ANSWER.pack(7, 0.25)
+    end += RECORD.pack(RecordKind.CLOSED, 1, 1e9) + RECORD.pack(RecordKind.END, 0, 1e9)
     return [b"\0" + begin + requests + end, b"\xff" + begin + requests]
 
 
