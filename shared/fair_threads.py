@@ -23,10 +23,14 @@ class FairThreads:
         self._lock = threading.Lock()
         # In the order of the turns.
         self._waiting: dict[str, dict[Future[Any], Callable[[], None]]] = {}
-        self._busy = set[str]()
+        self._busy, self._closed = set[str](), False
 
     def submit_for(self, client: str, work: Callable[[], Any]) -> Future[Any]:
-        """Do a client's work when it is the client's turn; work that is cancelled before is forgotten."""
+        """Do a client's work when it is the client's turn; work that is cancelled before is forgotten.
+
+        Raises:
+            RuntimeError: after ``shutdown``.
+        """
         future = Future[Any]()
 
         def run() -> None:
@@ -43,6 +47,8 @@ class FairThreads:
                     self._start()
 
         with self._lock:
+            if self._closed:
+                raise RuntimeError("these threads are shut down")
             self._waiting.setdefault(client, {})[future] = run
             self._start()
         future.add_done_callback(partial(self._forget, client))
@@ -72,6 +78,7 @@ class FairThreads:
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """See concurrent.futures; what waits for its turn is cancelled."""
         with self._lock:
+            self._closed = True
             waiting = [*chain.from_iterable(self._waiting.values())]
             self._waiting.clear()
         for future in waiting:

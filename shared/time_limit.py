@@ -40,10 +40,15 @@ def time_limit(seconds: float) -> Iterator[None]:
     watching = threading.Thread(target=watch, name="limit of time", daemon=True)
     watching.start()
     try:
-        yield
+        try:
+            yield
+        finally:
+            over.set()
     finally:
-        over.set()
-        watching.join()
+        while watching.is_alive():  # one may come just before ``over`` is set, and others would follow it
+            with suppress(TimeLimitExceeded):
+                over.set()
+                watching.join()
         if raised:
             # One that was asked for since comes now. Taken back with NULL, it would have Python 3.11 look for
             # it for ever, and hang under a debugger or a profiler.

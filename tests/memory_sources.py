@@ -45,8 +45,8 @@ def columns(key: ProductKey) -> int:
 
 def product(key: ProductKey, rows: torch.Tensor) -> torch.Tensor:
     """What an honest executor answers: int32 [T, C] to [T, N]."""
-    plan = SHAPES[key.group].widths(key.direction, key.member_bits)
-    out = torch.empty((len(rows), plan.answer_columns), dtype=torch.int32)
+    widths = SHAPES[key.group].widths(key.direction, key.member_bits)
+    out = torch.empty((len(rows), widths.answer_columns), dtype=torch.int32)
     PRODUCTS[key.group].matmul(key.direction, key.member_bits, rows, out)
     return out
 

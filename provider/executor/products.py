@@ -73,8 +73,8 @@ class GroupExecutor:
             blocks = [MaskStream(payload.numpy().tobytes()).draw(header.rows, header.columns)]
         else:
             check_finite([payload])
-            plan = self._shapes[header.group].widths(header.direction, header.members)
-            blocks = split_blocks(payload, plan.request_widths)
+            widths = self._shapes[header.group].widths(header.direction, header.members)
+            blocks = split_blocks(payload, widths.request_widths)
         return self._own(header.group, header.direction, header.members, blocks)
 
     def _own(

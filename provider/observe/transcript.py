@@ -35,7 +35,7 @@ class RecordKind(enum.IntEnum):
     OPENED = 1  # length and name of the tenant, UTF-8
     CLOSED = 2  # nothing
     REQUEST = 3  # header, payload; written before anything is computed
-    ANSWERED = 4  # of the session's last request: seconds until its answer was computed (float64)
+    ANSWERED = 4  # id of a request of the session, and seconds until its answer was computed (``ANSWER``)
 
 
 ANSWER = struct.Struct("<Id")  # request id, seconds

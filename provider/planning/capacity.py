@@ -35,9 +35,9 @@ def pass_steps(
     for direction in directions:
         for group in requested if direction == Direction.FORWARD else reversed(requested):
             member_bits = (1 << len(shapes[group].outputs)) - 1
-            plan = shapes[group].widths(direction, member_bits)
-            up = plan.request_columns * itemsize
-            down = plan.answer_columns * (answer_bits // 8 if shapes[group].planes else itemsize)
+            widths = shapes[group].widths(direction, member_bits)
+            up = widths.request_columns * itemsize
+            down = widths.answer_columns * (answer_bits // 8 if shapes[group].planes else itemsize)
             steps.append(Step(group, direction, member_bits, up, down))
     return steps
 

@@ -176,7 +176,7 @@ class ColocatedConnection(Connection):
             self._socket_fd = int(self._socket.get(zmq.FD))
             self._session = TenantSession(service, tenant, self._send, PEER)
             resources.callback(self._session.close)
-            self._made = resources.pop_all()
+            self._resources = resources.pop_all()
 
     def opened(self) -> Opened:
         """What the tenant needs to reach it."""
@@ -197,10 +197,6 @@ class ColocatedConnection(Connection):
         if self._greeted and self._reading:
             self._guarded(self._read_requests)
         self._finish()
-
-    def abandon(self) -> None:
-        """Give everything back; it was never started."""
-        self._made.close()
 
     def _guard(self, handle: Callable[[], None]) -> Callable[..., None]:
         """The same as a handler of the loop's."""
@@ -280,7 +276,7 @@ class ColocatedConnection(Connection):
     def _release(self) -> None:
         for descriptor in (self._socket_fd, self._requests):
             self._loop.unregister(descriptor)
-        self._made.close()
+        self._resources.close()
 
     def _incoming(self, data: bytes) -> Incoming:
         if len(data) < PREAMBLE_BYTES:
@@ -440,20 +436,20 @@ class ColocatedServer:
             return self._refuse(
                 "overloaded", "this tenant has too many sessions", RETRY_SECONDS, counted=True
             )
-        admitted = Admitted(tenant, sha256_of(token))
-        try:
-            connection = ColocatedConnection(self._directory, admitted, self._service, self._budget)
-        except Exception as error:
-            self._connections.release_for(tenant)
-            if isinstance(error, MemoryError):
-                return self._refuse("overloaded", "no shared memory for another session", RETRY_SECONDS)
-            raise
         if not self._connections.reserve(PEER):
-            connection.abandon()
             self._connections.release_for(tenant)
             return self._refuse(
                 "overloaded", "as many sessions as the executor allows", RETRY_SECONDS, counted=True
             )
+        admitted = Admitted(tenant, sha256_of(token))
+        try:
+            connection = ColocatedConnection(self._directory, admitted, self._service, self._budget)
+        except Exception as error:
+            self._connections.release()
+            self._connections.release_for(tenant)
+            if isinstance(error, MemoryError):
+                return self._refuse("overloaded", "no shared memory for another session", RETRY_SECONDS)
+            raise
         opened = connection.opened()  # before it may end
         self._connections.loop.call_soon_threadsafe(partial(self._connections.start, connection))
         return [OPENED, encode(opened)]

@@ -199,10 +199,10 @@ class Connections:
         """Serve it from now on, in the room that was kept for it; in the loop's thread."""
         if self._limits.seconds:
             connection.drain_at = self.loop.now + self._limits.seconds * self._chance(*JITTER)
-        with self._changed:
+        with self._changed:  # at once: a tenant's connection must not count twice
             self._reserved -= 1
             self._open.add(connection)
-        self.release_for(connection.tenant)
+            self.release_for(connection.tenant)
         self.metrics.connected(1)
         # It reads at once, so it may end here: nothing else may keep it than what ``_ended`` takes it from.
         connection.start(self.loop, partial(self._ended, connection))

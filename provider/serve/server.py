@@ -175,12 +175,9 @@ class Acceptor:
             log.info("no session for %s: %s%s", peer, shown, limiter.more(), extra=who | {"reason": reason})
 
     def _open(self, tenant: str, send: Send, peer: str) -> TenantSession:
-        session = self._open_session(tenant, send, peer)
         if not self._reserve.acquire():  # a session with the last one would leave none to refuse others with
-            session.close()
-            self._connections.release_for(tenant)
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return session
+        return self._open_session(tenant, send, peer)
 
 
 class Server:

@@ -59,7 +59,7 @@ class BatchLayout:
     Args:
         requests: of the batch.
         dtype: their code.
-        plan: widths.
+        widths: of requests and answers.
         terms: how many answers are written, which add up; 1: none is added.
 
     Attributes:
@@ -70,23 +70,23 @@ class BatchLayout:
     """
 
     def __init__(
-        self, requests: Sequence[RequestRows], dtype: int, plan: RequestWidths, terms: int = 1
+        self, requests: Sequence[RequestRows], dtype: int, widths: RequestWidths, terms: int = 1
     ) -> None:
-        self._request_rows, self._plan, self._dtype, self.terms = requests, plan, DTYPES[dtype], terms
+        self._request_rows, self._widths, self._dtype, self.terms = requests, widths, DTYPES[dtype], terms
         self._seeds = [number for number, request in enumerate(requests) if request.of]
         self._rows, item = sum(request.rows for request in requests), self._dtype.itemsize
         sent_rows = self._rows - sum(requests[number].rows for number in self._seeds)
         at = len(self._seeds) * aligned(SEED_BYTES)
         self.sent = at
         self._requests, self._answers = [], []
-        for width in plan.request_widths:
+        for width in widths.request_widths:
             self._requests.append((at, width))
             self.sent = at + sent_rows * width * item
             at += aligned(self._rows * width * item)
         self.first = at
         for _ in range(terms):
             places = []
-            for width in plan.answer_widths:
+            for width in widths.answer_widths:
                 places.append((at, width))
                 at += aligned(self._rows * width * item)
             self._answers.append(places)
@@ -108,7 +108,7 @@ class BatchLayout:
             if is_seed(rows):
                 memory.write(next(seeds) * aligned(SEED_BYTES), [payload])
                 continue
-            blocks = split_blocks(payload, self._plan.request_widths)
+            blocks = split_blocks(payload, self._widths.request_widths)
             for (at, width), block in zip(self._requests, blocks, strict=True):
                 memory.put(at + place.start * width * item, block[rows.start : rows.stop])
 
@@ -118,7 +118,7 @@ class BatchLayout:
 
     def seeded(self, memory: SharedMemory) -> Iterator[tuple[slice, torch.Tensor]]:
         """The rows that seeds stand for, and where they go."""
-        ranges, width = self.ranges(), self._plan.request_widths[0]
+        ranges, width = self.ranges(), self._widths.request_widths[0]
         for place, number in enumerate(self._seeds):
             seed = memory.tensor(place * aligned(SEED_BYTES), torch.uint8, (1, SEED_BYTES))
             request = self._request_rows[number]

@@ -145,8 +145,8 @@ class WorkerLane:
         order = sorted(range(len(batch)), key=lambda number: is_seed(batch[number]))
         batch = [batch[number] for number in order]
         requests = [RequestRows.of_range(rows) for rows in batch]
-        plan = self._shapes[header.group].widths(header.direction, header.members)
-        layout = BatchLayout(requests, header.dtype, plan, self._terms(header.direction))
+        widths = self._shapes[header.group].widths(header.direction, header.members)
+        layout = BatchLayout(requests, header.dtype, widths, self._terms(header.direction))
         try:
             segment, memory = self._segments.allocate(layout.size)
         except (OSError, MemoryError) as error:

@@ -180,9 +180,9 @@ class Worker:
         self._link.send(DONE, msgspec.msgpack.encode(done), rows)
 
     def _layout(self, batch: WorkerBatch) -> BatchLayout:
-        plan = self._shapes[batch.group].widths(batch.direction, batch.members)
+        widths = self._shapes[batch.group].widths(batch.direction, batch.members)
         terms = self._stripe.count if batch.direction == Direction.BACKWARD else 1
-        return BatchLayout(batch.requests, batch.dtype, plan, terms)
+        return BatchLayout(batch.requests, batch.dtype, widths, terms)
 
     def _multiply(
         self, batch: WorkerBatch, layout: BatchLayout, memory: SharedMemory

@@ -270,5 +270,5 @@ def _expanded(public: PublicModel, request: RecordedRequest) -> torch.Tensor:
     if header.operation != Operation.SEED_EFFECT:
         return request.rows
     shape = GroupShape.of(public.manifest.groups[header.group], public.manifest.numerics)
-    plan = shape.widths(Direction(header.direction), header.members)
-    return MaskStream(request.payload).draw(header.rows, plan.request_columns)
+    widths = shape.widths(Direction(header.direction), header.members)
+    return MaskStream(request.payload).draw(header.rows, widths.request_columns)

@@ -52,7 +52,7 @@ class GroupShape:
         inputs: D.
         outputs: O of each member.
         planes: on the ring how many a weight has, else 0.
-        plan: the widths of requests in a direction with a bit mask of members.
+        widths: those of requests in a direction with a bit mask of members.
     """
 
     inputs: int
@@ -154,11 +154,11 @@ class ExecutorProtocol:
         shape = self._shapes[header.group]
         if not 0 < header.members < 1 << len(shape.outputs):
             raise WireError("members", f"group {header.group} has {len(shape.outputs)} members")
-        plan = shape.widths(header.direction, header.members)
-        if header.columns != plan.request_columns:
+        widths = shape.widths(header.direction, header.members)
+        if header.columns != widths.request_columns:
             raise WireError(
                 "width",
-                f"group {header.group} takes {plan.request_columns} columns here, not {header.columns}",
+                f"group {header.group} takes {widths.request_columns} columns here, not {header.columns}",
             )
         if header.rows == 0:
             raise WireError("zero_rows", "a product needs at least one row")
@@ -263,14 +263,14 @@ class TenantProtocol:
             shape: of the group.
         """
         request_id = self._new_id()
-        plan = shape.widths(request.direction, request.members)
+        widths = shape.widths(request.direction, request.members)
         request_header = request._replace(
             request_id=request_id,
-            columns=plan.request_columns,
+            columns=widths.request_columns,
             answer_bits=request.answer_bits if shape.planes else 0,
         )
         self._expected[request_id] = request_header._replace(
-            operation=Operation.REPLY, columns=plan.answer_columns, request_class=0
+            operation=Operation.REPLY, columns=widths.answer_columns, request_class=0
         )
         return request_header
 

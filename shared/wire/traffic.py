@@ -49,8 +49,8 @@ def token_bytes(
     up = down = 0.0
     for shape in shapes:
         for direction in directions:
-            plan = shape.widths(direction, (1 << len(shape.outputs)) - 1)
-            up += plan.request_columns * itemsize
+            widths = shape.widths(direction, (1 << len(shape.outputs)) - 1)
+            up += widths.request_columns * itemsize
             number = answer_bits / 8 if shape.planes else itemsize
-            down += plan.answer_columns * number * (1 + sources if shape.planes else 1)
+            down += widths.answer_columns * number * (1 + sources if shape.planes else 1)
     return TokenBytes(up, down)

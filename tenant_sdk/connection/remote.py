@@ -202,7 +202,7 @@ class RemoteExecutor:
         """Send one request as it is; see ``submit``."""
         started = time.perf_counter()
         shape, rows, dtype = self.shapes[key.group], blocks[0].shape[0], blocks[0].dtype
-        plan = self._request_widths(key)
+        widths = self._request_widths(key)
         wire = [block.to(self.wire_dtype).contiguous() for block in blocks]
 
         request = Header(
@@ -220,11 +220,11 @@ class RemoteExecutor:
 
         def finish() -> list[torch.Tensor]:
             started = time.perf_counter()
-            results = answers.pop()().blocks(plan.answer_widths)
+            results = answers.pop()().blocks(widths.answer_widths)
             if dtype != self.wire_dtype:
                 results = [result.to(dtype) for result in results]
-            answer_bytes = rows * plan.answer_columns * self._item_bits(key.answer_bits) // 8
-            self._count(operation, rows, plan, answer_bytes, spent + time.perf_counter() - started)
+            answer_bytes = rows * widths.answer_columns * self._item_bits(key.answer_bits) // 8
+            self._count(operation, rows, widths, answer_bytes, spent + time.perf_counter() - started)
             return results
 
         return PendingProduct(finish)
@@ -234,7 +234,7 @@ class RemoteExecutor:
         return answer_bits if self.ring else 8 * self.wire_dtype.itemsize
 
     def _count(
-        self, operation: Operation, rows: int, plan: RequestWidths, answer_bytes: int, seconds: float
+        self, operation: Operation, rows: int, widths: RequestWidths, answer_bytes: int, seconds: float
     ) -> None:
         stats, itemsize = self.stats, self.wire_dtype.itemsize
         with stats.lock:
@@ -245,7 +245,7 @@ class RemoteExecutor:
             else:
                 stats.requests += 1
                 stats.rows += rows
-            stats.bytes_sent += rows * plan.request_columns * itemsize
+            stats.bytes_sent += rows * widths.request_columns * itemsize
             stats.bytes_received += answer_bytes
 
     def _request_widths(self, key: ProductKey) -> RequestWidths:
@@ -268,9 +268,9 @@ class RemoteExecutor:
 
     def _row_bytes(self, key: ProductKey) -> int:
         """Of a row or its answer, whichever is larger."""
-        plan = self._request_widths(key)
-        answer = plan.answer_columns * self._item_bits(key.answer_bits) // 8
-        return max(plan.request_columns * self.wire_dtype.itemsize, answer)
+        widths = self._request_widths(key)
+        answer = widths.answer_columns * self._item_bits(key.answer_bits) // 8
+        return max(widths.request_columns * self.wire_dtype.itemsize, answer)
 
     def max_rows(self, key: ProductKey) -> int:
         """How many rows one request of this kind may have, from the executor's limits."""

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,12 @@ from tenant_sdk.session.session import Session
 from tenant_sdk.storage import check_new_folder, disk_errors
 from tenant_sdk.trust.attestation import base_model
 from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
-from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example
-from tenant_sdk.tuning.data import Reader, Say, chat_prompt, has_chat_template, prompt_tokens
+from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example, TemplateDate
+from tenant_sdk.tuning.data import Reader, Say, chat_prompt, has_chat_template, prompt_tokens, say_day
 from tenant_sdk.tuning.generation import answer_ids, context_length, ignores_padding, together
 from tenant_sdk.tuning.records import prompts_of
 from tenant_sdk.tuning.sampling import Sampling, ends_of
-from tenant_sdk.tuning.settings import digest_of
+from tenant_sdk.tuning.settings import digest_of, template_day
 
 _HELD_OUT = 10  # one text of so many
 _STEPS, _LEAST_STEPS, _MOST_EPOCHS = 1500, 200, 40
@@ -109,12 +110,19 @@ def default_epochs(places: int) -> int:
 
 
 def make_draft(
-    options: DraftOptions, model: Any, tokenizer: Any, session: Session, callbacks: DraftCallbacks
+    options: DraftOptions,
+    model: Any,
+    tokenizer: Any,
+    session: Session,
+    callbacks: DraftCallbacks,
+    *,
+    today: Callable[[], date] = date.today,
 ) -> DraftReport:
     """Train a draft and save it.
 
     Args:
         model: of the session, with the adapter for which the draft is.
+        today: the day that chat templates may write, unless a training that is resumed has one.
 
     Raises:
         ConfigurationError: a file is wrong, or there is too little text; or see ``TrainingCheckpoints``.
@@ -123,9 +131,13 @@ def make_draft(
     base: Any = base_model(model)
     check_supported(model)
     output = check_new_folder(options.output)
-    examples = _read(options, model, tokenizer, callbacks.say)
-    prompts = _prompts(options.prompts, tokenizer)
+    day = template_day(output, today, resume=options.resume)
+    examples = _read(options, model, tokenizer, day, callbacks.say)
+    prompts = _prompts(options.prompts, tokenizer, day)
+    say_day(day, callbacks.say)
     settings = _settings(options, examples, prompts, model, session)
+    if day.written:
+        settings["day"] = str(day.day)
     checkpoints = TrainingCheckpoints(output, settings, parts=KEPT_PARTS)
     checkpoints.begin(resume=options.resume)
     with disk_errors(checkpoints.folder, "what the model computes", "Then run again."):
@@ -159,7 +171,7 @@ def make_draft(
     return report
 
 
-def _read(options: DraftOptions, model: Any, tokenizer: Any, say: Say) -> list[Example]:
+def _read(options: DraftOptions, model: Any, tokenizer: Any, day: TemplateDate, say: Say) -> list[Example]:
     reader = Reader(
         tokenizer,
         min(options.sequence_length, context_length(model)),
@@ -167,11 +179,12 @@ def _read(options: DraftOptions, model: Any, tokenizer: Any, say: Say) -> list[E
         ends=ends_of(model.generation_config, tokenizer),
         embeddings=model.get_input_embeddings().weight.shape[0],
         say=say,
+        day=day,
     )
     return reader.read(options.data)
 
 
-def _prompts(files: Sequence[Path], tokenizer: Any) -> list[list[int]]:
+def _prompts(files: Sequence[Path], tokenizer: Any, day: TemplateDate) -> list[list[int]]:
     """Ids of the prompts of files; as a user's messages if there is a chat template.
 
     Raises:
@@ -179,7 +192,7 @@ def _prompts(files: Sequence[Path], tokenizer: Any) -> list[list[int]]:
     """
     lines = [line for file in files for line in prompts_of(file)]
     if has_chat_template(tokenizer):
-        return [chat_prompt(tokenizer, [{"role": "user", "content": line}]) for line in lines]
+        return [chat_prompt(tokenizer, [{"role": "user", "content": line}], day) for line in lines]
     return [prompt_tokens(tokenizer, line) for line in lines]
 
 

@@ -2,9 +2,9 @@
 
     python -m tenant_sdk.gateway.grammars TOKENIZER_FILE TOKENS END_OF_TEXT
 
-reads constraints as lines of JSON, and writes for each why it is refused, or an empty text. Each is tried in
-a child of its own, which ends when it has used more than its time or memory; only then does the engine
-compile it, which cannot be stopped there.
+answers messages over standard input and output (``helper_process.answer``): each is a constraint, and the
+answer says why it is refused, or is an empty text. Each is tried in a child of its own, which ends when it
+has used more than its time or memory; only then does the engine compile it, which cannot be stopped there.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from threading import Lock
 
 import numpy as np
 import torch
@@ -20,14 +19,13 @@ from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.products.mask_sources import MaskSource
 from tenant_sdk.products.masks import Mask, MaskGenerator
+from tenant_sdk.products.rotating_banks import RotatingBanks
 
 
 @dataclass
 class _Bank:
     masks: torch.Tensor = field(repr=False)
     effects: torch.Tensor = field(repr=False)
-    made: float
-    used: int = 0
 
 
 class BankMasks(MaskGenerator):
@@ -49,9 +47,8 @@ class BankMasks(MaskGenerator):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._shapes, self._source = shapes, source
-        self._options, self._entropy, self._clock = options, entropy, clock
-        self._banks: dict[ProductKey, _Bank] = {}
-        self._lock = Lock()
+        self._options, self._entropy = options, entropy
+        self._banks = RotatingBanks(self._make, options, clock)
         self._fork_guard = ForkGuard()
         register_for_fork(self)
 
@@ -64,30 +61,26 @@ class BankMasks(MaskGenerator):
     ) -> Mask:
         """See MaskGenerator."""
         self._fork_guard.check()
-        with self._lock:
-            bank, now = self._banks.get(key), self._clock()
-            if bank is None or self._options.is_worn(bank.used, now - bank.made):
-                bank = self._banks[key] = _Bank(*self._make(key), made=now)
-            bank.used += rows
+        bank = self._banks.take(key, rows)
         drawn = np.frombuffer(self._entropy(rows), np.uint8).astype(np.int64)
         picked = torch.from_numpy(drawn & (self._options.masks - 1))
         return _BankMask(bank.masks[picked], bank.effects, picked, key.answer_bits)
 
-    def _make(self, key: ProductKey) -> tuple[torch.Tensor, torch.Tensor]:
-        plan = self._shapes[key.group].widths(key.direction, key.member_bits)
-        masks = MaskStream(self._entropy(SEED_BYTES)).draw(self._options.masks, plan.request_columns)
+    def _make(self, key: ProductKey) -> _Bank:
+        widths = self._shapes[key.group].widths(key.direction, key.member_bits)
+        masks = MaskStream(self._entropy(SEED_BYTES)).draw(self._options.masks, widths.request_columns)
         (effects,) = self._source.effect(key.exact, [masks])
-        return masks, effects
+        return _Bank(masks, effects)
 
     def forked(self) -> None:
         """See ``shared.forks``."""
-        self._banks = {}
+        self._banks.forget()
 
     def close(self) -> None:
         """See MaskGenerator."""
         if self._fork_guard.in_child:
             return
-        self._banks.clear()
+        self._banks.close()
         self._source.close()
 
 

@@ -13,8 +13,8 @@ class NoiseBankOptions:
 
     ``masks`` K, a power of two up to 256, for each group and direction. ``scale`` is the noise's
     standard deviation in units of the activations' root mean square; it is rounded up to a power
-    of two. A bank is replaced after ``rotate_rows`` rows or ``rotate_seconds``. On the ring, the request
-    that finds it too old waits for the next one; with floats, it is fetched in the background.
+    of two. After ``rotate_rows`` rows or ``rotate_seconds``, the next bank is fetched in the background. The
+    old one serves until then.
     """
 
     masks: int = 16
@@ -28,7 +28,3 @@ class NoiseBankOptions:
             raise ConfigurationError(f"masks must be a power of two from 1 to 256, not {self.masks}")
         if self.scale <= 0 or self.rotate_rows < 1 or self.rotate_seconds <= 0:
             raise ConfigurationError("scale, rotate_rows and rotate_seconds must be positive")
-
-    def is_worn(self, rows: int, seconds: float) -> bool:
-        """Whether a bank that masked so many rows in so many seconds is to be replaced."""
-        return rows > self.rotate_rows or seconds > self.rotate_seconds

@@ -116,8 +116,8 @@ class NoMasks(MaskGenerator):
     ) -> Mask:
         """See MaskGenerator."""
         self._fork_guard.check()
-        plan = self._shapes[key.group].widths(key.direction, key.member_bits)
-        return _NoMask(torch.zeros((rows, plan.request_columns), dtype=torch.int32))
+        widths = self._shapes[key.group].widths(key.direction, key.member_bits)
+        return _NoMask(torch.zeros((rows, widths.request_columns), dtype=torch.int32))
 
 
 @dataclass(frozen=True)
@@ -365,8 +365,8 @@ class OneTimeMasks:
         return min(source.max_rows(key.exact) for source in self._sources)
 
     def _row_bytes(self, key: ProductKey) -> int:
-        plan = self._shapes[key.group].widths(key.direction, key.member_bits)
-        return plan.answer_columns * key.answer_bits // 8 * len(self._sources)
+        widths = self._shapes[key.group].widths(key.direction, key.member_bits)
+        return widths.answer_columns * key.answer_bits // 8 * len(self._sources)
 
     def _order(self, key: ProductKey, rows: int, request_class: RequestClass) -> None:
         """Have every source multiply the mask of a fresh seed."""

@@ -7,10 +7,8 @@ difference of the two rows. Kept for fidelity and as the subject of the audit; S
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +23,7 @@ from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
 from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.products.mask_sources import MaskSource
 from tenant_sdk.products.products import PrivacyMode
+from tenant_sdk.products.rotating_banks import RotatingBanks
 
 
 @dataclass
@@ -37,9 +36,6 @@ class _Bank:
 
     masks: list[torch.Tensor]
     effects: list[torch.Tensor]
-    made: float
-    rows: int = 0
-    next: Future[_Bank] | None = None
 
 
 class NoiseBank(PrivacyMode):
@@ -68,12 +64,10 @@ class NoiseBank(PrivacyMode):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._remote, self._source, self._options = remote, source, options
-        self._entropy, self._clock = entropy, clock
-        self._banks: dict[tuple[int, Direction], _Bank] = {}
-        self._lock = threading.Lock()
+        self._entropy = entropy
+        self._banks = RotatingBanks(self._make, options, clock)
         self._fork_guard = ForkGuard()
         register_for_fork(self)
-        self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-noise-bank")
 
     def submit(
         self,
@@ -89,7 +83,7 @@ class NoiseBank(PrivacyMode):
             ConnectionLost: this is a forked child.
         """
         self._fork_guard.check()
-        bank = self._bank(group, direction, len(rows[0]))
+        bank = self._banks.take((group, direction), len(rows[0]))
         started = time.perf_counter()
         choice, silent = self._choose(rows)
         indices = member_indices(member_bits)
@@ -142,25 +136,8 @@ class NoiseBank(PrivacyMode):
         norms = [torch.linalg.vector_norm(block, dim=1, dtype=dtype).numpy() for block in blocks]
         return norms[0] if len(norms) == 1 else np.linalg.norm(norms, axis=0)
 
-    def _bank(self, group: int, direction: Direction, rows: int) -> _Bank:
-        key = (group, direction)
-        with self._lock:
-            bank = self._banks.get(key)
-            if bank is not None and bank.next is not None and bank.next.done():
-                fetched, bank.next = bank.next, None  # if that failed, the next request tries again
-                bank = self._banks[key] = fetched.result()  # raises what the fetch raised
-            if bank is not None:
-                bank.rows += rows
-                if bank.next is None and self._options.is_worn(bank.rows, self._clock() - bank.made):
-                    bank.next = self._fetcher.submit(self._make, group, direction)
-                return bank
-        new_bank = self._make(group, direction)
-        with self._lock:
-            bank = self._banks.setdefault(key, new_bank)
-            bank.rows += rows
-            return bank
-
-    def _make(self, group: int, direction: Direction) -> _Bank:
+    def _make(self, key: tuple[int, Direction]) -> _Bank:
+        group, direction = key
         shape = self._remote.shapes[group]
         count = len(shape.outputs)
         if direction == Direction.FORWARD:
@@ -171,7 +148,7 @@ class NoiseBank(PrivacyMode):
             effects = [
                 self._source.effect(ProductKey(group, direction, 1 << i), [masks[i]])[0] for i in range(count)
             ]
-        return _Bank(masks, effects, self._clock())
+        return _Bank(masks, effects)
 
     def _normal(self, width: int) -> torch.Tensor:
         """[K, width] standard normal by the Box-Muller transform of secret random bytes."""
@@ -184,12 +161,11 @@ class NoiseBank(PrivacyMode):
 
     def forked(self) -> None:
         """See ``shared.forks``."""
-        self._banks = {}
+        self._banks.forget()
 
     def close(self) -> None:
         """Stop fetching and forget the masks; in a forked child, nothing."""
         if self._fork_guard.in_child:
             return
-        self._fetcher.shutdown(wait=False, cancel_futures=True)
-        self._banks.clear()
+        self._banks.close()
         self._source.close()

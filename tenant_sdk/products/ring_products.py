@@ -130,13 +130,13 @@ class RingProducts:
         return HalfRequest(key, ring, self._masks.sources, checks, partial(self._exact_product, key))
 
     def _half_checks(self, key: ProductKey, verifier: Verifier) -> HalfChecks | None:
-        shape, plan = self._remote.shapes[key.group], self._request_widths(key)
+        shape, widths = self._remote.shapes[key.group], self._request_widths(key)
         forward, backward = self._remote.manifest.groups[key.group].bounds or (0, 0)
         half = verifier.half_fingerprint(
             key,
             self.integer_product,
             planes=shape.planes,
-            width=plan.answer_columns // shape.planes,
+            width=widths.answer_columns // shape.planes,
             bound=backward if key.direction == Direction.FORWARD else forward,
             sources=self._masks.sources,
         )

@@ -104,13 +104,13 @@ class LiveFingerprints:
         fingerprint = self._made.get(key)
         if fingerprint is None:
             shape = self._shapes[key.group]
-            plan = shape.widths(key.direction, key.member_bits)
-            challenge = draw_challenge(self._entropy, shape.planes, plan.answer_columns // shape.planes)
+            widths = shape.widths(key.direction, key.member_bits)
+            challenge = draw_challenge(self._entropy, shape.planes, widths.answer_columns // shape.planes)
             multiply = self._product or product
             factor = multiply_challenge(challenge, lambda rows: multiply(transposed(key), rows))
             fingerprint = Fingerprint(challenge.view(-1), factor)
             if self._product is None:
-                self._try(key, fingerprint, plan.request_columns, multiply)
+                self._try(key, fingerprint, widths.request_columns, multiply)
             fingerprint = self._made.setdefault(key, fingerprint)
         return fingerprint
 

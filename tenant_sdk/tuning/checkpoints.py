@@ -12,6 +12,7 @@ from typing import Any
 
 from shared.errors import ConfigurationError, OptionText
 from shared.ownership import check_tree
+from shared.whole import write_whole
 from tenant_sdk.storage import disk_errors
 
 _PREFIX = "checkpoint-"  # of the Trainer's folders, before the step
@@ -62,10 +63,7 @@ class TrainingCheckpoints:
             self._write(settings)
 
     def _write(self, settings: Mapping[str, Any]) -> None:
-        """As a whole or not at all: this process may be killed meanwhile."""
-        partial = self._settings_file.with_suffix(".partial")
-        partial.write_text(json.dumps(settings, indent=1))
-        partial.replace(self._settings_file)
+        write_whole(self._settings_file, json.dumps(settings, indent=1).encode())
 
     def begin(self, *, resume: bool) -> Path | None:
         """Make the folder, or look into the one of an interrupted training.
@@ -125,14 +123,18 @@ class TrainingCheckpoints:
 
     def _whole(self) -> list[Path]:
         """The checkpoints that are complete: the Trainer writes its state last."""
-        named = re.compile(rf"{_PREFIX}[0-9]+")
-        folders = [path for path in self.folder.glob(f"{_PREFIX}*") if named.fullmatch(path.name)]
+        folders = [path for path in self.folder.glob(f"{_PREFIX}*") if is_checkpoint(path)]
         states = [(path, _read_json(path / "trainer_state.json") or {}) for path in folders]
         return [path for path, state in states if state.get("global_step") == step_of(path)]
 
     def remove(self) -> None:
         """The training is complete: its checkpoints are of no more use."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder has the name of one of the Trainer's checkpoints."""
+    return re.fullmatch(rf"{_PREFIX}[0-9]+", folder.name) is not None
 
 
 def step_of(checkpoint: Path) -> int:

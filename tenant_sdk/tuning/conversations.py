@@ -86,13 +86,15 @@ def _template_error(template: str, *values: object) -> ConfigurationError:
     return ConfigurationError(template, *values, tokenizer=Placeholder("FOLDER"))
 
 
-def generation_prompt(tokenizer: Any, messages: Messages, tools: Tools, where: str) -> str:
+def generation_prompt(
+    tokenizer: Any, messages: Messages, tools: Tools, where: str, day: TemplateDate | None = None
+) -> str:
     """Messages as the chat template writes them, with what begins the next answer: what inference sends.
 
     Raises:
         ConfigurationError: there is no chat template, or it does not take the messages.
     """
-    return _render(tokenizer, messages, tools, where, add_generation_prompt=True)
+    return _render(tokenizer, messages, tools, where, day, add_generation_prompt=True)
 
 
 class TemplateDate:

@@ -127,14 +127,23 @@ def has_chat_template(tokenizer: Any) -> bool:
         return False
 
 
-def chat_prompt(tokenizer: Any, messages: Messages) -> list[int]:
+def say_day(day: TemplateDate, say: Say) -> None:
+    """Say that records have a date, if a chat template wrote it."""
+    if day.written:
+        say(f"the chat template writes the date: {day.day} in each record, and at inference that of the day")
+
+
+def chat_prompt(tokenizer: Any, messages: Messages, day: TemplateDate | None = None) -> list[int]:
     """Token ids of a conversation and of what begins the answer, by the tokenizer's chat template.
+
+    Args:
+        day: see ``Conversations``.
 
     Raises:
         ConfigurationError: the tokenizer has no chat template, or it does not take the messages.
     """
     chat_template(tokenizer, "the prompt", OptionText("use `generate` without {system}"))
-    return encode(tokenizer, generation_prompt(tokenizer, messages, None, "the prompt"))
+    return encode(tokenizer, generation_prompt(tokenizer, messages, None, "the prompt", day))
 
 
 def check_token_ids(tokenizer: Any, ids: Sequence[int], embeddings: int | None, place: str) -> None:

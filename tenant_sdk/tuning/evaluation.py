@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from shared.errors import ConfigurationError
-from tenant_sdk.tuning.conversations import Example
-from tenant_sdk.tuning.data import Reader, Say, collate, learned_tokens
+from tenant_sdk.tuning.conversations import Example, TemplateDate
+from tenant_sdk.tuning.data import Reader, Say, collate, learned_tokens, say_day
 from tenant_sdk.tuning.generation import context_length
 from tenant_sdk.tuning.options import EvaluationOptions
 from tenant_sdk.tuning.samples import Sample, base_alone, compare
@@ -56,25 +57,31 @@ def evaluate(
     model: Any,
     tokenizer: Any,
     callbacks: EvaluationCallbacks,
+    *,
+    today: Callable[[], date] = date.today,
 ) -> EvaluationReport:
     """Measure a model, with and without its adapter, on records of files.
 
     Args:
         model: a causal language model, or a PEFT model with one adapter.
+        today: the day that chat templates may write.
 
     Raises:
         ConfigurationError: a file or a record is wrong; the message names file and line.
     """
+    day = TemplateDate(today())
     reader = Reader(
         tokenizer,
         min(options.sequence_length, context_length(model)),
         options.train_on_prompt,
         keep_tail=True,
+        day=day,
         ends=ends_of(model.generation_config, tokenizer),
         embeddings=model.get_input_embeddings().weight.shape[0],
         say=callbacks.say,
     )
     examples, size = reader.read(files), options.batch_size
+    say_day(day, callbacks.say)
     adapter = base = None
     if hasattr(model, "peft_config"):
         adapter = perplexity(model, examples, size, callbacks.reading)

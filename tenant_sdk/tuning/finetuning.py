@@ -27,6 +27,31 @@ from tenant_sdk.tuning.trainer import TrainingRun, shown_losses, train
 from tenant_sdk.tuning.warm_up import check_gradients, warm_up
 
 _WARM_UPS = 4  # examples of which one has gradients
+# What an adapter's folder, which users publish, says of its training: of the options, no others.
+_CARD_SETTINGS = (
+    "method",
+    "learning_rate",
+    "schedule",
+    "warmup_steps",
+    "weight_decay",
+    "batch_size",
+    "gradient_accumulation",
+    "early_stopping",
+    "packing",
+    "sequence_length",
+    "train_on_prompt",
+    "seed",
+)
+_CARD_RESULTS = (
+    "steps",
+    "seconds",
+    "resumed_at",
+    "first_loss",
+    "last_loss",
+    "perplexity_before",
+    "perplexity_after",
+    "best_step",
+)
 
 
 @dataclass(frozen=True)
@@ -165,16 +190,14 @@ def _card_figures(
     training: TrainingOptions, settings: Mapping[str, Any], tokens: int, report: TrainingReport
 ) -> dict[str, Any]:
     """What the adapter's folder says of its training: nothing of the text but its length."""
-    method, chosen = find_method(training.method), dict(settings)
-    for name in ("day", "held_out"):
-        chosen.pop(name, None)
-    for name in ("data", "base_model", *(() if method.low_rank else ("rank", "targets", "alpha", "dropout"))):
-        del chosen[name]
-    if not method.prompt_like:
-        del chosen["virtual_tokens"]
-    later = ("answered", "right_base", "right_adapter")
-    figures = chosen | {"tokens_of_data": tokens} | asdict(report)
-    figures = {name: value for name, value in figures.items() if name not in later}
+    method, measured = find_method(training.method), asdict(report)
+    names = [*_CARD_SETTINGS]
+    if method.low_rank:
+        names += ["rank", "targets", "alpha", "dropout"]
+    if method.prompt_like:
+        names.append("virtual_tokens")
+    figures = {name: settings.get(name) for name in names} | {"tokens_of_data": tokens}
+    figures |= {name: measured[name] for name in _CARD_RESULTS}
     if resumed_at := figures.pop("resumed_at"):
         figures |= {"resumed_at_step": resumed_at, "seconds_since_resumed": figures.pop("seconds")}
     return {name: value for name, value in figures.items() if value is not None}

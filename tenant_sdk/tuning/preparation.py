@@ -25,15 +25,14 @@ from tenant_sdk.tuning.adapters import (
     other_ranks_text,
     training_options_of,
 )
-from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
 from tenant_sdk.tuning.conversations import Example, TemplateDate
-from tenant_sdk.tuning.data import Reader, Say, collate_packed
+from tenant_sdk.tuning.data import Reader, Say, collate_packed, say_day
 from tenant_sdk.tuning.folders import load_adapter
 from tenant_sdk.tuning.long_sequences import long_tuning
 from tenant_sdk.tuning.options import TrainingOptions
 from tenant_sdk.tuning.resuming import state_bytes
 from tenant_sdk.tuning.sampling import ends_of
-from tenant_sdk.tuning.settings import settings_of
+from tenant_sdk.tuning.settings import settings_of, template_day
 from tenant_sdk.tuning.trackers import check_reports, where_reports_go
 
 _PROBE_TOKENS = 32  # tokens that show how a model attends
@@ -74,7 +73,7 @@ class StepPlan:
 
     Attributes:
         count: steps of the optimizer.
-        size: examples of a step.
+        size: examples of a step; the last step of an epoch has what is left.
         eval_steps: steps between measurements of the held-out loss; 0: it is not measured.
     """
 
@@ -108,7 +107,7 @@ def prepare(
     """
     check_reports(training.report_to)
     output = check_new_folder(training.output)
-    day = TemplateDate(_first_day(output, training.resume) or today())
+    day = template_day(output, today, resume=training.resume)
     adapter_folder = training.adapter
     if adapter_folder is not None:
         set_seed(training.seed)
@@ -122,7 +121,7 @@ def prepare(
         f"{counted(steps.count, 'step')} of {steps.size} out of {counted(len(examples), 'example')}, "
         f"learning rate {steps.learning_rate:g}"
     )
-    learned = steps.count * steps.size * count_tokens(examples) / len(examples)
+    learned = steps.count * count_tokens(examples) / math.ceil(len(examples) / steps.size)
     say(_traffic(session, learned, steps.evaluations * count_tokens(held_out)))
     for line in where_reports_go(training.report_to):
         say(line)
@@ -148,15 +147,6 @@ def prepare(
 def count_tokens(examples: Sequence[Example]) -> int:
     """The tokens of examples, learned or not."""
     return sum(len(example["input_ids"]) for example in examples)
-
-
-def _first_day(output: Path, resume: bool) -> date | None:
-    """The day of the training that is resumed, if its chat template writes it."""
-    day = TrainingCheckpoints(output, {}).kept("day") if resume else None
-    try:
-        return date.fromisoformat(day) if isinstance(day, str) else None
-    except ValueError:
-        return None
 
 
 def _sequence_length(training: TrainingOptions, model: Any) -> int:
@@ -201,8 +191,7 @@ def _read(
         day=day,
     )
     examples = reader.read(training.data)
-    if day.written:
-        say(f"the chat template writes the date: {day.day} in each record, and at inference that of the day")
+    say_day(day, say)
     held_out = replace(reader, keep_tail=True, day=TemplateDate(day.day)).read(training.held_out)
     known = {tuple(example["input_ids"]) for example in examples}
     if same := sum(tuple(example["input_ids"]) in known for example in held_out):
@@ -211,7 +200,7 @@ def _read(
 
 
 def _plan_steps(training: TrainingOptions, model: Any, examples: int, *, evaluated: bool) -> StepPlan:
-    size = min(training.batch_size, examples) * training.gradient_accumulation
+    size = min(training.batch_size * training.gradient_accumulation, examples)
     steps = training.steps or max(1, math.ceil(training.epochs * math.ceil(examples / size)))
     learning_rate = training.learning_rate or default_rate(find_method(training.method), model)
     eval_steps = training.eval_steps or math.ceil(steps / _EVALUATIONS)

@@ -12,7 +12,6 @@ rounded by request: to the bit a training goes on in a new session, or after a p
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MethodType
@@ -27,16 +26,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError
 from shared.whole import whole_file
 from tenant_sdk.storage import UNREADABLE_TENSORS
+from tenant_sdk.tuning.checkpoints import is_checkpoint, step_of
 
 STATE = "training_state.safetensors"
 _FORMAT = 1
-_CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 _COMPANIONS = (OPTIMIZER_NAME, SCHEDULER_NAME, "rng_state*.pth")  # the Trainer goes on without them, unsaid
 _SCORES = ("ipt", "exp_avg_ipt", "exp_avg_unc")  # by name of a parameter, in AdaLoRA's ``RankAllocator``
 # Options of methods that keep something else from step to step, in plain attributes.
@@ -124,8 +122,8 @@ def _save_pretrained(self: Any, save_directory: Any, *args: Any, **more: Any) ->
     """PEFT's, and in a Trainer's checkpoint the file beside it."""
     type(self).save_pretrained(self, save_directory, *args, **more)
     folder = Path(save_directory)
-    if (found := _CHECKPOINT.fullmatch(folder.name)) and more.get("is_main_process", True):
-        _write(self, folder, int(found[1]))
+    if is_checkpoint(folder) and more.get("is_main_process", True):
+        _write(self, folder, step_of(folder))
 
 
 def _load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **more: Any) -> Any:

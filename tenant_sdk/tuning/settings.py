@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from shared.options import fields_of
 from tenant_sdk.storage import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
 from tenant_sdk.tuning.conversations import Example, TemplateDate
 from tenant_sdk.tuning.options import TrainingOption, TrainingOptions
 
@@ -44,6 +46,15 @@ def settings_of(
         files = [(adapter_folder / name).read_bytes() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
         settings["adapter"] = digest_of(b"".join(files))
     return settings
+
+
+def template_day(output: Path, today: Callable[[], date], *, resume: bool) -> TemplateDate:
+    """The day that chat templates write: that of the training that is resumed, or today."""
+    day = TrainingCheckpoints(output, {}).kept("day") if resume else None
+    try:
+        return TemplateDate(date.fromisoformat(day) if isinstance(day, str) else today())
+    except ValueError:
+        return TemplateDate(today())
 
 
 def digest_of(content: bytes) -> str:

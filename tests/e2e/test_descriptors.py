@@ -23,6 +23,7 @@ from raw_peers import CLOSE, Peer, Refused, counted, eventually, open_raw
 import tenant_sdk
 from provider.serve import descriptors
 from provider.serve.tokens import TokenFile
+from provider.session.tenant import Service
 from shared.errors import ConfigurationError, SymbiosisError
 
 
@@ -101,12 +102,17 @@ def test_who_comes_when_there_are_none_left_is_told_to_come_back(
 def test_a_session_that_cannot_be_opened_is_closed_with_a_reason(
     llama: Executor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And the reason arrives, though the tenant has said more by then than was read."""
+    """And the reason arrives, though the tenant has said more by then than was read.
 
+    No session is opened for it: the thread of a handshake must not close one, which belongs to the loop's.
+    """
+    opened: list[object] = []
     with monkeypatch.context() as patch:
         patch.setattr(descriptors.ReserveDescriptor, "acquire", lambda _: False)
+        patch.setattr(Service, "open", lambda *these: opened.append(these))
         with counted(llama, "symbiosis_handshakes_failed_total", reason="full"):
             assert come(llama) == "close 1013"
+    assert not opened
     assert "out of file descriptors" in caplog.text
     assert "Traceback" not in caplog.text
     peer = come(llama)

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,41 @@ def test_an_interrupted_draft_asks_for_nothing_twice(
     assert asked[0] == before
     for name in (CARD, WEIGHTS):
         assert (tmp_path / "draft" / name).read_bytes() == (made[0] / name).read_bytes()
+
+
+def test_a_draft_is_resumed_on_another_day(session: Session, model: Any, tmp_path: Path) -> None:
+    """Chat templates may write the date into each record: it stays that of the first day."""
+    words = AutoTokenizer.from_pretrained(BASE_MODEL)
+    words.chat_template = (
+        "{{ strftime_now('%d %b %Y') }}: {% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+    )
+    (tmp_path / "prompts.txt").write_text("\n".join(f"And what then, {name}?" for name in ("Ruth", "Boaz")))
+    chats = [
+        {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": name}]}
+        for name in ("Ruth gleaned.", "Boaz came.", "Naomi wept.")
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    files = {"data": [tmp_path / "chats.jsonl"], "prompts": [tmp_path / "prompts.txt"]}
+    options = DraftOptions(tmp_path / "draft", **files, answer_tokens=8, epochs=1)
+    said: list[str] = []
+
+    def interrupt(done: int, total: int, loss: float) -> None:
+        raise KeyboardInterrupt
+
+    first, second = date(2026, 11, 26), date(2026, 11, 27)
+    with pytest.raises(KeyboardInterrupt):
+        make_draft(
+            options,
+            model,
+            words,
+            session,
+            DraftCallbacks(said.append, training=interrupt),
+            today=lambda: first,
+        )
+    resumed = replace(options, resume=True)
+    make_draft(resumed, model, words, session, DraftCallbacks(said.append), today=lambda: second)
+    line = "the chat template writes the date: 2026-11-26 in each record, and at inference that of the day"
+    assert said.count(line) == 2
 
 
 def test_a_pipe_is_no_draft(tmp_path: Path, session: Session, model: Any) -> None:

@@ -106,6 +106,13 @@ def test_a_training(session: tenant_sdk.Session, text: Path) -> None:
     names = {path.name for path in training.output.iterdir()}
     assert names == {"README.md", "symbiosis.json", "adapter_config.json", "adapter_model.safetensors"}
     record = json.loads((training.output / "symbiosis.json").read_text())
+    # Users publish this folder: an option that is added to a training must not get there by itself.
+    assert record["training"].keys() == {
+        *("method", "rank", "targets", "dropout", "learning_rate", "schedule", "weight_decay"),
+        *("batch_size", "gradient_accumulation", "packing", "sequence_length"),
+        *("train_on_prompt", "seed", "tokens_of_data", "steps", "seconds", "first_loss", "last_loss"),
+        *("perplexity_before", "perplexity_after"),
+    }
     assert record["weights"] == session.manifest.weights
     assert (
         record["training"].items()

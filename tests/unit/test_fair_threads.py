@@ -73,3 +73,22 @@ def test_cancelled_work_is_forgotten_at_once() -> None:
     go.set()
     assert other.result(800) == "bob"
     threads.shutdown()
+
+
+def test_no_work_is_taken_after_the_end() -> None:
+    """It would wait for ever: nobody begins it."""
+    threads, begun, go = FairThreads(1), threading.Event(), threading.Event()
+
+    def first() -> bool:
+        begun.set()
+        return go.wait(800)
+
+    running = threads.submit_for("alice", first)
+    begun.wait()
+    waiting = threads.submit_for("bob", lambda: None)
+    threads.shutdown(wait=False)
+    assert waiting.cancelled()
+    with pytest.raises(RuntimeError, match="shut down"):
+        threads.submit_for("carol", lambda: None)
+    go.set()
+    assert running.result(800)

@@ -112,6 +112,11 @@ def make_bank(
     )
 
 
+def bank_of(bank: NoiseBank, direction: Direction) -> Any:
+    made, _ = bank._banks._serving[0, direction].current.result(0)
+    return made
+
+
 def blocks_for(direction: Direction, members: int, rows: int = 5, seed: int = 1) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     widths = [INPUTS] if direction == FORWARD else [WIDTHS[i] for i in member_indices(members)]
@@ -165,7 +170,7 @@ def test_each_rows_mask_is_drawn_from_entropy(masks: int, rows: int) -> None:
     blocks = blocks_for(FORWARD, ALL, rows=rows)
     bank.submit(0, FORWARD, ALL, blocks).result()
     noise = executor.sent[0][0] - blocks[0]
-    known = bank._banks[0, FORWARD].masks[0]
+    known = bank_of(bank, FORWARD).masks[0]
     assert len(known) == masks
     for row in range(rows):
         mask = known[drawn[row] % masks]
@@ -288,7 +293,7 @@ def test_masks_are_standard_normal_and_independent() -> None:
     executor = MemoryExecutor()
     bank = make_bank(executor, masks=256)
     bank.submit(0, FORWARD, ALL, blocks_for(FORWARD, ALL)).result()
-    masks = bank._banks[0, FORWARD].masks[0].double()
+    masks = bank_of(bank, FORWARD).masks[0].double()
     assert masks.shape == (256, INPUTS)
     count = masks.numel()
     assert abs(float(masks.mean())) < 5 / count**0.5
@@ -304,7 +309,7 @@ def test_masks_are_standard_normal_and_independent() -> None:
         assert abs(float(correlation.square().mean()) * width - 1) < 0.1
     # The two directions and two banks of one session have nothing in common.
     bank.submit(0, BACKWARD, ALL, blocks_for(BACKWARD, ALL)).result()
-    backward = bank._banks[0, BACKWARD].masks
+    backward = bank_of(bank, BACKWARD).masks
     assert [mask.shape for mask in backward] == [(256, width) for width in WIDTHS]
     for other in backward:
         overlap = min(other.shape[1], INPUTS)
@@ -351,11 +356,11 @@ def test_impossible_options(options: dict[str, Any]) -> None:
 
 
 def masks_now(bank: NoiseBank) -> torch.Tensor:
-    return bank._banks[0, FORWARD].masks[0]
+    return bank_of(bank, FORWARD).masks[0]
 
 
 def next_bank(bank: NoiseBank) -> Future[Any] | None:
-    return bank._banks[0, FORWARD].next
+    return bank._banks._serving[0, FORWARD].next
 
 
 def use(bank: NoiseBank, rows: int) -> None:
@@ -381,7 +386,7 @@ def test_rotation_after_rows_in_the_background() -> None:
     use(bank, 1)
     assert masks_now(bank) is not first
     assert relative_error(masks_now(bank), first) > 1.0
-    assert bank._banks[0, FORWARD].rows == 1
+    assert bank._banks._serving[0, FORWARD].rows == 1
     assert executor.effects == 2
     bank.close()
 
@@ -414,7 +419,7 @@ def test_results_are_right_across_rotations() -> None:
         got = bank.submit(0, direction, ALL, blocks).result()
         for result, expected in zip(got, executor.true_product(direction, ALL, blocks), strict=True):
             assert relative_error(result, expected) < TOLERANCE
-        waiting = bank._banks[0, direction].next
+        waiting = bank._banks._serving[0, direction].next
         if waiting is not None:
             waiting.result(800)
     assert executor.effects > 10
@@ -459,5 +464,5 @@ def test_threads_share_one_bank() -> None:
         thread.join(800)
     assert len(errors) == 16
     assert max(errors) < TOLERANCE
-    assert bank._banks[0, FORWARD].rows == 8 * 5
+    assert bank._banks._serving[0, FORWARD].rows == 8 * 5
     bank.close()
