@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTuner
 from torch.nn.functional import cross_entropy
 
 from shared.errors import ConfigurationError
@@ -94,6 +96,27 @@ def evaluate(
     return EvaluationReport(base, adapter, samples)
 
 
+@contextmanager
+def loss_of_tokens(model: Any) -> Iterator[dict[str, Any]]:
+    """Have a model compute the loss of its tokens alone, for as long as the block lasts.
+
+    Some configurations of mixtures add a term for the router, and PEFT's AdaLoRA adds one for its matrices.
+
+    Yields:
+        More arguments of each pass.
+    """
+    router = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
+    tuner = getattr(model, "base_model", None)
+    if not isinstance(tuner, BaseTuner) or type(tuner).forward is BaseTuner.forward:
+        yield router
+        return
+    vars(tuner)["forward"] = tuner.model.forward  # as PEFT's other methods have it
+    try:
+        yield router
+    finally:
+        del vars(tuner)["forward"]
+
+
 @torch.no_grad()
 def check_loss(model: Any, outputs: Any, labels: torch.Tensor) -> None:
     """Refuse a model whose loss is not that of the next tokens.
@@ -102,8 +125,8 @@ def check_loss(model: Any, outputs: Any, labels: torch.Tensor) -> None:
     leave it to callers to shift the labels.
 
     Args:
-        outputs: the model's, with ``loss`` and ``logits``. Without logits nothing is checked: windows of long
-            sequences give none, and compute the loss themselves.
+        outputs: of a pass under ``loss_of_tokens``, with ``loss`` and ``logits``. Without logits nothing is
+            checked: windows of long sequences give none, and compute the loss themselves.
         labels: int64 [B, T].
 
     Raises:
@@ -140,20 +163,19 @@ def perplexity(
     """
     was_training = model.training
     model.eval()
-    # The loss of a mixture's router, which some configurations add, is not that of the tokens.
-    router = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
     nats, predicted = 0.0, 0
     # Neighbours in length: less padding.
     ordered = sorted(examples, key=lambda example: len(example["input_ids"]))
-    for at in range(0, len(ordered), batch_size):
-        progress(at, len(ordered))
-        batch = ordered[at : at + batch_size]
-        count = sum(map(learned_tokens, batch))
-        inputs = {name: tensor.to(model.device) for name, tensor in collate(batch).items()}
-        outputs = model(**inputs, **router)
-        if not at:
-            check_loss(model, outputs, inputs["labels"])
-        nats += float(outputs.loss) * count
-        predicted += count
+    with loss_of_tokens(model) as more:
+        for at in range(0, len(ordered), batch_size):
+            progress(at, len(ordered))
+            batch = ordered[at : at + batch_size]
+            count = sum(map(learned_tokens, batch))
+            inputs = {name: tensor.to(model.device) for name, tensor in collate(batch).items()}
+            outputs = model(**inputs, **more)
+            if not at:
+                check_loss(model, outputs, inputs["labels"])
+            nats += float(outputs.loss) * count
+            predicted += count
     model.train(was_training)
     return math.exp(nats / predicted)

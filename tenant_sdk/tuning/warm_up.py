@@ -9,7 +9,7 @@ from typing import Any
 from shared.errors import ConfigurationError, OptionText, peer_text
 from tenant_sdk.tuning.conversations import Example
 from tenant_sdk.tuning.data import Say, collate
-from tenant_sdk.tuning.evaluation import check_loss
+from tenant_sdk.tuning.evaluation import check_loss, loss_of_tokens
 
 _LAYER = re.compile(r"(.*?)\.(lora|hada|lokr|vera|ia3)_")  # of a part of its adapter
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -34,7 +34,8 @@ def warm_up(model: Any, examples: Sequence[Example]) -> dict[str, bool]:
     any_gradient = dict[str, bool]()
     for example in examples:
         batch = {name: tensor.to(model.device) for name, tensor in collate([example]).items()}
-        outputs = model(**batch)
+        with loss_of_tokens(model) as more:
+            outputs = model(**batch, **more)
         check_loss(model, outputs, batch["labels"])
         outputs.loss.backward()
         for name, each in model.named_parameters():

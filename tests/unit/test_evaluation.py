@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from commands import BASE_MODEL
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.errors import ConfigurationError
+from tenant_sdk.tuning.adapters import METHODS, AdapterOptions, add_adapter, find_method
 from tenant_sdk.tuning.evaluation import perplexity
 from tenant_sdk.tuning.generation import context_length
 from tenant_sdk.tuning.warm_up import warm_up
@@ -49,6 +53,27 @@ def test_a_loss_is_that_of_the_next_tokens(
             continue
         with pytest.raises(ConfigurationError, match=rf"^{name}ForCausalLM compares each prediction"):
             measure()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_methods_own_terms_are_no_loss_of_tokens(method: str, tmp_path: Path) -> None:
+    """A trained model: its loss is far from that of the tokens themselves, and AdaLoRA adds 2 to it."""
+    base = AutoModelForCausalLM.from_pretrained(BASE_MODEL)
+    words = AutoTokenizer.from_pretrained(BASE_MODEL)
+    ids = words("And in the morning he went down to the sea, and found the ship.")["input_ids"]
+    examples = [{"input_ids": ids, "labels": list(ids)}]
+    expected = perplexity(base, examples, 1)
+    options = AdapterOptions(method, rank=16, virtual_tokens=4, steps=10)
+    adapted = add_adapter(base, options)
+    assert any(warm_up(adapted, examples).values())
+    with adapted.disable_adapter():
+        assert perplexity(adapted, examples, 1) == pytest.approx(expected, rel=1e-4)
+    measured = perplexity(adapted, examples, 1)
+    if not find_method(method).prompt_like:
+        assert measured == pytest.approx(expected, rel=1e-3)  # a new adapter changes nothing
+    adapted.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE_MODEL), tmp_path)
+    assert perplexity(loaded, examples, 1) == pytest.approx(measured, rel=1e-4)
 
 
 def test_virtual_tokens_take_room_in_the_context() -> None:
