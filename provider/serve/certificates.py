@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
@@ -66,7 +67,6 @@ def write_certificates(
         .add_extension(ca_identifier, critical=False)
         .sign(ca_key, hashes.SHA256())
     )
-    write_whole(folder / "ca.pem", ca.public_bytes(Encoding.PEM), 0o644)
     for role, usage in (
         ("server", ExtendedKeyUsageOID.SERVER_AUTH),
         ("client", ExtendedKeyUsageOID.CLIENT_AUTH),
@@ -89,6 +89,8 @@ def write_certificates(
         write_whole(folder / f"{role}.pem", certificate.public_bytes(Encoding.PEM), 0o644)
         private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         write_whole(folder / f"{role}.key", private)
+    # Last: if it is the old one, ``still_valid`` notices that the others were not written to the end.
+    write_whole(folder / "ca.pem", ca.public_bytes(Encoding.PEM), 0o644)
 
 
 def own_certificate(tls_dir: str | Path, client_ca: str | Path | None = None) -> ssl.SSLContext:
@@ -273,8 +275,10 @@ def still_valid(folder: Path, at: datetime.datetime) -> bool:
         certificates = [
             x509.load_pem_x509_certificate((folder / name).read_bytes()) for name in ("ca.pem", "server.pem")
         ]
+        ca, server = certificates
+        server.verify_directly_issued_by(ca)
         return all(each.not_valid_before_utc <= at < each.not_valid_after_utc for each in certificates)
-    except (OSError, ValueError, ConfigurationError):
+    except (OSError, ValueError, TypeError, InvalidSignature, ConfigurationError):
         return False
 
 

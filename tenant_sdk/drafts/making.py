@@ -37,7 +37,13 @@ from tenant_sdk.trust.attestation import base_model
 from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
 from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example, TemplateDate
 from tenant_sdk.tuning.data import Reader, Say, chat_prompt, has_chat_template, prompt_tokens, say_day
-from tenant_sdk.tuning.generation import answer_ids, context_length, ignores_padding, together
+from tenant_sdk.tuning.generation import (
+    answer_ids,
+    context_length,
+    ignores_padding,
+    sequence_length,
+    together,
+)
 from tenant_sdk.tuning.records import prompts_of
 from tenant_sdk.tuning.sampling import Sampling, ends_of
 from tenant_sdk.tuning.settings import digest_of, template_day
@@ -139,42 +145,45 @@ def make_draft(
     if day.written:
         settings["day"] = str(day.day)
     checkpoints = TrainingCheckpoints(output, settings, parts=KEPT_PARTS)
-    checkpoints.begin(resume=options.resume)
-    with disk_errors(checkpoints.folder, "what the model computes", "Then run again."):
-        examples += _answers(options, model, tokenizer, prompts, checkpoints.folder, callbacks.writing)
-        found = collect(
-            model, examples, options.batch_size, kept=checkpoints.folder, progress=callbacks.reading
+    with checkpoints.resumable():
+        checkpoints.begin(resume=options.resume)
+        with disk_errors(checkpoints.folder, "what the model computes", "Then run again."):
+            examples += _answers(options, model, tokenizer, prompts, checkpoints.folder, callbacks.writing)
+            found = collect(
+                model, examples, options.batch_size, kept=checkpoints.folder, progress=callbacks.reading
+            )
+        trained, held_out = _split(found, options.seed)
+        vocabulary = Vocabulary.of(
+            base, frequent_tokens(trained, base.get_input_embeddings().weight.shape[0])
         )
-    trained, held_out = _split(found, options.seed)
-    vocabulary = Vocabulary.of(base, frequent_tokens(trained, base.get_input_embeddings().weight.shape[0]))
-    learned = sum(int(each.learned.sum()) for each in trained)
-    callbacks.say(f"{learned:,} tokens to learn, {len(vocabulary.tokens):,} of them different")
-    if (count := sum(int(each.learned.sum()) for each in held_out)) < _FEW:
-        callbacks.say(f"only {count} tokens are held out, so the shares of right guesses are uncertain")
-    places = Places(trained)
-    epochs = options.epochs or default_epochs(len(places.starts))
-    trainer = Trainer(vocabulary, places, epochs=epochs, seed=options.seed, progress=callbacks.training)
-    result = trainer.train(Places(held_out))
-    report = _measure_passes(model, result, vocabulary, examples[0], session)
-    with disk_errors(output, "the draft", "Then run again."), whole_folder(output) as folder:
-        save_draft(
-            folder,
-            result.head,
-            vocabulary.tokens,
-            model,
-            session,
-            acceptance=result.gain.acceptance,
-            learned_tokens=learned,
-            held_out_tokens=sum(int(each.learned.sum()) for each in held_out),
-        )
-    checkpoints.remove()
+        learned = sum(int(each.learned.sum()) for each in trained)
+        callbacks.say(f"{learned:,} tokens to learn, {len(vocabulary.tokens):,} of them different")
+        if (count := sum(int(each.learned.sum()) for each in held_out)) < _FEW:
+            callbacks.say(f"only {count} tokens are held out, so the shares of right guesses are uncertain")
+        places = Places(trained)
+        epochs = options.epochs or default_epochs(len(places.starts))
+        trainer = Trainer(vocabulary, places, epochs=epochs, seed=options.seed, progress=callbacks.training)
+        result = trainer.train(Places(held_out))
+        report = _measure_passes(model, result, vocabulary, examples[0], session)
+        with disk_errors(output, "the draft", "Then run again."), whole_folder(output) as folder:
+            save_draft(
+                folder,
+                result.head,
+                vocabulary.tokens,
+                model,
+                session,
+                acceptance=result.gain.acceptance,
+                learned_tokens=learned,
+                held_out_tokens=sum(int(each.learned.sum()) for each in held_out),
+            )
+        checkpoints.remove()
     return report
 
 
 def _read(options: DraftOptions, model: Any, tokenizer: Any, day: TemplateDate, say: Say) -> list[Example]:
     reader = Reader(
         tokenizer,
-        min(options.sequence_length, context_length(model)),
+        sequence_length(options.sequence_length, model),
         options.train_on_prompt,
         ends=ends_of(model.generation_config, tokenizer),
         embeddings=model.get_input_embeddings().weight.shape[0],

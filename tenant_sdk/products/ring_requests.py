@@ -210,7 +210,7 @@ class HalfRequest(ExactRequest):
 
     def reveal(self, answer: torch.Tensor, results: list[torch.Tensor]) -> bool:
         """See ExactRequest; an answer that seems wrong waits for ``confirm``."""
-        piece, doubts = self._hidden.popleft(), 0
+        piece, doubted = self._hidden.popleft(), False
         request, sums = self._sums.popleft() if self._checks else (answer, None)
         exponents = piece.exponents + 8 * (EXACT - self.key.answer_bits)
         step = max(1, CHUNK_ELEMENTS // answer.shape[1])
@@ -219,14 +219,13 @@ class HalfRequest(ExactRequest):
                 rows = slice(start, min(start + step, part.stop))
                 cut_effects = [effect[start - part.start :][:step] for effect in effects]
                 products = subtract_upper_bits(answer[rows], cut_effects, self.key.answer_bits)
-                if self._checks and sums is not None:
-                    doubts += wrong_rows(self._checks.half, products, sums[rows])
+                if self._checks and sums is not None and wrong_rows(self._checks.half, products, sums[rows]):
+                    # At once: the next effects may not come.
+                    doubted = self.doubted = self.owes_confirmation = True
                 write_products(
                     products, exponents[rows], self._answer_scales, _rows_of(results, piece.first, rows)
                 )
-        if doubts:
-            self.doubted = self.owes_confirmation = True
-        if self._checks and (doubts or self._checks.repeats):
+        if self._checks and (doubted or self._checks.repeats):
             self._unconfirmed.append(_Revealed(request, answer, piece.mask, piece.expected))
         return True
 

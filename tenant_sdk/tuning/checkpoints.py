@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +34,7 @@ class TrainingCheckpoints:
         self._settings_file = self.folder / "settings.json"
         self._settings, self._parts = dict(settings), parts
         self._resumed = False
+        self._lock: int | None = None
 
     def check(self, *, resume: bool) -> None:
         """Whether a training can begin, or go on, so far as that shows without its settings.
@@ -41,6 +44,8 @@ class TrainingCheckpoints:
                 the folder is not this user's alone.
         """
         check_tree(self.folder)
+        if self.folder.is_dir():
+            os.close(self._locked())
         if not resume and (self._whole() or any(any(self.folder.glob(part)) for part in self._parts)):
             raise ConfigurationError(
                 "{} holds an interrupted training; go on with {resume}, or remove it first",
@@ -51,6 +56,19 @@ class TrainingCheckpoints:
             raise ConfigurationError(
                 "there is nothing to resume: no {}; leave out {resume}", str(self._settings_file)
             )
+
+    def _locked(self) -> int:
+        """A descriptor that keeps other trainings out of the folder until it is closed."""
+        descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ConfigurationError(
+                "another training is under way with {}; wait until it ends, or choose another {output}",
+                str(self.folder),
+            ) from None
+        return descriptor
 
     def kept(self, name: str) -> Any:
         """A setting of the interrupted training; None: there is none."""
@@ -66,21 +84,25 @@ class TrainingCheckpoints:
         write_whole(self._settings_file, json.dumps(settings, indent=1).encode())
 
     def begin(self, *, resume: bool) -> Path | None:
-        """Make the folder, or look into the one of an interrupted training.
+        """Make the folder, or look into the one of an interrupted training; in the block of ``resumable``.
+
+        Until that block ends, no other training can begin with this folder.
 
         Returns:
             The checkpoint to resume from; None to start at the beginning.
 
         Raises:
             ConfigurationError: an interrupted training would be overwritten, or there is none to
-                resume, or it had other settings.
+                resume, or it had other settings, or another training is under way.
         """
         self.check(resume=resume)
         self._resumed = resume
+        with disk_errors(self.folder, "checkpoints", "Then run again."):
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            check_tree(self.folder)  # somebody else may have made it just now
+            self._lock = self._locked()
         if not resume:
             with disk_errors(self.folder, "checkpoints", "Then run again."):
-                self.folder.mkdir(mode=0o700, exist_ok=True)
-                check_tree(self.folder)  # somebody else may have made it just now
                 self._write(self._settings)
             return None
         before = _read_json(self._settings_file)
@@ -101,7 +123,7 @@ class TrainingCheckpoints:
 
     @contextmanager
     def resumable(self) -> Iterator[None]:
-        """Note with whatever ends the training inside how far it came, where that is, and how to go on.
+        """Let others have the folder after the block, and note with an error how the training can go on.
 
         Not with an error that a file or an option is to blame for: it would end the same command again.
         """
@@ -117,6 +139,10 @@ class TrainingCheckpoints:
                 what = "step {} is kept in {}; to go on from it, {}"
                 error.add_note(OptionText(what, step_of(newest), str(self.folder), how))
             raise
+        finally:
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
 
     def _newest(self) -> Path | None:
         return max(self._whole(), key=step_of, default=None)

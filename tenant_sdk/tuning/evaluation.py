@@ -15,9 +15,11 @@ from peft.tuners.tuners_utils import BaseTuner
 from torch.nn.functional import cross_entropy
 
 from shared.errors import ConfigurationError
+from tenant_sdk.sequences.positions import steady_length
+from tenant_sdk.trust.attestation import base_model
 from tenant_sdk.tuning.conversations import Example, TemplateDate
 from tenant_sdk.tuning.data import Reader, Say, collate, learned_tokens, say_day
-from tenant_sdk.tuning.generation import context_length
+from tenant_sdk.tuning.generation import sequence_length
 from tenant_sdk.tuning.options import EvaluationOptions
 from tenant_sdk.tuning.samples import Sample, base_alone, compare
 from tenant_sdk.tuning.sampling import ends_of
@@ -74,7 +76,7 @@ def evaluate(
     day = TemplateDate(today())
     reader = Reader(
         tokenizer,
-        min(options.sequence_length, context_length(model)),
+        sequence_length(options.sequence_length, model),
         options.train_on_prompt,
         keep_tail=True,
         day=day,
@@ -166,10 +168,10 @@ def perplexity(
     nats, predicted = 0.0, 0
     # Neighbours in length: less padding.
     ordered = sorted(examples, key=lambda example: len(example["input_ids"]))
+    at = 0
     with loss_of_tokens(model) as more:
-        for at in range(0, len(ordered), batch_size):
+        for batch in _batches(model, ordered, batch_size):
             progress(at, len(ordered))
-            batch = ordered[at : at + batch_size]
             count = sum(map(learned_tokens, batch))
             inputs = {name: tensor.to(model.device) for name, tensor in collate(batch).items()}
             outputs = model(**inputs, **more)
@@ -177,5 +179,22 @@ def perplexity(
                 check_loss(model, outputs, inputs["labels"])
             nats += float(outputs.loss) * count
             predicted += count
+            at += len(batch)
     model.train(was_training)
     return math.exp(nats / predicted)
+
+
+def _batches(model: Any, ordered: Sequence[Example], size: int) -> Iterator[list[Example]]:
+    """Examples for one pass each; of one length where positions depend on the longest text of a pass."""
+    steady = steady_length(base_model(model))
+    virtual = getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None) or 0
+    batch = list[Example]()
+    for example in ordered:
+        length = len(example["input_ids"])
+        apart = steady is not None and length + virtual > steady and batch
+        if len(batch) == size or (apart and length != len(batch[-1]["input_ids"])):
+            yield batch
+            batch = []
+        batch.append(example)
+    if batch:
+        yield batch

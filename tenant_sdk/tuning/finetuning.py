@@ -125,9 +125,8 @@ def finetune(
     training, model, examples = prepared.options, prepared.model, prepared.examples
     steps, eval_steps = prepared.steps.count, prepared.steps.eval_steps
     checkpoints = TrainingCheckpoints(prepared.output, prepared.settings)
-    resume_from, done = _begin(checkpoints, steps, training.resume, say)
-
     with checkpoints.resumable():
+        resume_from, done = _begin(checkpoints, steps, training.resume, say)
         progress = Progress(callbacks.show, say, shown_losses(steps), eval_steps, lambda: session.stats)
         held_out = HeldOutLoss(
             model, prepared.held_out, training.batch_size, session, progress, callbacks.evaluating, say
@@ -144,7 +143,7 @@ def finetune(
         report = TrainingReport(ended.step, seconds, done, *losses, before, after, ended.best)
         figures = _card_figures(training, prepared.settings, count_tokens(examples), report)
         _save(prepared.output, model, session, figures, tokenizer if keep_tokenizer else None)
-    checkpoints.remove()
+        checkpoints.remove()
     if prepared.held_out and training.samples:  # when nothing can be lost any more
         report = _with_answers(report, model, tokenizer, prepared.held_out, training, callbacks)
     callbacks.trained(model)

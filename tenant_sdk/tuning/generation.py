@@ -129,6 +129,27 @@ def context_length(model: Any) -> int:
     return (getattr(model.config, "max_position_embeddings", None) or sys.maxsize) - virtual
 
 
+def sequence_length(asked: int, model: Any, virtual_tokens: int = 0) -> int:
+    """Tokens of an example, for which the model's context has room.
+
+    Args:
+        virtual_tokens: of an adapter that the model is yet to get.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    room = context_length(model) - virtual_tokens
+    if (length := min(asked, room)) < 2:
+        positions = getattr(model.config, "max_position_embeddings", None) or asked
+        raise ConfigurationError(
+            "no room for text: the model takes {} positions, {} of them for virtual tokens, and "
+            "{sequence_length}",
+            *(positions, max(positions - room, 0)),
+            sequence_length=asked,
+        )
+    return length
+
+
 def check_prompt(
     model: Any, tokenizer: Any, tokens: Sequence[int], sampling: Sampling, name: str = "the prompt"
 ) -> None:

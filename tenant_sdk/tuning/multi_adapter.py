@@ -26,6 +26,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from shared.errors import ConfigurationError, NonFiniteError, OptionText
 from tenant_sdk.model.virtual import without_padding
 from tenant_sdk.sequences.chunked_loss import shifted
+from tenant_sdk.sequences.positions import steady_length
 from tenant_sdk.session.session import Session
 from tenant_sdk.tuning.adapter_config import ALLOWED_INIT_LORA_WEIGHTS, not_plain
 from tenant_sdk.tuning.adapters import without_false_warnings
@@ -167,8 +168,10 @@ class MultiAdapter:
     def logits(self, batches: Mapping[str, Batch]) -> dict[str, Tensor]:
         """The logits [B, T, V] of each adapter for its batch, from one forward pass.
 
-        Batches are padded to the longest at their end. Rows of padding at an end, the batches' own too, are
-        not sent to the executor, unless labels make them predict something: their logits mean nothing.
+        Some models' positions depend on the longest text of a pass, beyond some length (LongRoPE, dynamic
+        NTK). There a longer batch has a pass of its own. Batches are padded to the longest at their end. Rows
+        of padding at an end, the batches' own too, are not sent to the executor, unless labels make them
+        predict something: their logits mean nothing.
 
         Raises:
             ConfigurationError: there is no such adapter; a batch has another key or shape; the model is
@@ -182,6 +185,18 @@ class MultiAdapter:
                 "several adapters are not trained together with gradient checkpointing: "
                 "model.gradient_checkpointing_disable()"
             )
+        steady, found = steady_length(self._base), dict[str, Tensor]()
+        ids = {name: batch.get("input_ids") for name, batch in batches.items()}  # checked later
+        lengths = {name: 0 if each is None else each.shape[-1] for name, each in ids.items()}
+        # Longer ones later: such a model may remember the longest text.
+        long = sorted(
+            (n for n in batches if steady is not None and lengths[n] > steady), key=lengths.__getitem__
+        )
+        for part in [{n: b for n, b in batches.items() if n not in long}, *({n: batches[n]} for n in long)]:
+            found |= self._finite_logits(part) if part else {}
+        return {name: found[name] for name in batches}
+
+    def _finite_logits(self, batches: Mapping[str, Batch]) -> dict[str, Tensor]:
         try:
             return self._logits(batches)
         except NonFiniteError as error:

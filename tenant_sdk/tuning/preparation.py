@@ -28,6 +28,7 @@ from tenant_sdk.tuning.adapters import (
 from tenant_sdk.tuning.conversations import Example, TemplateDate
 from tenant_sdk.tuning.data import Reader, Say, collate_packed, say_day
 from tenant_sdk.tuning.folders import load_adapter
+from tenant_sdk.tuning.generation import sequence_length
 from tenant_sdk.tuning.long_sequences import long_tuning
 from tenant_sdk.tuning.options import TrainingOptions
 from tenant_sdk.tuning.resuming import state_bytes
@@ -113,7 +114,8 @@ def prepare(
         set_seed(training.seed)
         model = load_adapter(model, adapter_folder, session, trainable=True)
         training = replace(training, adapter=None, **training_options_of(model.peft_config["default"]))
-    length = _sequence_length(training, model)
+    new_tokens = training.virtual_tokens if find_method(training.method).prompt_like else 0
+    length = sequence_length(training.sequence_length, model, new_tokens if adapter_folder is None else 0)
     examples, held_out = _read(training, model, tokenizer, length, day, say)
     preview(examples[0])
     steps = _plan_steps(training, model, len(examples), evaluated=bool(held_out))
@@ -147,26 +149,6 @@ def prepare(
 def count_tokens(examples: Sequence[Example]) -> int:
     """The tokens of examples, learned or not."""
     return sum(len(example["input_ids"]) for example in examples)
-
-
-def _sequence_length(training: TrainingOptions, model: Any) -> int:
-    """Tokens of an example, for which the model's context has room.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
-    virtual_tokens = training.virtual_tokens if find_method(training.method).prompt_like else 0
-    limit = getattr(model.config, "max_position_embeddings", None) or training.sequence_length
-    length = min(training.sequence_length, limit - virtual_tokens)
-    if length < 2:
-        raise ConfigurationError(
-            "no room for text: the model takes {} positions, {} of them for virtual tokens, and "
-            "{sequence_length}",
-            limit,
-            virtual_tokens,
-            sequence_length=training.sequence_length,
-        )
-    return length
 
 
 def _read(

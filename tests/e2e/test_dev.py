@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import json
 import os
 import shlex
@@ -24,10 +25,12 @@ import provider.dev
 import tenant_sdk
 from provider.config import ServeConfig
 from provider.dev import _COMMANDS, Development, _party
+from provider.serve import certificates
 from provider.serve.certificates import still_valid, write_certificates
 from provider.serve.tokens import TokenFile
 from shared.errors import SymbiosisError
 from shared.launching import free_port
+from shared.whole import write_whole
 
 SHORT: dict[str, list[str]] = {
     "doctor": [],
@@ -224,4 +227,23 @@ def test_certificates_are_used_while_they_are_valid(tmp_path: Path, days: int, v
     write_certificates(tmp_path, now=NOW - datetime.timedelta(days=2), days=days + 2)
     assert still_valid(tmp_path, NOW + datetime.timedelta(days=1)) == valid
     (tmp_path / "server.key").unlink()
+    assert not still_valid(tmp_path, NOW)
+
+
+@pytest.mark.parametrize("last", ["server.pem", "server.key", "client.pem", "client.key"])
+def test_certificates_that_were_renewed_in_part_are_not_used(
+    tmp_path: Path, last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, or a signal, ends the renewal after one of the files."""
+    write_certificates(tmp_path, now=NOW)
+    assert still_valid(tmp_path, NOW)
+
+    def ends(path: Path, content: bytes, mode: int = 0o600) -> None:
+        write_whole(path, content, mode)
+        if path.name == last:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(certificates, "write_whole", ends)
+    with pytest.raises(OSError, match="No space left"):
+        write_certificates(tmp_path, now=NOW)
     assert not still_valid(tmp_path, NOW)

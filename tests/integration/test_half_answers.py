@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from parity import add_lora, fixed_result, gradients, token_ids
 from ring_sessions import MASKINGS, ExecutorFactory, captured_requests, one_time, products, session_in
 
 import tenant_sdk
-from shared.errors import ConfigurationError, VerificationError
+from shared.errors import ConfigurationError, ConnectionLost, VerificationError
 from shared.wire.header import RINGS, Direction
-from tenant_sdk.products import half_checks
+from tenant_sdk.products import half_checks, masks
 from tenant_sdk.products.ring_requests import HalfRequest
 
 pytest_plugins = ("ring_fixtures",)
@@ -211,6 +211,29 @@ def test_a_wrong_answer_is_not_forgotten_if_nobody_answers_when_it_is_asked_for_
         aim(WRONG["one number, by a hundred units"], middle, Direction.FORWARD)
         middle.changes.append(cutting(middle))
         with pytest.raises(VerificationError, match="o_proj"):
+            fixed_result(model, token_ids())
+
+
+def test_a_doubt_is_not_forgotten_if_the_next_effects_do_not_come(
+    executors: ExecutorFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Effects come in parts, one for each batch of seeds: the first is wrong, and the second is withheld."""
+    parties, effects = executors("llama")[:2], masks.OneTimeMask.effects
+
+    def wrong_and_cut(mask: Any) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+        for rows, each in effects(mask):
+            half = rows.stop // 2
+            yield slice(0, half), [effect[:half] + 100 for effect in each]
+            raise ConnectionLost("the mask source is away")
+
+    with one_time(*parties, answers="half", repeat_rate=0.0, mask_budget_mib=0) as session:
+        model = session.load_model(progress=False)
+        fixed_result(model, token_ids())
+        with monkeypatch.context() as patch:
+            patch.setattr(masks.OneTimeMask, "effects", wrong_and_cut)
+            with pytest.raises(VerificationError, match="could not be confirmed"):
+                fixed_result(model, token_ids())
+        with pytest.raises(VerificationError, match="could not be confirmed"):
             fixed_result(model, token_ids())
 
 

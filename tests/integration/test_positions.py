@@ -17,10 +17,14 @@ from shared.wire.messages import GroupInfo, Member
 from tenant_sdk.drafts.passes import check_supported
 from tenant_sdk.sequences.contexts import LongContext, prefill
 from tenant_sdk.sequences.positions import steady_length
+from tenant_sdk.tuning.conversations import Example
+from tenant_sdk.tuning.evaluation import perplexity
 from tenant_sdk.tuning.generation import generate_answers
+from tenant_sdk.tuning.multi_adapter import MultiAdapter
 from tenant_sdk.tuning.sampling import Sampling
 
 STEADY, TOKENS = 48, 30
+LENGTH_OF = {"short": 20, "long": 52, "middle": 40, "longer": 60}  # of adapters' batches
 LENGTHS = (12, 36, 60, 47)  # shorter than that with their answers, crossing it, and longer
 SMALL = 1e-4  # GiB
 GROUPS = (GroupInfo(64, (Member("layer", 64, "layer"),)),)
@@ -69,6 +73,39 @@ def test_answers_are_those_of_prompts_alone(kind: str) -> None:
         for each in prompts
     ]
     assert drafted == alone
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_in_one_batch_do_not_see_each_others_lengths(kind: str) -> None:
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    names, generator = list(LENGTH_OF), torch.Generator().manual_seed(3)
+
+    def losses(batches: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Of a new model: one kind remembers the longest text."""
+        torch.manual_seed(0)
+        model = model_of(kind, KINDS).train()
+        return MultiAdapter(model, dict.fromkeys(names, config), seeds=dict.fromkeys(names, 1)).losses(
+            batches
+        )
+
+    batches = dict[str, Any]()
+    for name, length in LENGTH_OF.items():
+        ids = torch.randint(3, 120, (2, length), generator=generator)
+        batches[name] = {"input_ids": ids, "labels": ids}
+    together = losses(batches)
+    for name, batch in batches.items():
+        (alone,) = losses({name: batch}).values()
+        # Sums in another order, as tests/integration/test_multi_adapter.py has it.
+        torch.testing.assert_close(together[name], alone, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_perplexity_does_not_depend_on_the_batches(kind: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    drawn = [torch.randint(3, 120, (n,), generator=generator).tolist() for n in (30, 46, 50, 60, 60)]
+    examples: list[Example] = [{"input_ids": ids, "labels": ids} for ids in drawn]
+    found = [perplexity(model_of(kind, KINDS), examples, size) for size in (1, 5)]
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 def test_a_model_that_begins_anew_at_a_length() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,20 +13,26 @@ from shared.errors import ConfigurationError
 from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
 
 
+def begin(checkpoints: TrainingCheckpoints, *, resume: bool) -> Path | None:
+    """Of a training that ends at once."""
+    with checkpoints.resumable():
+        return checkpoints.begin(resume=resume)
+
+
 def test_checkpoints_of_an_interrupted_training(tmp_path: Path) -> None:
     output, settings = tmp_path / "adapter", {"rank": 8}
     with pytest.raises(ConfigurationError, match="nothing to resume"):
-        TrainingCheckpoints(output, settings).begin(resume=True)
+        begin(TrainingCheckpoints(output, settings), resume=True)
     checkpoints = TrainingCheckpoints(output, settings)
-    assert checkpoints.begin(resume=False) is None
-    assert checkpoints.begin(resume=True) is None
-    assert checkpoints.begin(resume=False) is None  # there is nothing in it to lose
+    assert begin(checkpoints, resume=False) is None
+    assert begin(checkpoints, resume=True) is None
+    assert begin(checkpoints, resume=False) is None  # there is nothing in it to lose
     (checkpoints.folder / "checkpoint-3").mkdir()
     (checkpoints.folder / "checkpoint-3" / "trainer_state.json").write_text('{"global_step": 3}')
     with pytest.raises(ConfigurationError, match="interrupted training; go on with resume=True"):
-        checkpoints.begin(resume=False)
+        begin(checkpoints, resume=False)
     with pytest.raises(ConfigurationError, match="rank was 8, now 4"):
-        TrainingCheckpoints(output, {"rank": 4}).begin(resume=True)
+        begin(TrainingCheckpoints(output, {"rank": 4}), resume=True)
     for step, state in (
         (9, '{"global_step": 9}'),
         (10, '{"global_step": 10}'),
@@ -36,7 +44,7 @@ def test_checkpoints_of_an_interrupted_training(tmp_path: Path) -> None:
         folder.mkdir()
         if state is not None:
             (folder / "trainer_state.json").write_text(state)
-    found = checkpoints.begin(resume=True)
+    found = begin(checkpoints, resume=True)
     assert found is not None
     assert found.name == "checkpoint-10"  # 11 and 12 were cut off, 13 is of no step
     assert json.loads((checkpoints.folder / "settings.json").read_text()) == settings
@@ -46,19 +54,32 @@ def test_checkpoints_of_an_interrupted_training(tmp_path: Path) -> None:
 
 def test_settings_are_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is killed while it writes them."""
-    checkpoints, write = TrainingCheckpoints(tmp_path / "adapter", {"steps": 4}), Path.write_text
+    checkpoints = TrainingCheckpoints(tmp_path / "adapter", {"steps": 4})
 
-    def killed(path: Path, text: str) -> None:
-        write(path, text[: len(text) // 2])
+    def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "write_text", killed)
+    for name in ("rename", "replace"):  # what has been written so far is under another name
+        monkeypatch.setattr(os, name, killed)
     with pytest.raises(KeyboardInterrupt):
-        checkpoints.begin(resume=False)
+        begin(checkpoints, resume=False)
     monkeypatch.undo()
     with pytest.raises(ConfigurationError, match="there is nothing to resume"):
-        checkpoints.begin(resume=True)
-    assert checkpoints.begin(resume=False) is None
+        begin(checkpoints, resume=True)
+    assert begin(checkpoints, resume=False) is None
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_two_trainings_do_not_share_a_folder(tmp_path: Path, resume: bool) -> None:
+    """The second one would go on from the first one's checkpoints."""
+    first, second = (TrainingCheckpoints(tmp_path / "adapter", {"rate": rate}) for rate in (1, 2))
+    with first.resumable():
+        first.begin(resume=False)
+        with pytest.raises(ConfigurationError, match=r"another training is under way with .*/adapter\."):
+            begin(second, resume=resume)
+        with pytest.raises(ConfigurationError, match="choose another output"):
+            second.check(resume=resume)
+    assert begin(second, resume=False) is None
 
 
 def test_a_folder_with_digits_of_another_script_is_no_checkpoint(tmp_path: Path) -> None:
@@ -67,4 +88,4 @@ def test_a_folder_with_digits_of_another_script_is_no_checkpoint(tmp_path: Path)
     other.mkdir(mode=0o700, parents=True)
     (other / "trainer_state.json").write_text('{"global_step": 2}')
     (tmp_path / "run.checkpoints").chmod(0o700)
-    assert TrainingCheckpoints(tmp_path / "run", {}).begin(resume=False) is None
+    assert begin(TrainingCheckpoints(tmp_path / "run", {}), resume=False) is None
