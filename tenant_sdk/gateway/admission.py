@@ -16,6 +16,7 @@ from tenant_sdk.connection.replicas.retrying import may_come_back
 from tenant_sdk.gateway.reservations import Reservations
 
 MAX_ADAPTERS = 1024  # names, of all clients
+RESTART_SECONDS = 10  # in which a gateway that is shut down may be back
 RECENT = 32  # requests that an estimate goes by
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
@@ -52,6 +53,11 @@ class StepFailure(enum.StrEnum):
         if isinstance(error, RequestRefused):
             return cls.AWAY if error.retry_after is not None else cls.HERE
         return cls.AWAY if isinstance(error, SymbiosisError) and may_come_back(error) else cls.HERE
+
+
+def shutting_down() -> Refusal:
+    """What clients are told when the gateway ends."""
+    return Refusal(503, "overloaded", "the gateway is shutting down", RESTART_SECONDS)
 
 
 def failure_refusal(failure: str, message: str, retry_after: int) -> Refusal:

@@ -9,7 +9,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tenant_sdk.gateway.admission import Authenticator, Refusal, UnauthenticatedConnections
+from tenant_sdk.gateway.admission import Authenticator, Refusal, UnauthenticatedConnections, shutting_down
 from tenant_sdk.gateway.http_frontend import BODY_BYTES, FLUSHED, SMALL_BODY_BYTES, error_event
 from tenant_sdk.gateway.reservations import Reservations
 
@@ -19,7 +19,6 @@ HEADERS = 128
 UNREAD_SECONDS = 60.0  # until a client that does not read the rest of its answer is given up
 UNREAD_BYTES = 64 << 20  # of answers that clients have not read yet, of all clients
 MAX_UNAUTHENTICATED = 128  # connections that have shown no key
-RESTART_SECONDS = 10  # in which a gateway that is shut down may be back
 CONNECTIONS = 1024  # that have shown one, of all clients
 
 
@@ -175,7 +174,7 @@ class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
     def shutdown(self) -> None:
         """See uvicorn; it would wait for answers, and the engine that writes them has ended."""
         if self.cycle is not None and not self.cycle.response_complete:
-            refusal = Refusal(503, "overloaded", "the gateway is shutting down", RESTART_SECONDS)
+            refusal = shutting_down()
             if not self.cycle.response_started:
                 self._say(refusal)
             elif self.cycle.chunked_encoding:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 import time
 from argparse import Namespace
 from collections import deque
@@ -20,6 +22,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 from shared.encoded import UNREADABLE, path_text
 from shared.errors import ConfigurationError, SymbiosisError
+from shared.log_rate_limit import LogRateLimiter
 from shared.whole import write_whole
 from tenant_sdk.gateway import vllm_patches
 from tenant_sdk.gateway.adapter_registry import AdapterRegistry
@@ -31,7 +34,7 @@ from tenant_sdk.gateway.log_redaction import redact_library_logs
 from tenant_sdk.gateway.metrics import Collector, rates
 from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.round_robin import CachedAnswer
-from tenant_sdk.gateway.status import GatewayStatus
+from tenant_sdk.gateway.status import REMIND_SECONDS, GatewayStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 
     from shared.wire.messages import Manifest
 
+log = logging.getLogger(__name__)
 SAMPLES, SAMPLE_SECONDS = 120, 1.0
 FIGURES_SECONDS = 1.0  # for which metrics and the status are good
 # Of vLLM's paths those that a gateway is for; the others would only be there to be attacked.
@@ -76,6 +80,7 @@ class GatewaySettings:
         tool_parser: how calls of tools are read from answers, as vLLM calls it; empty: they are not.
         content_format: in which templates get the contents of messages, as vLLM calls it.
         ready_file: where the URL is written when it answers.
+        context: the most tokens of a sequence; None: vLLM finds it.
     """
 
     folder: Path
@@ -93,6 +98,7 @@ class GatewaySettings:
     content_format: str
     tool_parser: str
     ready_file: Path | None
+    context: int | None
 
 
 class Endpoints:
@@ -120,6 +126,7 @@ class Endpoints:
         self._status_text = CachedAnswer(self._status_now, FIGURES_SECONDS)
         self._began = int(time.time())
         self._tasks: list[asyncio.Task[None]] = []
+        self._ending = threading.Event()
 
     @classmethod
     def engine_died(cls) -> bool:
@@ -145,6 +152,7 @@ class Endpoints:
                 constraint_checker=lambda: self._constraint_checker,
                 unserved=lambda name: self._adapters.unserved(name),
                 calls=bool(settings.tool_parser),
+                ending=self._ending.is_set,
             ),
         )
         app.get("/metrics", include_in_schema=False)(self._metrics)
@@ -161,6 +169,7 @@ class Endpoints:
         Endpoints.engine, self._models = engine_client, state.openai_serving_models
         self._adapters = AdapterRegistry(self._settings, engine_client, self._models, self._queue)
         prometheus_client.REGISTRY.register(Collector(self._settings.folder, self._queue, self._adapters))
+        vllm_patches.tell_of_the_end(engine_client, self._ending.set)
         vllm_patches.refuse_unknown_tokens(engine_client)
         vllm_patches.count_no_combinations(engine_client)
         vllm_patches.bound_parsers(state)
@@ -208,7 +217,10 @@ class Endpoints:
         names = ", ".join([self._models.model_name(), *self._adapters.served])
         settings.say(f"serving {names} at {url}/v1; {url}/ shows how it goes")
         if settings.ready_file is not None:
-            write_whole(settings.ready_file, url.encode(), 0o644)
+            try:
+                write_whole(settings.ready_file, url.encode(), 0o644)
+            except OSError as error:
+                settings.say(f"cannot write {settings.ready_file}: {error.strerror}")
 
     def _cards(self) -> list[dict[str, Any]]:
         base, length = self._models.model_name(), self.engine.model_config.max_model_len
@@ -285,14 +297,18 @@ class Endpoints:
 
     async def _sample(self) -> None:
         """One more point of every line of the page, each second."""
-        before: dict[str, float] = {}
+        before, limiter = dict[str, float](), LogRateLimiter(REMIND_SECONDS)
         while True:
             now = {"time": time.time(), "under_way": float(self._queue.under_way)}
-            now |= await asyncio.to_thread(self._counts)
-            if before:
-                self._samples.append(rates(before, now))
-            if not now["under_way"] and not before.get("under_way", 1.0):
-                await self._adapters.remove_unused_copies()
+            try:
+                now |= await asyncio.to_thread(self._counts)
+                if before:
+                    self._samples.append(rates(before, now))
+                if not now["under_way"] and not before.get("under_way", 1.0):
+                    await self._adapters.remove_unused_copies()
+            except OSError as error:  # the disk, or file descriptors: they may be there again
+                if limiter.due(time.monotonic()):
+                    log.warning("no figures for the page: %s%s", error.strerror, limiter.more())
             before = now
             await asyncio.sleep(SAMPLE_SECONDS)
 

@@ -6,7 +6,9 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tenant_sdk.session.session import Session
@@ -34,7 +36,40 @@ METHOD = "symbiosis"  # of ``quantization_config``
 MARK = "SYMBIOSIS_GATEWAY"
 
 
-def write_folder(session: Session, options: Mapping[str, Any], mark: str, folder: Path, dtype: str) -> Any:
+class HeldModel(NamedTuple):
+    """What this side holds of a model.
+
+    Attributes:
+        tokenizer: transformers'.
+        positions: that the model has; None: its configuration does not say.
+        steady: see ``steady_length``.
+    """
+
+    tokenizer: Any
+    positions: int | None
+    steady: int | None
+
+    def context(self, asked: int | None) -> int | None:
+        """The most tokens of a sequence; None: vLLM finds it.
+
+        vLLM would take more positions than the model has if its frequencies are scaled, and for dynamic ones
+        it reads beyond its table.
+
+        Raises:
+            ConfigurationError: the model has not so many positions.
+        """
+        if asked is None:
+            return min((each for each in (self.positions, self.steady) if each), default=None)
+        if self.positions is not None and asked > self.positions:
+            raise ConfigurationError(
+                "{context}: this model takes {} tokens at most", self.positions, context=asked
+            )
+        return asked
+
+
+def write_folder(
+    session: Session, options: Mapping[str, Any], mark: str, folder: Path, dtype: str
+) -> HeldModel:
     """Write what the tenant holds of the executor's model (all but frozen layers), and the tokenizer.
 
     Args:
@@ -43,9 +78,6 @@ def write_folder(session: Session, options: Mapping[str, Any], mark: str, folder
         mark: that of ``MARK``.
         folder: to write to; it exists.
         dtype: of the parameters and activations, such as ``float32``.
-
-    Returns:
-        The tokenizer.
 
     Raises:
         ModelMismatch: see ``session.load_model``.
@@ -57,6 +89,7 @@ def write_folder(session: Session, options: Mapping[str, Any], mark: str, folder
 
     from tenant_sdk.model.loading import check_causal
     from tenant_sdk.model.remote_weight import RemoteWeight
+    from tenant_sdk.sequences.positions import steady_length
     from tenant_sdk.storage import disk_errors
 
     check_causal(session.executor)
@@ -81,12 +114,14 @@ def write_folder(session: Session, options: Mapping[str, Any], mark: str, folder
     config["quantization_config"] = {"quant_method": METHOD, "mark": mark, "session": dict(options)}
     config["architectures"] = [type(model).__name__]
     tokenizer = without_end_token(session.load_tokenizer())
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    text_config = model.config.get_text_config(decoder=True)
+    vocabulary = text_config.vocab_size
     _drop_unknown_ends(config, model.generation_config, tokenizer, vocabulary)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return tokenizer
+    positions = getattr(text_config, "max_position_embeddings", None)
+    return HeldModel(tokenizer, positions, steady_length(model))
 
 
 def _drop_unknown_ends(config: dict[str, Any], generation: Any, tokenizer: Any, vocabulary: int) -> None:

@@ -13,7 +13,14 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from tenant_sdk.gateway.admission import Authenticator, Queue, Refusal, StepFailure, failure_refusal
+from tenant_sdk.gateway.admission import (
+    Authenticator,
+    Queue,
+    Refusal,
+    StepFailure,
+    failure_refusal,
+    shutting_down,
+)
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.request_limits import text_bytes
 from tenant_sdk.gateway.requests import RESPONSES, ParsedRequest, parse_request
@@ -71,6 +78,7 @@ class ServedNames(NamedTuple):
         constraint_checker: of constraints on answers; None: there are none here.
         unserved: why a model of this name is not served, if it is known; or empty.
         calls: calls of tools are looked for in answers.
+        ending: whether the gateway is shutting down.
     """
 
     context: Callable[[], int]
@@ -78,6 +86,7 @@ class ServedNames(NamedTuple):
     constraint_checker: Callable[[], ChecksConstraints | None] = lambda: None
     unserved: Callable[[str], str] = lambda _: ""
     calls: bool = False
+    ending: Callable[[], bool] = lambda: False
 
 
 class HttpFrontend:
@@ -122,6 +131,8 @@ class HttpFrontend:
         client = self._authenticator.admit(scope["headers"])
         if path in OPEN and (self._authenticator.keys or isinstance(client, str)):
             return await self._serve_public(scope["method"], path, send)
+        if self._served.ending():
+            return await _refuse(send, shutting_down())
         if isinstance(client, Refusal):
             return await _refuse(send, client)
         current_client.set(client)
@@ -322,6 +333,8 @@ class HttpFrontend:
     def _step_refusal(self, name: str, since: float) -> Refusal:
         if why := SequenceErrors.reason(self._folder, name):
             return Refusal(422, "invalid_request_error", why)
+        if self._served.ending():
+            return shutting_down()
         status = GatewayStatus.read(self._folder)
         if status.failed_at < since:  # whatever it was, no step failed
             return failure_refusal("", "", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 from shared.latency import LinearLatency
+from shared.log_rate_limit import LogRateLimiter
 from tenant_sdk.gateway.client_fairness import (
     AttentionTimeDebt,
     Memory,
@@ -30,10 +32,12 @@ from tenant_sdk.gateway.client_fairness import (
     too_long,
 )
 from tenant_sdk.gateway.grammars import ENGINE_STACK
-from tenant_sdk.gateway.status import SequenceErrors, client_of
+from tenant_sdk.gateway.status import REMIND_SECONDS, SequenceErrors, client_of
 from tenant_sdk.gateway.step_latency import StepLatency
 from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance, compile_by_client
 from tenant_sdk.gateway.worker import FailedStep
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -62,6 +66,7 @@ class Scheduler(Base):  # type: ignore[misc]
         self._most_rows: int = self.scheduler_config.max_num_batched_tokens
         self._time_budget = TimeBudget(GRACE_SECONDS, STEP_SECONDS)
         self._folder, self._ended = Path(self.vllm_config.model_config.model), SequenceErrors()
+        self._unwritten = LogRateLimiter(REMIND_SECONDS)
         manager = self.structured_output_manager
         if GuidanceBackend.is_tokenizer_supported(manager.tokenizer):  # else the server refuses constraints
             vocabulary = self.vllm_config.model_config.get_vocab_size()
@@ -218,7 +223,11 @@ class Scheduler(Base):  # type: ignore[misc]
             long, "texts with a constraint, of this answer or of your key, became too long"
         )
         if lost or spent:
-            self._ended.add(self._folder, lost | spent)  # before the clients are told
+            why = self._ended.add(self._folder, lost | spent)  # before the clients are told
+            if why and self._unwritten.due(time.monotonic()):
+                log.warning(
+                    "clients are not told why their sequences ended: %s%s", why, self._unwritten.more()
+                )
         ends = (failed | long) & self.requests.keys()
         for request in self.finish_requests(ends, RequestStatus.FINISHED_ERROR):
             ended = EngineCoreOutput(

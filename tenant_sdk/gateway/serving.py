@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import functools
@@ -15,6 +16,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from tenant_sdk.gateway.endpoints import GatewaySettings
     from tenant_sdk.session.options import SessionConfig
 
+FOLDER_PREFIX = "symbiosis-gateway-"
+NEW_SECONDS = 60  # in which a gateway that starts has locked its folder
 SOCKET_FOLDER = 64  # characters; the name of a socket in it has 37, and 107 is the most of both
 SHUTDOWN_SECONDS = 5  # for clients to take what they are told, then connections are cut
 STEP_ROWS = 512  # of all sequences, in one step
@@ -91,10 +95,19 @@ def serve(options: GatewayOptions, config: SessionConfig, say: Callable[[str], N
         )
     _check_port(options)
     signal.signal(signal.SIGTERM, _exit)  # until vLLM has its own: the folder goes, however early that is
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` ignores it
+        signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    remove_abandoned_folders(Path(tempfile.gettempdir()))
+
+    def say_if_possible(line: str) -> None:
+        """What ran before goes on if nobody reads it any more, or the disk with the log is full."""
+        with contextlib.suppress(OSError):
+            say(line)
+
     if options.ready_file is not None:
         options.ready_file.unlink(missing_ok=True)
     options, config = _with_absolute_paths(options), read(written(config))
-    with tempfile.TemporaryDirectory(prefix="symbiosis-gateway-") as name:  # for its owner alone
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:  # for its owner alone
         folder = Path(name)
         # vLLM, its processes and what they load look for programs, libraries and settings in the working
         # directory, where others may have put some.
@@ -109,9 +122,23 @@ def serve(options: GatewayOptions, config: SessionConfig, say: Callable[[str], N
         # What removes old files of temporary folders leaves a locked one alone.
         fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), fcntl.LOCK_SH)
         (folder / "adapters").mkdir()
-        settings = _prepare(options, config, folder, say)
-        say(f"starting {installed}")
+        settings = _prepare(options, config, folder, say_if_possible)
+        say_if_possible(f"starting {installed}")
         _run(_arguments(options, settings), settings)
+
+
+def remove_abandoned_folders(parent: Path) -> None:
+    """Those of this user's gateways that were killed: they hold adapters, and where secrets are."""
+    for folder in parent.glob(f"{FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, or gone just now
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                found = os.fstat(descriptor)
+                if found.st_uid == os.getuid() and time.time() - found.st_mtime > NEW_SECONDS:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
+            finally:
+                os.close(descriptor)
 
 
 def _exit(*_: object) -> None:
@@ -196,13 +223,15 @@ def _prepare(
 
     with open_session(dataclasses.replace(config, experts="local", keep_gib=0.0)) as session:
         say("downloading what this side holds: embeddings, norms, the head, and experts if there are any")
-        tokenizer = write_folder(session, written(config), os.environ[MARK], folder, options.dtype)
-        longest = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
-        if options.context is not None and longest is not None and options.context > longest:
-            raise ConfigurationError(
-                "{context}: this model takes {} tokens at most", longest, context=options.context
-            )
+        held = write_folder(session, written(config), os.environ[MARK], folder, options.dtype)
         manifest = session.manifest
+    context, tokenizer = held.context(options.context), held.tokenizer
+    if held.steady is not None and context is not None and context > held.steady:
+        say(
+            f"with a context of {context:,} tokens, all texts get the positions that this model has for "
+            f"texts above {held.steady:,}: short ones, and adapters trained on them, have other answers than "
+            "in `generate`"
+        )
     check_drafts(options, manifest)
     return GatewaySettings(
         folder=folder,
@@ -220,6 +249,7 @@ def _prepare(
         content_format=content_format(tokenizer, options.chat_template),
         tool_parser=_tool_parser(options, tokenizer, say),
         ready_file=options.ready_file,
+        context=context,
     )
 
 
@@ -311,8 +341,8 @@ def _arguments(options: GatewayOptions, settings: GatewaySettings) -> list[str]:
     arguments["tool-call-parser"] = settings.tool_parser or JSON_CALLS
     if options.chat_template is not None:
         arguments["chat-template"] = options.chat_template
-    if options.context is not None:
-        arguments["max-model-len"] = options.context
+    if settings.context is not None:
+        arguments["max-model-len"] = settings.context
     if options.adapters is not None:
         arguments |= {
             "max-loras": options.max_adapters,

@@ -10,6 +10,7 @@ import msgspec
 from shared.whole import write_whole
 
 FILE, ENDED_FILE = "status.json", "ended.json"
+REMIND_SECONDS = 60.0  # between two lines on what cannot be written
 REMEMBERED = 256  # sequences that ended with an error of their own
 
 
@@ -65,12 +66,20 @@ class SequenceErrors(msgspec.Struct):
 
     reasons: dict[str, str] = msgspec.field(default_factory=dict)
 
-    def add(self, folder: Path, reasons: dict[str, str]) -> None:
-        """Let the server know, before it hears of the end."""
+    def add(self, folder: Path, reasons: dict[str, str]) -> str:
+        """Let the server know, before it hears of the end.
+
+        Returns:
+            Why that is impossible, such as a full disk; empty: it is done. Steps go on either way.
+        """
         self.reasons |= reasons
         while len(self.reasons) > REMEMBERED:
             del self.reasons[next(iter(self.reasons))]
-        _write(folder / ENDED_FILE, self)
+        try:
+            _write(folder / ENDED_FILE, self)
+        except OSError as error:
+            return f"cannot write to {folder}: {error.strerror}"
+        return ""
 
     @classmethod
     def reason(cls, folder: Path, request: str) -> str:

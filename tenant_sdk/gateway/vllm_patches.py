@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import signal
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
     from starlette.datastructures import State
     from vllm.engine.protocol import EngineClient
+
+_SERVER_FIRST_SECONDS = 0.2
 
 # -- in the server's process -----------------------------------------------------------------------
 
@@ -79,6 +83,17 @@ def end_while_starting(end: Callable[[int, Any], None]) -> None:
         return setup(*arguments, **options)
 
     entry.setup_server = set_up
+
+
+def tell_of_the_end(engine: EngineClient, told: Callable[[], None]) -> None:
+    """Before the server ends: vLLM ends its engine first, and then takes requests for a moment."""
+    end: Callable[..., None] = engine.shutdown
+
+    def shutdown(*arguments: Any, **options: Any) -> None:
+        told()
+        end(*arguments, **options)
+
+    engine.shutdown = shutdown
 
 
 def refuse_unknown_tokens(engine: EngineClient) -> None:
@@ -143,6 +158,22 @@ def leave_constraints_alone() -> None:
 
 
 # -- in the engine's process, by the worker --------------------------------------------------------
+
+
+def end_engine_without_answers() -> None:
+    """When the engine is ready. On SIGTERM, vLLM would answer all clients with what is written by then.
+
+    Such an answer looks complete. The server, which sends SIGTERM too, tells them that the gateway ends. A
+    signal for the whole group of processes comes here as well, so this gives the server a moment.
+    """
+
+    def end(number: int, _: Any) -> None:
+        time.sleep(_SERVER_FIRST_SECONDS)
+        os._exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    for number in (signal.SIGINT, signal.SIGHUP):  # the server has them too, and sends SIGTERM
+        signal.signal(number, signal.SIG_IGN)
 
 
 def multiply_adapters_in_segments() -> None:

@@ -18,6 +18,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from shared.errors import SymbiosisError
 from shared.listeners import groups_without_listeners
+from shared.log_rate_limit import LogRateLimiter
 from shared.options import flags_of
 from shared.wire.header import RequestClass
 from tenant_sdk.gateway import vllm_patches
@@ -27,7 +28,7 @@ from tenant_sdk.gateway.draft_proposer import Proposer
 from tenant_sdk.gateway.linear import RequestOptions, check_adaptable, non_finite_rows, probe, request_options
 from tenant_sdk.gateway.log_redaction import redact_library_logs, redacted
 from tenant_sdk.gateway.options import GatewayOptions
-from tenant_sdk.gateway.status import GatewayStatus
+from tenant_sdk.gateway.status import REMIND_SECONDS, GatewayStatus
 from tenant_sdk.session.options import SessionConfig
 
 if current_platform.is_cpu():
@@ -102,7 +103,7 @@ class Worker(Base):  # type: ignore[misc]
         self._lost, self._in_step = dict[str, str](), list[str]()
         config = self.vllm_config
         self._folder, self._status = Path(config.model_config.model), GatewayStatus()
-        self._status_lock = threading.Lock()
+        self._status_lock, self._unwritten = threading.Lock(), LogRateLimiter(REMIND_SECONDS)
         speculation = config.speculative_config
         self._draft = speculation.num_speculative_tokens if speculation else 0
         threading.Thread(target=self._report_status, name="symbiosis-status", daemon=True).start()
@@ -111,6 +112,7 @@ class Worker(Base):  # type: ignore[misc]
         """See vLLM; it is the last that comes before requests."""
         done = super().compile_or_warm_up_model()
         redact_library_logs()
+        vllm_patches.end_engine_without_answers()
         return done
 
     def add_lora(self, lora_request: Any) -> bool:
@@ -250,7 +252,9 @@ class Worker(Base):  # type: ignore[misc]
             try:
                 status.write(self._folder)
             except OSError as error:
-                log.warning("cannot write to %s: %s", self._folder, error.strerror)
+                if self._unwritten.due(time.monotonic()):
+                    more = self._unwritten.more()
+                    log.warning("cannot write to %s: %s%s", self._folder, error.strerror, more)
 
 
 def _error_for_user(error: Exception) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -102,6 +104,15 @@ def test_drafts_change_no_text(executors: tuple[Executor, Executor], tmp_path: P
             expected = models[name].generate(input_ids=ids, max_new_tokens=SIZE, do_sample=False)
             assert answer == words.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
 
+        # An engine that somebody ends writes no answers that look complete.
+        stream = client.completions.create(model="base", prompt=PROMPTS[0], max_tokens=200, stream=True)
+        next(stream)
+        (engine,) = engines(it.process)
+        engine.terminate()
+        with pytest.raises(openai.APIError):
+            list(stream)
+        assert it.process.wait(800) == 1
+
 
 def test_guesses_change_neither_tokens_nor_rows(executors: tuple[Executor, Executor], tmp_path: Path) -> None:
     """Prompt lookup finds much in a text that repeats itself, and nothing elsewhere."""
@@ -132,7 +143,7 @@ def test_guesses_change_neither_tokens_nor_rows(executors: tuple[Executor, Execu
         assert os.listdir(folder)
         stream = client.completions.create(model="base", prompt=PROMPTS[0], max_tokens=200, stream=True)
         next(stream)
-        it.process.terminate()
+        it.process.send_signal(signal.SIGHUP)  # a terminal that is closed; SIGTERM is what it becomes
         with pytest.raises(openai.APIError, match="the gateway is shutting down"):
             list(stream)
         assert it.process.wait(800) == 0
@@ -143,17 +154,18 @@ def test_a_gateway_that_ends_while_its_engine_starts(
     executors: tuple[Executor, Executor], tmp_path: Path
 ) -> None:
     with starting_gateway(*executors, tmp_path / "starting", TMPDIR=str(tmp_path)) as program:
-        gateway = psutil.Process(program.process.pid)
-
-        def engines() -> list[psutil.Process]:
-            return [each for each in gateway.children(recursive=True) if "EngineCore" in each.name()]
-
-        eventually(lambda: bool(engines()))
-        engine = engines()[0]
+        eventually(lambda: bool(engines(program.process)))
+        engine = engines(program.process)[0]
         program.process.terminate()
         program.process.wait(800)
         eventually(lambda: not engine.is_running())
     assert not list(tmp_path.glob("symbiosis-gateway-*"))
+
+
+def engines(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Of vLLM, below a gateway."""
+    below = psutil.Process(process.pid).children(recursive=True)
+    return [each for each in below if "EngineCore" in each.name()]
 
 
 def counted(provider: Executor, groups: int) -> tuple[int, int]:

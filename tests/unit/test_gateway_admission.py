@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -32,12 +34,14 @@ from tenant_sdk.gateway.admission import (
     failure_refusal,
 )
 from tenant_sdk.gateway.client_fairness import TimeBudget
+from tenant_sdk.gateway.folder import HeldModel
 from tenant_sdk.gateway.http_frontend import HttpFrontend, ServedNames
 from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.requests import ParsedRequest, parse_request
 from tenant_sdk.gateway.reservations import Reservations
-from tenant_sdk.gateway.status import GatewayStatus, client_of, request_name
+from tenant_sdk.gateway.serving import FOLDER_PREFIX, remove_abandoned_folders
+from tenant_sdk.gateway.status import GatewayStatus, SequenceErrors, client_of, request_name
 from tenant_sdk.gateway.status_page import PAGE
 from tenant_sdk.session.options import SessionConfig
 
@@ -478,6 +482,61 @@ def test_websockets_are_closed(tmp_path: Path) -> None:
 
 def test_no_status_yet(tmp_path: Path) -> None:
     assert GatewayStatus.read(tmp_path) == GatewayStatus()
+
+
+def test_reasons_that_cannot_be_written_end_nothing(tmp_path: Path) -> None:
+    """All clients' steps would end with them, if the disk is full."""
+    errors = SequenceErrors()
+    assert errors.add(tmp_path / "gone", {"a.1": "too long"}) == (
+        f"cannot write to {tmp_path / 'gone'}: No such file or directory"
+    )
+    assert errors.add(tmp_path, {"b.2": "too slow"}) == ""
+    assert SequenceErrors.reason(tmp_path, "a.1") == "too long"
+
+
+def test_folders_of_gateways_that_were_killed_are_removed(tmp_path: Path) -> None:
+    killed, used, new, linked, other = (
+        tmp_path / f"{prefix}{name}"
+        for prefix, name in [
+            *((FOLDER_PREFIX, each) for each in ("killed", "used", "new", "linked")),
+            ("", "x"),
+        ]
+    )
+    for each in (killed, used, new, other):
+        each.mkdir()
+        (each / "adapter").write_text("weights")
+        if each != new:
+            os.utime(each, (0, 0))
+    linked.symlink_to(other)
+    descriptor = os.open(used, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)  # as ``serve`` does
+    remove_abandoned_folders(tmp_path)
+    os.close(descriptor)
+    assert set(tmp_path.iterdir()) == {used, new, linked, other}
+    assert (other / "adapter").exists()
+
+
+@pytest.mark.parametrize(
+    ("positions", "steady", "asked", "context"),
+    [
+        (4096, None, None, 4096),
+        (4096, None, 100, 100),
+        (None, None, None, None),
+        (None, None, 9000, 9000),
+        (131072, 4096, None, 4096),  # LongRoPE: short texts as `generate` has them
+        (131072, 4096, 9000, 9000),
+        (2048, 2048, None, 2048),  # dynamic: vLLM's table ends there
+    ],
+)
+def test_the_context(
+    positions: int | None, steady: int | None, asked: int | None, context: int | None
+) -> None:
+    assert HeldModel(None, positions, steady).context(asked) == context
+
+
+def test_a_context_that_the_model_does_not_have() -> None:
+    with pytest.raises(ConfigurationError, match="this model takes 2048 tokens at most"):
+        HeldModel(None, 2048, 2048).context(2049)
 
 
 @pytest.mark.parametrize(

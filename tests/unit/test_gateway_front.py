@@ -134,6 +134,20 @@ async def test_slow_bodies_take_no_places(tmp_path: Path) -> None:
 
 
 @awaited
+async def test_a_gateway_that_ends_says_so(tmp_path: Path) -> None:
+    """vLLM's engine ends first: requests before and after get what a later one gets at another gateway."""
+    ending, application = threading.Event(), Working(status=500)
+    there = front(application, tmp_path, ending=ending.is_set)
+    before = await Client(there).says(BODY)
+    ending.set()
+    application.go.set()
+    await before.task
+    assert (before.status, (b"retry-after", b"10") in before.sent[0]["headers"]) == (503, True)
+    after = await Client(there, key=1).says(BODY)
+    assert (after.status, len(application.scopes)) == (503, 1)
+
+
+@awaited
 async def test_bodies_that_arrive_are_bounded_and_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
