@@ -30,10 +30,20 @@ def instruction(stage: str, name: str) -> list[str]:
     return re.findall(rf"(?m)^{name} +(.*)$", stage)
 
 
-def test_the_image_runs_as_nobody_and_has_no_compiler() -> None:
+def test_the_image_runs_as_nobody_and_has_a_compiler_only_for_a_gpu(tmp_path: Path) -> None:
     build, final = stages()
     assert "gcc" in build
-    assert instruction(final, "RUN") == []  # nothing is installed: all comes from the first stage
+    (install,) = instruction(final, "RUN")  # nothing else: all comes from the first stage
+    assert instruction(final, "ARG") == ["EXTRAS="]
+    for name in ("apt-get", "rm"):
+        (tmp_path / name).write_text('#!/bin/sh\necho "$0 $*"\n')
+        (tmp_path / name).chmod(0o755)
+    for extras, compiler in (("", False), ("[ray]", False), ("[gpu]", True), ("[ray,gpu]", True)):
+        environment = {"EXTRAS": extras, "PATH": str(tmp_path)}
+        done = subprocess.run(
+            ["/bin/sh", "-c", install], env=environment, capture_output=True, text=True, check=True
+        )
+        assert ("gcc" in done.stdout) == compiler, extras
     assert instruction(final, "COPY") == ["--from=build /opt/symbiosis /opt/symbiosis"]
     (user,) = instruction(final, "USER")
     assert re.fullmatch(r"[1-9]\d+:[1-9]\d+", user)
