@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
+from typer.core import TyperCommand, TyperGroup
 
 from provider.config import ServeConfig
 from provider.dev import Development
@@ -42,7 +43,7 @@ from provider.serve.tokens import OVERLAP_DAYS, TokenFile, check_tenant, shown
 from provider.workers.rank import supervise
 from provider.workers.world import World
 from shared import imports
-from shared.command_line import CommandLine, escape_output, prints_version
+from shared.command_line import CommandLine, escape_output, prints_version, with_usual_help
 from shared.errors import ConfigurationError, OptionText, SymbiosisError, counted
 from shared.memory import FreedMemory, keep_freed_memory
 from shared.options import flags_of
@@ -56,8 +57,9 @@ log = logging.getLogger(__name__)
 _tables = Console(width=None if sys.stdout.isatty() else 150)
 CONFIGURATION = 78  # exit status; EX_CONFIG of sysexits.h
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-token_app = typer.Typer(no_args_is_help=True, help="Manage the tokens of tenants.")
+_Command, _Group = with_usual_help(TyperCommand), with_usual_help(TyperGroup)
+app = typer.Typer(cls=_Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+token_app = typer.Typer(cls=_Group, no_args_is_help=True, help="Manage the tokens of tenants.")
 app.add_typer(token_app, name="token")
 
 
@@ -77,12 +79,12 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    """Host the frozen layers of a language model for tenants."""
+    """Host the frozen layers (the linear layers) of a language model for tenants."""
 
 
-@app.command()
+@app.command(cls=_Command)
 def certs(
-    directory: Annotated[Path, typer.Argument(help="Folder for the PEM files.")],
+    directory: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder for the PEM files.")],
     host: Annotated[
         Optional[list[str]],  # noqa: UP045 - typer reads it at run time
         typer.Option(
@@ -131,7 +133,7 @@ def _print_token(token: str, days: int | None) -> None:
     print(token)
 
 
-@token_app.command("add")
+@token_app.command("add", cls=_Command)
 def token_add(
     tenant: Annotated[str, typer.Argument(help="Name of the tenant.", callback=_tenant)],
     token_file: Annotated[
@@ -152,7 +154,7 @@ def token_add(
     _print_token(token, days)
 
 
-@token_app.command("rotate")
+@token_app.command("rotate", cls=_Command)
 def token_rotate(
     tenant: Annotated[str, typer.Argument(help="Name of the tenant.")],
     token_file: Annotated[Path, typer.Option(metavar="FILE", help="File that `token add` made.")],
@@ -165,7 +167,7 @@ def token_rotate(
     _print_token(TokenFile(token_file).rotate(tenant, days, overlap_days), days)
 
 
-@token_app.command("list")
+@token_app.command("list", cls=_Command)
 def token_list(
     token_file: Annotated[Path, typer.Option(metavar="FILE", help="File that `token add` made.")],
 ) -> None:
@@ -177,7 +179,7 @@ def token_list(
         print(f"{tenant:<24} {shown(token.made, 'unknown'):<17} {shown(token.expires)}{ended}")
 
 
-@token_app.command("remove")
+@token_app.command("remove", cls=_Command)
 def token_remove(
     tenant: Annotated[str, typer.Argument(help="Name of the tenant.")],
     token_file: Annotated[Path, typer.Option(metavar="FILE", help="File that `token add` made.")],
@@ -186,10 +188,10 @@ def token_remove(
     TokenFile(token_file).remove(tenant)
 
 
-@app.command()
+@app.command(cls=_Command)
 @_command_line.takes
 def serve(config: ServeConfig) -> None:
-    """Serve a checkpoint's frozen layers until SIGTERM or SIGINT."""
+    """Serve a checkpoint's linear layers until SIGTERM or SIGINT."""
     log_to_console(config.log_format)
     if config.plan:
         _show_layout(config)
@@ -251,10 +253,10 @@ def _print_plan(
         raise typer.Exit(CONFIGURATION)
 
 
-@app.command("plan")
+@app.command("plan", cls=_Command)
 @_command_line.takes
 def plan_capacity(options: PlanOptions) -> None:
-    """Forecast the throughput that tenants would get, and what limits it. Reads no weights."""
+    """Forecast the throughput of tenants, and name the limiting resource. Reads no weights."""
     link, assumed = parse_network(options.network), parse_assumed(options.assume)
     check_shapes(options.model)
     _errors.print("loading torch, and measuring products", highlight=False)

@@ -16,7 +16,7 @@ FLOATS = ("float32", "bfloat16")
 _WORKERS = OptionText("{workers}", workers=Placeholder("N"))
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TRIED = "Trial"
-_SERVED = "What is served"
+_SERVED = "Model and products"
 _ADMITTED = "Access"
 _LOCAL = "Tenants of this machine"
 _LIMITS = "Limits"
@@ -68,8 +68,8 @@ class ServeConfig:
         int,
         Option(
             _SERVED,
-            "Threads for one product. 0: the number of cores, divided by the number of workers; one for each "
-            "worker that Ray starts.",
+            "Threads for one product. 0: without workers, torch's default; with workers, the number of the "
+            "machine's processors divided by the number of workers on the CPU; with Ray, one.",
             least=0,
         ),
     ] = 0
@@ -87,7 +87,8 @@ class ServeConfig:
         Option(
             _SERVED,
             "Workers that share each layer's outputs, for layers that are too large for one worker, or for "
-            "faster products. 1: each layer is in one worker.",
+            "faster products. The number of workers must be a multiple of this. 1: each layer is in one "
+            "worker.",
             least=1,
         ),
     ] = 1
@@ -197,7 +198,8 @@ class ServeConfig:
         float,
         Option(
             _LIMITS,
-            "Maximum time from SIGTERM to the exit. In this time, the executor answers open requests.",
+            "Maximum time after SIGTERM in which the executor answers the requests that have arrived. It "
+            "then ends all sessions.",
             least=0,
         ),
     ] = 10.0

@@ -18,16 +18,19 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperCommand, TyperGroup
 
 from shared import imports
-from shared.command_line import CommandLine, escape_output, prints_version
+from shared.command_line import CommandLine, escape_output, prints_version, with_usual_help
 from shared.errors import Argument, ConfigurationError, SymbiosisError
 from shared.options import Option, check_fields
 
 if TYPE_CHECKING:
     from security.verdicts.claim import Verdict
 
+_Command, _Group = with_usual_help(TyperCommand), with_usual_help(TyperGroup)
 app = typer.Typer(
+    cls=_Group,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -109,10 +112,10 @@ def _check_writable(folder: Path) -> None:
         ) from error
 
 
-@app.command()
+@app.command(cls=_Command)
 @_command_line.takes
 def run(options: AuditOptions) -> None:
-    """Let tenants work in every mode, attack what each party saw, and judge every claim of CLAIMS.md.
+    """Let tenants work in every mode, attack the data that each party saw, and judge all of CLAIMS.md.
 
     This takes seven to ten minutes on two idle cores, or three to five with --quick, and up to 6 GiB of
     memory. The audit of three gateways takes three more minutes and needs vLLM. Without vLLM, claims about
@@ -188,7 +191,7 @@ class Party(enum.StrEnum):
     MASK_SOURCE = "mask-source"
 
 
-@app.command()
+@app.command(cls=_Command)
 def attack(
     transcript: Annotated[
         Path,
@@ -204,8 +207,9 @@ def attack(
     view: Annotated[
         Party,
         typer.Option(
+            metavar="provider|mask-source",
             help="Role of the executor that recorded: provider (attack its rows) or mask-source (attack its "
-            "seeds)."
+            "seeds).",
         ),
     ] = Party.PROVIDER,
     with_: Annotated[
@@ -214,8 +218,8 @@ def attack(
             "--with",
             metavar="PATH",
             help="The mask source's transcript of the same sessions. Assume that provider and mask source "
-            "collude, and subtract the masks. This is a control: if a one-time session has only one mask "
-            "source, the attack must be able to read the text.",
+            "collude, and subtract the masks. This tests the attack itself: if a one-time session has only "
+            "one mask source, the attack must be able to read the text.",
             exists=True,
         ),
     ] = None,
@@ -281,7 +285,7 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    """Attack every privacy mode, and report what leaked."""
+    """Attack every privacy mode, and report the leaks."""
 
 
 def main() -> None:

@@ -68,6 +68,37 @@ def check_model_folder(folder: Path) -> None:
         )
 
 
+def with_usual_help(base: Any) -> Any:
+    """A class of commands of typer whose help is in the form of other programs.
+
+    A flag shows no value, and an argument its name in capitals (``MODEL_DIR``). typer itself would show the
+    types of both (``<bool>``, ``<path>``), and braces around the argument.
+
+    Args:
+        base: ``TyperCommand`` or ``TyperGroup`` of ``typer.core``.
+    """
+
+    class UsualHelp(base):  # type: ignore[misc]
+        def get_params(self, context: Any) -> list[Any]:
+            found: list[Any] = super().get_params(context)
+            for each in found:
+                if each.param_type_name == "argument":
+                    each.metavar = each.metavar or each.name.upper()
+                    each.display_type_rich = lambda ctx: ""  # the column of types
+                elif each.is_flag:
+                    each.metavar = ""
+            return found
+
+        def collect_usage_pieces(self, context: Any) -> list[str]:
+            arguments = [each for each in self.get_params(context) if each.param_type_name == "argument"]
+            if not arguments:
+                return list(super().collect_usage_pieces(context))
+            names = [each.metavar if each.required else f"[{each.metavar}]" for each in arguments]
+            return [self.options_metavar, *names]
+
+    return UsualHelp
+
+
 def _kind(hint: Any) -> Any:
     """What TOML has for values of an option's type."""
     if get_origin(hint) is Annotated or type(None) in get_args(hint):

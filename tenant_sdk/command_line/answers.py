@@ -96,7 +96,10 @@ def generate(
     local: ModelOptions,
     connection: options.SessionOptions,
 ) -> None:
-    """Answer prompts, or continue them, with or without an adapter; all of it stays on this machine."""
+    """Answer or continue prompts, with or without an adapter.
+
+    Prompts, texts and adapters stay on this machine.
+    """
     file = prompting.prompts
     texts = [prompting.text()] if file is None else prompts_of(file)
     config = connection.session()

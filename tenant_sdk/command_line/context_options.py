@@ -22,9 +22,9 @@ class AnswerOptions(AdapterChoice):
         Path | None,
         Option(
             _PROMPT,
-            "Folder of a draft, for example the output of `symbiosis-tenant draft`. A pass of the model then "
-            "checks several guessed tokens. The number of passes tells the provider something about the "
-            "text.",
+            "Folder of a draft, for example the output of `symbiosis-tenant draft`. A pass (one run of the "
+            "model) then checks several guessed tokens. The number of passes tells the provider something "
+            "about the text.",
             unit="FOLDER",
         ),
     ] = None

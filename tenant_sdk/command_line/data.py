@@ -31,7 +31,9 @@ _NAMED = 20  # records of which something is said one by one
 def data(
     connection: options.SessionOptions,
     reading: ReadingOptions,
-    files: Annotated[list[Path], typer.Argument(help="Files of training data, as for finetune --data.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Files of training data, as for finetune --data.")
+    ],
     head: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(

@@ -31,7 +31,10 @@ UNITS = {"writing answers": "prompt", "reading texts": "text", "training": "step
 
 @options.command_line.takes
 def draft(making: DraftOptions, own: ModelOptions, connection: options.SessionOptions) -> None:
-    """Train a draft, which guesses tokens so that a pass of the model writes several; text stays here."""
+    """Train a draft: a small network that guesses the next tokens.
+
+    With a draft, one pass (one run of the model) can yield several tokens. Text stays on this machine.
+    """
     from tenant_sdk.storage import check_new_folder
     from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
     from tenant_sdk.tuning.records import check_data, prompts_of

@@ -34,12 +34,18 @@ _UNITS = {"measuring the loss": "record", "writing answers": "answer"}
 
 @options.command_line.takes
 def evaluate(
-    files: Annotated[list[Path], typer.Argument(help="Files of data, as for finetune --held-out.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Files of data, as for finetune --held-out.")
+    ],
     evaluation: EvaluationOptions,
     local: ModelOptions,
     connection: options.SessionOptions,
 ) -> None:
-    """Measure base and adapter on data that was not learned: loss, and answers right to the letter."""
+    """Measure the base model and the adapter on data that was not learned.
+
+    The command prints the perplexity (the exponential of the loss) of both, and counts the answers that are
+    exactly those of the data.
+    """
     if evaluation.output is not None:
         _check_new(evaluation.output)
     config = connection.session()

@@ -28,7 +28,10 @@ class _Session(options.SessionOptions):
 
 @options.command_line.takes
 def serve(gateway: GatewayOptions, connection: _Session) -> None:
-    """Serve the model and adapters with OpenAI's interface. Text, adapters, keys and values stay here."""
+    """Serve the model and adapters with OpenAI's interface.
+
+    Text, adapters and KV cache stay on this machine.
+    """
     from tenant_sdk.gateway.serving import check_installed
     from tenant_sdk.gateway.serving import serve as run
 

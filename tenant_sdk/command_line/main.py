@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 from rich.markup import escape
 from rich.progress import track
+from typer.core import TyperCommand, TyperGroup
 
 from shared import imports
-from shared.command_line import escape_output, prints_version
+from shared.command_line import escape_output, prints_version, with_usual_help
 from shared.errors import ConfigurationError, OptionText, SymbiosisError, peer_text
 from tenant_sdk.command_line import options
 from tenant_sdk.command_line.answers import chat, generate
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
     from tenant_sdk.drafts.making import DraftReport
     from tenant_sdk.session.session import Session
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+_Command, _Group = with_usual_help(TyperCommand), with_usual_help(TyperGroup)
+app = typer.Typer(cls=_Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.callback()
@@ -63,10 +65,10 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    """Use a language model whose frozen layers a provider hosts. Text and adapters stay here."""
+    """Use a language model whose linear layers a provider hosts. Text and adapters stay on this machine."""
 
 
-@app.command()
+@app.command(cls=_Command)
 @options.command_line.takes
 def finetune(training: TrainingOptions, local: ModelOptions, connection: options.SessionOptions) -> None:
     """Train an adapter on files; the text, the adapter and its gradients stay on this machine."""
@@ -172,7 +174,7 @@ def _make_draft(
         raise
 
 
-@app.command()
+@app.command(cls=_Command)
 def fingerprint(
     checkpoint: Annotated[
         Path, typer.Argument(help="Checkpoint that you trust: folder, GGUF file, or hub:NAME\\[@REVISION].")
@@ -192,9 +194,9 @@ def fingerprint(
         str, typer.Option(metavar="NAME", help="Numerics of the executors: ring or ring-fine.")
     ] = "ring",
 ) -> None:
-    """Make a file of fingerprints, to check answers against your own checkpoint's weights.
+    """Make a file of fingerprints, to check executors' products against your own checkpoint's weights.
 
-    A new key is printed once. Keep it apart from the file: with the key, answers can be forged.
+    A new key is printed once. Keep it apart from the file: with both, products can be forged.
     """
     with imports.without_gc():
         from tenant_sdk.products.fingerprints import write_fingerprints
@@ -212,7 +214,7 @@ def fingerprint(
     )
 
 
-@app.command()
+@app.command(cls=_Command)
 @options.command_line.takes
 def doctor(
     executors: options.SessionOptions,
@@ -242,15 +244,15 @@ def doctor(
     RESULTS.print("[green]no fault was found[/]")
 
 
-app.command()(generate)
-app.command()(chat)
-app.command()(draft)
-app.command()(serve)
-app.command()(data)
-app.command()(evaluate)
+app.command(cls=_Command)(generate)
+app.command(cls=_Command)(chat)
+app.command(cls=_Command)(draft)
+app.command(cls=_Command)(serve)
+app.command(cls=_Command)(data)
+app.command(cls=_Command)(evaluate)
 
 
-@app.command()
+@app.command(cls=_Command)
 def trust(
     file: Annotated[
         Path, typer.Argument(help="symbiosis.toml, or the settings file of a tracker. Read it first.")

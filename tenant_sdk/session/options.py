@@ -59,11 +59,11 @@ class SessionConfig:
         Party,
         Option(
             EXECUTORS,
-            "URL of the executor: wss://host:port, or on this machine ipc:///path/to/directory (that of "
-            "serve --local-dir). Several URLs, in a list or separated by commas, are replicas: executors of "
-            "one operator and model. The session uses one replica at a time. If executors serve parts of "
-            "the model (serve --part k/n), the session uses one executor of each part. Several addresses of "
-            "a host name are replicas too.",
+            "URL of the provider's server, the executor: wss://host:port, or on this machine "
+            "ipc:///path/to/directory (that of serve --local-dir). Several URLs, in a list or separated by "
+            "commas, are replicas: executors of one operator and model. The session uses one replica at a "
+            "time. If executors serve parts of the model (serve --part k/n), the session uses one executor "
+            "of each part. Several addresses of a host name are replicas too.",
             unit="URL",
         ),
     ] = ""
@@ -145,9 +145,9 @@ class SessionConfig:
         str | None,
         Option(
             TRUST,
-            "Refuse executors with another digest of weights, parameters and files. The digest covers all "
-            "downloads. It does not show that products are computed with these weights; {fingerprints} or a "
-            "mask source local:... shows this.",
+            "Refuse executors with another digest: the SHA-256 of the list of weights, parameters and files. "
+            "The digest covers all downloads. It does not show that products are computed with these "
+            "weights; {fingerprints} or a mask source local:... shows this.",
             unit="DIGEST",
         ),
     ] = None
@@ -155,9 +155,10 @@ class SessionConfig:
         Collection[str],
         Option(
             TRUST,
-            "Accept parties with this in common, a sign that one operator runs them: host name (host), "
-            f"address, certificate key (key), machine, certificate authority (authority) or token. {ALL}: "
-            "all of these, for a trial. One-time masks hide nothing from an operator who runs both parties.",
+            "Accept parties (provider and mask sources) with this in common, a sign that one operator runs "
+            "them: host name (host), address, certificate key (key), machine, certificate authority "
+            f"(authority) or token. {ALL}: all of these, for a trial. One-time masks hide nothing from an "
+            "operator that runs both parties.",
             choices=(*SIGNS, ALL),
             unit="SIGN",
             single="allow_same",
@@ -195,17 +196,17 @@ class SessionConfig:
         Option(
             MASKS,
             "After half a second without a request, fetch effects until they take {mask_budget_mib}, so "
-            "that later requests need not wait for them. Default: fetch effects only for the next requests. "
-            "While decoding, fetch as many rows as were used so far, at least 4 and at most 64.",
+            "that later requests need not wait for them. Default: fetch effects only for the next requests; "
+            "for decoding, as many rows as the session has used so far (4 to 64).",
         ),
     ] = False
     pad_rows: Annotated[
         int,
         Option(
             MASKS,
-            "Hide the number of rows of a request: add rows until their number is a power of two, and at "
-            "least this. Added rows are zeros under separate masks, and cost as much as other rows. 0: add "
-            "none.",
+            "Round the number of rows of a request (one for each token) up to a power of two, and to at "
+            "least this number. Added rows are zeros under separate masks, and cost as much as other rows. "
+            "0: add none.",
             least=0,
             most=1 << 16,
             unit="ROWS",
@@ -231,7 +232,7 @@ class SessionConfig:
         str | None,
         Option(
             VERIFICATION,
-            "Requests whose answers are checked: always (all), sampled (a random sample) or off (none). "
+            "Requests whose products are checked: always (all), sampled (a random sample) or off (none). "
             "Checks need ring numerics. Default: always with one-time masks or {fingerprints}, otherwise "
             "off.",
             choices=VERIFY_MODES,
@@ -254,7 +255,7 @@ class SessionConfig:
         float,
         Option(
             VERIFICATION,
-            "With half answers: fraction of checked requests that are repeated for exact answers. This also "
+            "With {answers} half: fraction of checked requests that are repeated with all bits. This also "
             "finds errors that are too small for the check. Executors cannot predict which requests are "
             "sent again. 0: none.",
             least=0,
@@ -285,12 +286,12 @@ class SessionConfig:
         str,
         Option(
             CONNECTION,
-            "Bits of each number that executors send, with ring numerics. exact: all bits. half: the upper "
-            "16 of 32 bits, which halves the bytes of answers and effects; with ring-fine, the upper 24 "
-            "bits, which saves a quarter of these bytes. Masks make the rounding random and unbiased, so "
-            "two runs differ. Checks then bound errors instead of excluding them "
-            "(docs/explanation/numerics.md). auto: half for training and prompts if the connection is "
-            "slower than 4 Gbit/s, otherwise exact.",
+            "Bits of each number of a product that executors send, with ring numerics. exact: all bits. "
+            "half: the upper 16 of 32 bits, which halves the bytes of products and effects; with ring-fine, "
+            "the upper 24 bits, which saves a quarter of these bytes. Masks make the rounding random and "
+            "unbiased, so two runs differ. Checks then bound errors instead of excluding them "
+            "(docs/explanation/numerics.md). auto: half for training and prompts if the connection is slower "
+            "than 4 Gbit/s, otherwise exact.",
             choices=ANSWERS,
             unit="WHICH",
         ),
@@ -332,9 +333,9 @@ class SessionConfig:
         float,
         Option(
             KEPT,
-            "GiB of memory for the weights of frozen layers that this machine multiplies by itself. At its "
-            "beginning, the session measures requests and its own products, chooses the layers that save "
-            "most time or bytes, and downloads their weights through the executor. 0: keep none "
+            "GiB of memory for the weights of the executor's layers that this machine multiplies by itself. "
+            "At its beginning, the session measures requests and its own products, chooses the layers that "
+            "save most time or bytes, and downloads their weights through the executor. 0: keep none "
             "(docs/how-to/distance.md).",
             least=0,
             unit="GIB",

@@ -40,8 +40,7 @@ class ReadingOptions:
         Option(
             _DATA,
             "Tokens in a block of plain text, and maximum number of tokens in a record. Longer records with "
-            "`text` are split, and other longer records are left out; both are reported. If memory is short, "
-            "long sequences are computed in windows.",
+            "`text` are split, and other longer records are left out; both are reported.",
             least=2,
             unit="TOKENS",
         ),
@@ -79,6 +78,17 @@ class TrainingOptions(ReadingOptions):
         ),
     ]
     _: KW_ONLY
+    sequence_length: Annotated[
+        int,
+        Option(
+            _DATA,
+            "Tokens in a block of plain text, and maximum number of tokens in a record. Longer records with "
+            "`text` are split, and other longer records are left out; both are reported. If memory is short, "
+            "long sequences are computed in windows (parts of a sequence).",
+            least=2,
+            unit="TOKENS",
+        ),
+    ] = LENGTH
     held_out: Annotated[
         Sequence[Path],
         TrainingOption(
@@ -246,8 +256,9 @@ class TrainingOptions(ReadingOptions):
         Path | None,
         TrainingOption(
             _ADAPTER,
-            "New folder for a draft of the adapter. At the end, the model reads the training data once more, "
-            "and a draft learns to guess it (docs/how-to/distance.md).",
+            "New folder for a draft: a small network that guesses the next tokens, so that one run of the "
+            "model can yield several (docs/how-to/distance.md). It is trained at the end, while the adapted "
+            "model reads the training data once more.",
             unit="FOLDER",
             may_change=True,
         ),
@@ -322,6 +333,9 @@ class EvaluationOptions(AdapterChoice, ReadingOptions):
         ConfigurationError: a value is out of bounds.
     """
 
+    train_on_prompt: Annotated[
+        bool, Option(_DATA, "Measure the loss on whole records, not only on answers.")
+    ] = False
     answer_tokens: Annotated[
         int,
         Option(
@@ -358,7 +372,8 @@ class ModelOptions:
         str | None,
         Option(
             _MODEL,
-            "Your own copy of the model. All parameters but those of the frozen layers are taken from it.",
+            "Your own copy of the model. All parameters are taken from it, except the weights of the layers "
+            "that the executor multiplies.",
             unit="FOLDER|FILE.gguf|hub:NAME[@REVISION]",
         ),
     ] = None
