@@ -72,7 +72,10 @@ def own_file(folder: Path, name: str) -> Path:
     Raises:
         CheckpointError: it lies elsewhere. What a provider reads, its tenants can read.
     """
-    path = (folder / name).resolve()
+    try:
+        path = (folder / name).resolve()
+    except (OSError, RuntimeError) as error:  # the latter before Python 3.13
+        raise CheckpointError(f"{folder / name} is a link that leads to itself") from error
     if not lies_within(folder, path):
         raise CheckpointError(
             f"{folder / name} is a link to {path}, which is not in that folder, and tenants would get what "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import unicodedata
 from typing import Any
 
@@ -18,8 +19,11 @@ def visible(text: str) -> str:
 
 
 def json_line(value: Any) -> str:
-    """JSON, in which control characters are escaped; what is read from it is the value."""
-    encoded = json.dumps(value, ensure_ascii=False)
+    """JSON, in which control characters are escaped; what is read from it is the value.
+
+    Standard output may have another encoding than UTF-8: then all but ASCII is escaped.
+    """
+    encoded = json.dumps(value, ensure_ascii=(sys.stdout.encoding or "utf-8").lower() != "utf-8")
     return "".join(c if _is_text(c) else json.dumps(c)[1:-1] for c in encoded)
 
 

@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -97,27 +97,34 @@ def bars(units: Mapping[str, str]) -> Iterator[Callable[[str, int, int], None]]:
 def report_interruption() -> Iterator[None]:
     """Around all that draws on the terminal: what was interrupted is told below it.
 
-    SIGTERM, with which services and clusters end programs, is as Ctrl-C; a second one is ignored.
+    SIGTERM, with which services and clusters end programs, is as Ctrl-C; a second one is ignored. The same
+    holds for SIGHUP, which comes when the terminal is closed, unless `nohup` has it ignored.
     """
-    terminated = False
+    received = 0
 
-    def terminate(*_: object) -> None:
-        nonlocal terminated
-        terminated = True
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    def terminate(number: int, _: object) -> None:
+        nonlocal received
+        received = number
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    numbers = [signal.SIGTERM, signal.SIGHUP]
+    before = {each: signal.getsignal(each) for each in numbers if signal.getsignal(each) != signal.SIG_IGN}
+    for each in before:
+        signal.signal(each, terminate)
     try:
         yield
     except KeyboardInterrupt as interruption:
-        STATUS.print("interrupted")
-        print_notes(interruption)
-        if terminated:
-            raise SystemExit(128 + signal.SIGTERM) from None
+        with suppress(OSError):  # the terminal may be gone
+            STATUS.print("interrupted")
+            print_notes(interruption)
+        if received:
+            raise SystemExit(128 + received) from None
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def shown(line: str) -> str:

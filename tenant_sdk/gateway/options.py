@@ -87,7 +87,8 @@ class GatewayOptions:
         int | None,
         Option(
             _MODEL,
-            "Maximum length of prompt and answer together. Default: the model's limit.",
+            "Maximum length of prompt and answer together. Default: the model's limit, or with LongRoPE the "
+            "length up to which a model has the same positions for all texts.",
             least=2,
             unit="TOKENS",
         ),

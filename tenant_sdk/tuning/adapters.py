@@ -41,6 +41,7 @@ class AdapterOptions:
     methods. ``virtual_tokens``: length of the prompt-like methods. ``steps``: optimizer steps of the whole
     training, for AdaLoRA's schedule. ``seed`` of VeRA's random projections, which are not trained.
     ``transposed``: the model's layers are GPT-2's ``Conv1D``, which PEFT wants to be told.
+    ``gradient_accumulation``: batches of a step, for AdaLoRA's loss.
     """
 
     method: str = "lora"
@@ -52,6 +53,7 @@ class AdapterOptions:
     transposed: bool = False
     alpha: float | None = None
     dropout: float = 0.0
+    gradient_accumulation: int = 1
 
     @property
     def scale(self) -> float:
@@ -102,6 +104,8 @@ def _adalora(options: AdapterOptions) -> Any:
         tfinal=options.steps // 3,
         deltaT=max(1, options.steps // 50),
         total_step=options.steps,
+        # PEFT adds its term to the loss of each batch, and those of a step are summed up.
+        orth_reg_weight=0.5 / options.gradient_accumulation,
         lora_alpha=options.scale,
         lora_dropout=options.dropout,
         target_modules=options.target_modules,

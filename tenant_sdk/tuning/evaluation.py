@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from shared.errors import ConfigurationError
 from tenant_sdk.sequences.positions import steady_length
 from tenant_sdk.trust.attestation import base_model
-from tenant_sdk.tuning.conversations import Example, TemplateDate
+from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example, TemplateDate
 from tenant_sdk.tuning.data import Reader, Say, collate, learned_tokens, say_day
 from tenant_sdk.tuning.generation import sequence_length
 from tenant_sdk.tuning.options import EvaluationOptions
@@ -136,9 +136,8 @@ def check_loss(model: Any, outputs: Any, labels: torch.Tensor) -> None:
     """
     if outputs.logits is None:
         return
-    logits = outputs.logits[:, -labels.shape[1] :].float()  # behind those of virtual tokens
-    next_ones = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    themselves = cross_entropy(logits.flatten(0, 1), labels.flatten())
+    logits = outputs.logits[:, -labels.shape[1] :]  # behind those of virtual tokens
+    next_ones, themselves = _mean_loss(logits[:, :-1], labels[:, 1:]), _mean_loss(logits, labels)
     if abs(outputs.loss - themselves) < abs(outputs.loss - next_ones):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         raise ConfigurationError(
@@ -146,6 +145,13 @@ def check_loss(model: Any, outputs: Any, labels: torch.Tensor) -> None:
             "the next one: trained so, it would learn to repeat tokens. Train it in a loop of your own, with "
             "labels that are shifted by one"
         )
+
+
+def _mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    """In nats, of the labels that are learned; a sequence at a time, since logits take much memory."""
+    parts = zip(logits, labels, strict=True)
+    total = sum(float(cross_entropy(each.float(), label, reduction="sum")) for each, label in parts)
+    return total / int((labels != IGNORE_INDEX).sum())
 
 
 @torch.no_grad()
@@ -178,6 +184,7 @@ def perplexity(
             if not at:
                 check_loss(model, outputs, inputs["labels"])
             nats += float(outputs.loss) * count
+            del outputs  # the logits, before the next ones are computed
             predicted += count
             at += len(batch)
     model.train(was_training)

@@ -14,6 +14,7 @@ from transformers import set_seed
 
 from shared.errors import ConfigurationError, OptionText, Placeholder, StorageError, counted
 from tenant_sdk.model.naming import base_of
+from tenant_sdk.sequences.positions import steady_length
 from tenant_sdk.sequences.stack import CannotSplit
 from tenant_sdk.session.session import Session
 from tenant_sdk.storage import check_new_folder, free_megabytes
@@ -175,6 +176,17 @@ def _read(
     examples = reader.read(training.data)
     say_day(day, say)
     held_out = replace(reader, keep_tail=True, day=TemplateDate(day.day)).read(training.held_out)
+    lengths, steady = [len(example["input_ids"]) for example in examples], steady_length(model)
+    if (
+        steady is not None
+        and min(lengths) <= steady < max(lengths)
+        and (training.batch_size > 1 or training.packing)
+    ):
+        say(
+            f"this model has other positions for texts above {steady:,} tokens: shorter records learn with "
+            "these positions if they share a batch with such a text. Train with records of one kind, or one "
+            "record at a time"
+        )
     known = {tuple(example["input_ids"]) for example in examples}
     if same := sum(tuple(example["input_ids"]) in known for example in held_out):
         say(f"{same} of {len(held_out)} held-out records are learned too: their loss says nothing of others")
@@ -218,6 +230,7 @@ def _with_new_adapter(training: TrainingOptions, model: Any, steps: int) -> Any:
         training.seed,
         alpha=training.alpha,
         dropout=training.dropout,
+        gradient_accumulation=training.gradient_accumulation,
     )
     return add_adapter(model, options)
 

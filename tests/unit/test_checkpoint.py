@@ -19,6 +19,7 @@ from provider.executor.base import BaseExecutor
 from shared import recipes
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError
+from shared.hub import own_file
 from shared.recipes import meta_model
 from shared.wire.messages import Fetch, digest_of
 from tenant_sdk.tuning.own import own_tokenizer
@@ -225,6 +226,12 @@ def test_links_out_of_the_folder_are_refused(
         CheckpointError, match=rf"{name} is a link to \S+/secret, which is not in that folder"
     ):
         BaseExecutor(folder, numerics="float32")
+
+
+def test_a_link_that_leads_to_itself_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model2.safetensors").symlink_to("model2.safetensors")
+    with pytest.raises(CheckpointError, match=r"model2\.safetensors is a link that leads to itself"):
+        own_file(tmp_path, "model2.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 
 import pytest
 
@@ -32,6 +33,14 @@ def test_text_is_printed_as_it_is() -> None:
 def test_control_characters_are_not_printed(text: str) -> None:
     assert "\ufffd" in visible(text)
     assert text[0] not in printed(text)
+
+
+def test_a_line_of_json_for_an_output_of_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would write its own escapes, which are not JSON's."""
+    output = io.TextIOWrapper(io.BytesIO(), "ascii", "backslashreplace")
+    monkeypatch.setattr(sys, "stdout", output)
+    print(json_line({"answer": "Grüße 你好"}), flush=True)
+    assert json.loads(output.buffer.getvalue()) == {"answer": "Grüße 你好"}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("text", [TEXT, *HOSTILE, "\n", "\\u0041", '"'])
