@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 from tenant_sdk.drafts.head import WIDENING, DraftHead, Vocabulary
 from tenant_sdk.drafts.length import tokens_a_pass
-from tenant_sdk.drafts.training import GUESSES, Features, Places, collect, frequent_tokens
+from tenant_sdk.drafts.training import GUESSES, Features, Positions, collect, frequent_tokens
 from tenant_sdk.tuning.data import Reader
 from tenant_sdk.tuning.sampling import ends_of
 
@@ -54,7 +54,7 @@ class Batch(NamedTuple):
     Attributes:
         hidden: float32 ``[B, T, width]``.
         ids: int64 ``[B, T]``.
-        reach: int64 ``[B, T]``; see ``Places``.
+        reach: int64 ``[B, T]``; see ``Positions``.
     """
 
     hidden: Tensor
@@ -221,7 +221,7 @@ def batches(features: Sequence[Features], order: Sequence[int]) -> Iterator[Batc
                 for column in (
                     [each.hidden.float() for each in part],
                     [each.ids for each in part],
-                    [Places([each]).reach for each in part],
+                    [Positions([each]).reach for each in part],
                 )
             ]
             yield Batch(*padded)

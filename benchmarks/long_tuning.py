@@ -36,9 +36,9 @@ from transformers import logging
 
 import tenant_sdk
 from tenant_sdk.model.checkpointing import forget_products, keep_products
-from tenant_sdk.sequences.planning import MemoryPlan, Place
+from tenant_sdk.sequences.planning import MemoryPlan, StorageTier
 
-MEMORY, DISK, NOWHERE = Place.MEMORY, Place.DISK, Place.NOWHERE
+MEMORY, DISK, NOWHERE = StorageTier.MEMORY, StorageTier.DISK, StorageTier.NOWHERE
 WINDOW = 1024
 PLANS: dict[str, MemoryPlan | None] = {
     "as is": None,

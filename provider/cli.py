@@ -143,7 +143,7 @@ def token_add(
 ) -> None:
     """Make a token for a tenant, and print it once. The tenant's older tokens become invalid."""
     tokens = TokenFile(token_file)
-    older = tokens.valid(tenant)
+    older = tokens.count_valid(tenant)
     token = tokens.add(tenant, days)
     if older:
         _errors.print(

@@ -50,7 +50,7 @@ class SessionVerdict:
 
 
 @dataclass
-class Reading:
+class TranscriptReport:
     """What was read out of a transcript: tables to print, sessions that were passed over, verdicts."""
 
     tables: list[Table] = field(default_factory=list)
@@ -79,7 +79,7 @@ class TranscriptAudit:
     seed: int
     stage: Callable[[str], Any]
 
-    def provider(self, recorded: Transcript, source: Transcript | None = None) -> Reading:
+    def provider(self, recorded: Transcript, source: Transcript | None = None) -> TranscriptReport:
         """What a provider's recording shows, session by session.
 
         Args:
@@ -124,7 +124,7 @@ class TranscriptAudit:
             raise _nothing(reading, "rows", "provider", "mask-source")
         return reading
 
-    def mask_source(self, recorded: Transcript) -> Reading:
+    def mask_source(self, recorded: Transcript) -> TranscriptReport:
         """What a mask source's recording shows of the seeds of each tenant, all its sessions together.
 
         Raises:
@@ -221,13 +221,13 @@ class TranscriptAudit:
         return SessionVerdict(f"{name}: uniform, and no mask of one serves in another", leaks=False)
 
 
-def _sessions(recorded: Transcript) -> tuple[Reading, dict[int, list[RecordedRequest]]]:
+def _sessions(recorded: Transcript) -> tuple[TranscriptReport, dict[int, list[RecordedRequest]]]:
     """Requests by session, without the sessions that only measure, which are noted.
 
     ``symbiosis-tenant doctor`` has rows of noise multiplied as if they were masks, and asks for no product
     of a model: there is nothing of a tenant's in such a session, and nothing under those "masks".
     """
-    reading, sessions = Reading(), dict[int, list[RecordedRequest]]()
+    reading, sessions = TranscriptReport(), dict[int, list[RecordedRequest]]()
     for request in recorded.requests:
         if request.header.operation in PRODUCTS:
             sessions.setdefault(request.session, []).append(request)
@@ -241,7 +241,7 @@ def _sessions(recorded: Transcript) -> tuple[Reading, dict[int, list[RecordedReq
     return reading, sessions
 
 
-def _nothing(reading: Reading, wanted: str, view: str, other: str) -> TranscriptError:
+def _nothing(reading: TranscriptReport, wanted: str, view: str, other: str) -> TranscriptError:
     noted = f" ({'; '.join(reading.notes)})" if reading.notes else ""
     return TranscriptError(
         f"the transcript holds no {wanted}, so there is nothing to attack as {view}{noted}; if tenants used "

@@ -63,7 +63,7 @@ class Entropy:
 
 
 @dataclass(frozen=True)
-class Order:
+class PrefetchRequest:
     """What a source was asked for."""
 
     key: ProductKey
@@ -85,7 +85,7 @@ class MemorySource:
     """
 
     def __init__(self, limit: int = 1 << 16) -> None:
-        self.orders: list[Order] = []
+        self.orders: list[PrefetchRequest] = []
         self.gate = threading.Event()
         self.gate.set()
         self.error: Exception | None = None
@@ -96,7 +96,7 @@ class MemorySource:
         self, key: ProductKey, rows: int, seed: bytes, request_class: RequestClass
     ) -> torch.Tensor:
         """See SeedSource."""
-        self.orders.append(Order(key, rows, seed))
+        self.orders.append(PrefetchRequest(key, rows, seed))
         assert self.gate.wait(800)
         if self.closed:
             raise ConnectionLost("the source is closed")

@@ -27,7 +27,7 @@ from provider.engine.scheduler import (
     Opportunistic,
     Policy,
     QueuedRequest,
-    bounded_class,
+    effective_request_class,
     rows_of,
 )
 from provider.executor.base import BaseExecutor
@@ -211,7 +211,7 @@ class Engine:
         shape = self._latency.shapes[header.group]
         # Virtual tokens of a row: through all groups it costs one (``provider.engine.fairness``).
         cost = shape.size * self._latency.share(header.group, header.members) / self._all
-        request_class = bounded_class(header.request_class, header.direction, header.rows)
+        request_class = effective_request_class(header.request_class, header.direction, header.rows)
         lane = self._lane_of(header.group)
         return QueuedRequest(tenant, key, header.rows, request_class, cost, self._clock(), session, lane)
 

@@ -98,7 +98,7 @@ def rows_of(batch: Batch) -> int:
     return sum(stop - start for _, start, stop in batch)
 
 
-def bounded_class(declared: int, direction: int, rows: int) -> RequestClass:
+def effective_request_class(declared: int, direction: int, rows: int) -> RequestClass:
     """The class that a request gets: what was declared, as far as it can be."""
     if declared == RequestClass.FINETUNING or direction == Direction.BACKWARD:
         return RequestClass.FINETUNING

@@ -19,7 +19,7 @@ from provider.engine.scheduler import (
     Policy,
     QueuedRequest,
     QueuedRows,
-    bounded_class,
+    effective_request_class,
     rows_of,
 )
 from provider.planning.options import NetworkLink
@@ -227,7 +227,7 @@ class Simulation:
         thread = self.costs.request_seconds / 2 + self.costs.byte_seconds * size / 2
 
         tenant_seconds = self.costs.tenant_seconds + self.costs.tenant_byte_seconds * size
-        what = bounded_class(self.load.what, direction, self.load.rows)
+        what = effective_request_class(self.load.what, direction, self.load.rows)
 
         def made(now: float) -> None:
             self._later(self._machines[tenant % len(self._machines)].take(now, tenant_seconds), sent)

@@ -21,9 +21,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from shared.atomic import write_atomically
 from shared.errors import ConfigurationError
 from shared.ownership import check_own, check_secret
-from shared.whole import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -86,11 +86,11 @@ def write_certificates(
         if role == "server":
             builder = builder.add_extension(names, critical=False)
         certificate = builder.sign(ca_key, hashes.SHA256())
-        write_whole(folder / f"{role}.pem", certificate.public_bytes(Encoding.PEM), 0o644)
+        write_atomically(folder / f"{role}.pem", certificate.public_bytes(Encoding.PEM), 0o644)
         private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        write_whole(folder / f"{role}.key", private)
+        write_atomically(folder / f"{role}.key", private)
     # Last: if it is the old one, ``still_valid`` notices that the others were not written to the end.
-    write_whole(folder / "ca.pem", ca.public_bytes(Encoding.PEM), 0o644)
+    write_atomically(folder / "ca.pem", ca.public_bytes(Encoding.PEM), 0o644)
 
 
 def own_certificate(tls_dir: str | Path, client_ca: str | Path | None = None) -> ssl.SSLContext:

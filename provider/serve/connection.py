@@ -235,7 +235,7 @@ class Connections:
         with self._changed:
             connections = list(self._open)  # before the file is read: who comes later may have a later token
         try:
-            valid = tokens.good() if connections else set()
+            valid = tokens.valid_tokens() if connections else set()
         except ConfigurationError as error:
             if self._unchecked.due(time.monotonic()):
                 log.error("cannot check the tokens of open sessions: %s", error)

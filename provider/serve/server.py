@@ -29,9 +29,9 @@ from provider.serve.listening import bound, listen
 from provider.serve.tokens import TokenFile
 from provider.serve.websocket_connection import OpenSession, WebsocketConnection
 from provider.session.tenant import Send, Service, TenantSession
+from shared.atomic import write_atomically
 from shared.errors import ConfigurationError
 from shared.log_rate_limit import LogRateLimiter
-from shared.whole import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ class Server:
         path = Path(path)
         try:
             ready = msgspec.json.encode({"url": self.url, "pid": os.getpid(), **more})
-            write_whole(path, ready, 0o644)
+            write_atomically(path, ready, 0o644)
         except OSError as error:
             raise ConfigurationError(f"cannot write the ready file {path}: {error.strerror}") from error
 

@@ -19,10 +19,10 @@ from typing import Annotated
 import msgspec
 
 from provider.serve.descriptors import none_left
+from shared.atomic import write_atomically
 from shared.encoded import UNREADABLE
 from shared.errors import AuthenticationError, ConfigurationError
 from shared.ownership import check_own, user_name
-from shared.whole import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class TokenFile:
         self._last = self._trusted()
         return sum(1 for count in self._valid(self._last).values() if count)
 
-    def valid(self, tenant: str) -> int:
+    def count_valid(self, tenant: str) -> int:
         """How many tokens of a tenant are valid now; 0 if there is no such file yet.
 
         Raises:
@@ -155,7 +155,7 @@ class TokenFile:
             days: how long it is valid; None: until it is removed.
         """
         check_tenant(tenant)
-        with self._alone():
+        with self._exclusive_lock():
             tokens = self._read() if self.path.exists() else {}
             return self._store(tokens, tenant, [], days)
 
@@ -169,7 +169,7 @@ class TokenFile:
         Raises:
             ConfigurationError: the file has no such tenant.
         """
-        with self._alone():
+        with self._exclusive_lock():
             tokens, now = self._read(), self._clock()
             if tenant not in tokens:
                 raise ConfigurationError(
@@ -188,14 +188,14 @@ class TokenFile:
 
     def remove(self, tenant: str) -> None:
         """Forget a tenant: its tokens open no further session, and open ones end soon."""
-        with self._alone():
+        with self._exclusive_lock():
             tokens = self._read()
             if tenant not in tokens:
                 raise ConfigurationError(f"{self.path} has no tenant {tenant!r}")
             self._write({name: stored for name, stored in tokens.items() if name != tenant})
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive_lock(self) -> Iterator[None]:
         """Around a change, from the reading of the file to its writing: no other command is in between.
 
         The lock is on the file, which only its owner can open; where there is none yet, on its folder.
@@ -219,11 +219,11 @@ class TokenFile:
         try:
             data = msgspec.json.format(msgspec.json.encode(tokens))
             if not self.path.exists():
-                write_whole(self.path, data)
+                write_atomically(self.path, data)
                 return
             old = self.path.stat()  # its owner, group and mode stay: an executor reads it
             try:
-                write_whole(self.path, data, stat.S_IMODE(old.st_mode) & 0o777, (old.st_uid, old.st_gid))
+                write_atomically(self.path, data, stat.S_IMODE(old.st_mode) & 0o777, (old.st_uid, old.st_gid))
             except PermissionError:
                 if old.st_uid == os.geteuid():
                     raise
@@ -272,7 +272,7 @@ class TokenFile:
             if ends and None not in ends
         }
 
-    def good(self) -> set[tuple[str, str]]:
+    def valid_tokens(self) -> set[tuple[str, str]]:
         """Every token that opens a session now: its tenant, and its SHA-256."""
         now, tokens = self._clock(), self._last_good()
         return {

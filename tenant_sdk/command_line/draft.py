@@ -81,7 +81,9 @@ def _lines(report: DraftReport) -> Iterator[str]:
     """What the draft promises."""
     shares = ", ".join(f"{share:.0%}" for share in report.acceptance)
     yield f"held-out text: {report.tokens_a_pass:.2f} tokens a pass; right guesses: {shares}"
-    alone, whole = (f"{seconds * 1e3:.0f} ms" for seconds in (report.alone, report.whole))
+    alone, whole = (
+        f"{seconds * 1e3:.0f} ms" for seconds in (report.seconds_without_guesses, report.seconds_with_guesses)
+    )
     yield f"a pass takes {alone} here, and {whole} with {len(report.acceptance)} guesses"
     if report.pays_from == math.inf:
         yield "the guesses are too seldom right to pay at any distance: train the draft on more text"

@@ -124,7 +124,7 @@ class RemoteExecutor:
         """Of the executor; of several the one that serves the first group."""
         return self.connection.url
 
-    def travels(self, group: int) -> bool:
+    def is_over_network(self, group: int) -> bool:
         """Whether answers of a group come over a network."""
         return self._parts.of(group).latest.piece_bytes > 0
 

@@ -33,7 +33,7 @@ SPIN_SECONDS = 5e-4  # a small product on this machine, or in this room, takes l
 READS_AT_ONCE = 1024  # before looking at the clock again
 
 
-def travels(sock: socket.socket) -> bool:
+def is_over_network(sock: socket.socket) -> bool:
     """Whether bytes go over a network. On one machine they take no time, and pieces only more work."""
     try:
         return not ip_address(sock.getpeername()[0].partition("%")[0]).is_loopback
@@ -60,7 +60,7 @@ class WebsocketChannel(Channel):
         self, sock: ssl.SSLSocket, peer: str, *, timeout: float, entropy: Entropy, clock: Clock = CLOCK
     ) -> None:
         super().__init__(peer, timeout)
-        if not travels(sock):
+        if not is_over_network(sock):
             self.piece_bytes = 0
         self._sock = sock
         self.key_exchange = key_exchange.agreed(sock)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from shared.atomic import atomic_folder, write_atomically
 from shared.errors import ConfigurationError
-from shared.whole import whole_folder, write_whole
 from tenant_sdk.drafts.decoding import Draft
 from tenant_sdk.drafts.folder import adapter_digest, save_draft
 from tenant_sdk.drafts.head import Vocabulary
@@ -25,7 +25,7 @@ from tenant_sdk.drafts.training import (
     BATCH,
     GUESSES,
     Features,
-    Places,
+    Positions,
     Trainer,
     TrainingResult,
     collect,
@@ -79,22 +79,26 @@ class DraftReport:
     Attributes:
         acceptance: see ``DraftCard``.
         tokens_a_pass: see ``DraftGain``.
-        alone: seconds of a pass without guesses, here and now.
-        whole: of a pass with all guesses, and of making them.
+        seconds_without_guesses: of a pass, here and now.
+        seconds_with_guesses: of a pass with all guesses, and of making them.
         requests: that wait for each other in a pass; each takes a round trip.
     """
 
     acceptance: tuple[float, ...]
     tokens_a_pass: float
-    alone: float
-    whole: float
+    seconds_without_guesses: float
+    seconds_with_guesses: float
     requests: float
 
     @property
     def faster(self) -> float:
         """Tokens a second with all guesses, in those without, here and now."""
         # A pass with more rows takes no less; what was measured may differ by chance.
-        return self.tokens_a_pass * self.alone / max(self.whole, self.alone)
+        return (
+            self.tokens_a_pass
+            * self.seconds_without_guesses
+            / max(self.seconds_with_guesses, self.seconds_without_guesses)
+        )
 
     @property
     def pays_from(self) -> float:
@@ -106,7 +110,11 @@ class DraftReport:
             return 0.0
         if not self.requests:
             return math.inf
-        return max(0.0, (self.whole / gain - self.alone) / (self.requests * (1 - 1 / gain)))
+        return max(
+            0.0,
+            (self.seconds_with_guesses / gain - self.seconds_without_guesses)
+            / (self.requests * (1 - 1 / gain)),
+        )
 
 
 def default_epochs(places: int) -> int:
@@ -160,12 +168,12 @@ def make_draft(
         callbacks.say(f"{learned:,} tokens to learn, {len(vocabulary.tokens):,} of them different")
         if (count := sum(int(each.learned.sum()) for each in held_out)) < _FEW:
             callbacks.say(f"only {count} tokens are held out, so the shares of right guesses are uncertain")
-        places = Places(trained)
+        places = Positions(trained)
         epochs = options.epochs or default_epochs(len(places.starts))
         trainer = Trainer(vocabulary, places, epochs=epochs, seed=options.seed, progress=callbacks.training)
-        result = trainer.train(Places(held_out))
+        result = trainer.train(Positions(held_out))
         report = _measure_passes(model, result, vocabulary, examples[0], session)
-        with disk_errors(output, "the draft", "Then run again."), whole_folder(output) as folder:
+        with disk_errors(output, "the draft", "Then run again."), atomic_folder(output) as folder:
             save_draft(
                 folder,
                 result.head,
@@ -244,7 +252,7 @@ def _answers(
             answers: list[list[int]] = json.loads(file.read_text())
         else:
             answers = answer_ids(model, tokenizer, part, Sampling(max_new_tokens=options.answer_tokens))
-            write_whole(file, json.dumps(answers).encode())
+            write_atomically(file, json.dumps(answers).encode())
         for prompt, answer in zip(part, answers, strict=True):
             found.append({"input_ids": [*prompt, *answer], "labels": [IGNORE_INDEX] * len(prompt) + answer})
         done += len(part)

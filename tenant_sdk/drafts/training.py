@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
+from shared.atomic import atomic_file
 from shared.errors import ConfigurationError
-from shared.whole import whole_file
 from tenant_sdk.drafts.head import WIDENING, DraftHead, Vocabulary, trunks_of
 from tenant_sdk.storage import UNREADABLE_TENSORS
 from tenant_sdk.trust.attestation import base_model
@@ -104,7 +104,7 @@ def _kept_hidden(folder: Path | None, part: Sequence[Example]) -> Tensor | None:
 
 def _keep_hidden(folder: Path | None, part: Sequence[Example], hidden: Tensor) -> None:
     if folder is not None:
-        with whole_file(folder / _name(part)) as file:
+        with atomic_file(folder / _name(part)) as file:
             save_file({"hidden": hidden.contiguous()}, file)
 
 
@@ -117,7 +117,7 @@ def frequent_tokens(features: Sequence[Features], vocabulary: int) -> Tensor:
     return found[counts[found] > 0]
 
 
-class Places:
+class Positions:
     """The places of several texts from which guesses can begin, one after the other.
 
     Args:
@@ -147,7 +147,7 @@ class Places:
 
 
 def _reach(learned: Tensor) -> Tensor:
-    """See ``Places``: tokens t + 2, t + 3, ... as long as they are learned."""
+    """See ``Positions``: tokens t + 2, t + 3, ... as long as they are learned."""
     reach = torch.zeros(len(learned), dtype=torch.int64)
     for at in range(len(learned) - 3, -1, -1):
         if learned[at + 2]:
@@ -195,7 +195,7 @@ class Trainer:
     def __init__(
         self,
         vocabulary: Vocabulary,
-        places: Places,
+        places: Positions,
         *,
         epochs: int,
         seed: int,
@@ -209,7 +209,7 @@ class Trainer:
             self._head = DraftHead(width, WIDENING * width)
         self._head.to(vocabulary.device)
 
-    def train(self, held_out: Places) -> TrainingResult:
+    def train(self, held_out: Positions) -> TrainingResult:
         """All passes over the places; then the gain in held-out text."""
         starts = self._places.starts
         steps = self._epochs * math.ceil(len(starts) / BATCH)
@@ -256,11 +256,11 @@ class Trainer:
 
 
 @torch.no_grad()
-def gain(head: DraftHead, vocabulary: Vocabulary, places: Places) -> DraftGain:
+def gain(head: DraftHead, vocabulary: Vocabulary, places: Positions) -> DraftGain:
     """What a network makes of texts that the model would write.
 
-    The model's choice is its most likely token behind the text. Places behind a token that is not its choice
-    do not count: greedy text does not have them.
+    The model's choice is its most likely token behind the text. Positions behind a token that is not its
+    choice do not count: greedy text does not have them.
 
     Raises:
         ConfigurationError: there is no place that counts.

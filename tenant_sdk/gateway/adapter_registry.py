@@ -12,7 +12,7 @@ from vllm.lora.request import LoRARequest
 
 from shared.errors import ConfigurationError
 from tenant_sdk.gateway.adapters import Adapter, files_version, folders_in, import_adapter
-from tenant_sdk.gateway.admission import MAX_ADAPTERS, Queue
+from tenant_sdk.gateway.admission import MAX_ADAPTERS, SequenceLimit
 from tenant_sdk.gateway.reservations import Reservations
 from tenant_sdk.gateway.round_robin import FairLock, current_client
 
@@ -40,7 +40,9 @@ class AdapterRegistry:
         refused: folders that hold none, and why.
     """
 
-    def __init__(self, settings: GatewaySettings, engine: EngineClient, models: Any, queue: Queue) -> None:
+    def __init__(
+        self, settings: GatewaySettings, engine: EngineClient, models: Any, queue: SequenceLimit
+    ) -> None:
         self._settings, self._engine, self._models, self._queue = settings, engine, models, queue
         self.served, self.refused = dict[str, Adapter](), dict[str, str]()
         self._changing = FairLock()

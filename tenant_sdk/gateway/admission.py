@@ -101,7 +101,7 @@ class UnauthenticatedConnections:
 
 
 @dataclass
-class Queue:
+class SequenceLimit:
     """How many sequences are under way, and when to come back when there are too many.
 
     Args:

@@ -9,7 +9,7 @@ These rules say what one client can take:
   read.
 - ``http_frontend``: bodies that arrive; requests for adapters and metrics under way; one tokenizing request
   and one large body at a time.
-- ``admission``: sequences under way (``Queue``).
+- ``admission``: sequences under way (``SequenceLimit``).
 - ``request_limits``, ``constraints``: the size of each field of a request, and of an answer.
 - ``grammars``: time and memory for compiling a constraint; ``constraint_checks``: one at a time.
 - ``structured``: compiled constraints that are kept, 64 in all; a further one replaces one of the client that

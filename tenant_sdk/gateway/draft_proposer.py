@@ -137,12 +137,7 @@ class Proposer:
         except UNREADABLE_TENSORS:  # the adapter has just been removed
             return None
         digest = digest_of_tensors(tensors) if adapter else ""
-        try:
-            folders = draft_folders(self._folder)
-        except OSError as error:
-            log.warning("no draft is used: %s", error)
-            return None
-        for folder in folders:
+        for folder in draft_folders(self._folder):
             try:
                 if (card := read_card(folder)).adapter == digest:
                     return self._load(folder, card)

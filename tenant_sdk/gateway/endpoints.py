@@ -20,14 +20,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
+from shared.atomic import write_atomically
 from shared.encoded import UNREADABLE, path_text
 from shared.errors import ConfigurationError, SymbiosisError
 from shared.log_rate_limit import LogRateLimiter
-from shared.whole import write_whole
 from tenant_sdk.gateway import vllm_patches
 from tenant_sdk.gateway.adapter_registry import AdapterRegistry
 from tenant_sdk.gateway.adapters import Adapter
-from tenant_sdk.gateway.admission import Authenticator, Queue, Refusal
+from tenant_sdk.gateway.admission import Authenticator, Refusal, SequenceLimit
 from tenant_sdk.gateway.constraint_checks import ConstraintChecker
 from tenant_sdk.gateway.http_frontend import GENERATES, TOKENIZES, HttpFrontend, ServedNames
 from tenant_sdk.gateway.log_redaction import redact_library_logs
@@ -118,7 +118,7 @@ class Endpoints:
         if self.settings is None:
             raise ConfigurationError("start the gateway with `symbiosis-tenant serve`")
         self._settings = self.settings
-        self._queue = Queue(self._settings.max_sequences, self._settings.authenticator.clients)
+        self._queue = SequenceLimit(self._settings.max_sequences, self._settings.authenticator.clients)
         self._parser = RequestParser()
         self._constraint_checker: ConstraintChecker | None = None
         self._samples: deque[dict[str, float]] = deque(maxlen=SAMPLES)
@@ -218,7 +218,7 @@ class Endpoints:
         settings.say(f"serving {names} at {url}/v1; {url}/ shows how it goes")
         if settings.ready_file is not None:
             try:
-                write_whole(settings.ready_file, url.encode(), 0o644)
+                write_atomically(settings.ready_file, url.encode(), 0o644)
             except OSError as error:
                 settings.say(f"cannot write {settings.ready_file}: {error.strerror}")
 

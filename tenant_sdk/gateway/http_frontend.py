@@ -15,8 +15,8 @@ import msgspec
 
 from tenant_sdk.gateway.admission import (
     Authenticator,
-    Queue,
     Refusal,
+    SequenceLimit,
     StepFailure,
     failure_refusal,
     shutting_down,
@@ -106,7 +106,7 @@ class HttpFrontend:
         application: Application,
         *,
         authenticator: Authenticator,
-        queue: Queue,
+        queue: SequenceLimit,
         folder: Path,
         retry_after: int,
         served: ServedNames,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from tenant_sdk.gateway.adapter_registry import AdapterRegistry
-    from tenant_sdk.gateway.admission import Queue
+    from tenant_sdk.gateway.admission import SequenceLimit
 
 
 def rates(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
@@ -42,7 +42,7 @@ def rates(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
 class Collector:
     """The worker's status for Prometheus."""
 
-    def __init__(self, folder: Path, queue: Queue, adapters: AdapterRegistry) -> None:
+    def __init__(self, folder: Path, queue: SequenceLimit, adapters: AdapterRegistry) -> None:
         self._folder, self._queue, self._adapters = folder, queue, adapters
 
     def collect(self) -> Iterator[Metric]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from shared.whole import write_whole
+from shared.atomic import write_atomically
 
 FILE, ENDED_FILE = "status.json", "ended.json"
 REMIND_SECONDS = 60.0  # between two lines on what cannot be written
@@ -103,4 +103,4 @@ def client_of(sequence: str) -> str:
 
 
 def _write(path: Path, record: msgspec.Struct) -> None:
-    write_whole(path, msgspec.json.encode(record))
+    write_atomically(path, msgspec.json.encode(record))

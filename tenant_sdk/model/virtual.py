@@ -96,7 +96,7 @@ class RemoteGroup:
             everyone = range(len(self.info.members))
             self._together = [set(everyone) for _ in everyone]
         if last is not None:
-            self._part(last)
+            self._separate_members(last)
         wanted = set(self._together[member])
         member_bits = sum(1 << i for i in wanted)
         outputs = dict(zip(member_indices(member_bits), self._request(member_bits, x, dtype), strict=True))
@@ -105,7 +105,7 @@ class RemoteGroup:
         self._threads.last = _Last(weakref.ref(x), context, values, wanted, outputs)
         return wanted_output
 
-    def _part(self, last: _Last) -> None:
+    def _separate_members(self, last: _Last) -> None:
         """Members whose outputs nobody took get another tensor than those whose were."""
         unused = last.outputs.keys()
         used = last.members - unused

@@ -31,12 +31,14 @@ class AnswerBits:
         slow = 0 < self._fastest < FAST_LINK
         return self._half if self._answers == "half" or (slow and request_class in _BULK) else EXACT
 
-    def note(self, request_class: RequestClass, answer_bytes: int, seconds: float, *, travels: bool) -> None:
+    def note(
+        self, request_class: RequestClass, answer_bytes: int, seconds: float, *, is_over_network: bool
+    ) -> None:
         """An answer has come. Its rate is at most the link's, which is therefore as fast as the fastest.
 
         Args:
             seconds: from request to answer.
-            travels: over a network.
+            is_over_network: the answer came over a network.
         """
-        if travels and request_class in _BULK and seconds > 0:
+        if is_over_network and request_class in _BULK and seconds > 0:
             self._fastest = max(self._fastest, answer_bytes / seconds)

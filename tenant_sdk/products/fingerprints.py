@@ -20,12 +20,12 @@ from cryptography.fernet import Fernet, InvalidToken
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from shared.atomic import write_atomically
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch, Placeholder
 from shared.ownership import check_own
 from shared.ring.fixed_point import Bounds, quantize_weight, squared_norms
 from shared.ring.product import PlaneProducts
-from shared.whole import write_whole
 from shared.wire.header import RINGS, Direction, member_indices
 from shared.wire.messages import GroupInfo, Manifest, Member
 from tenant_sdk.connection.keys import ProductKey
@@ -197,7 +197,7 @@ def write_fingerprints(
     data = cipher.encrypt(save(tensors, {"format": _FORMAT, "numerics": numerics, "trusted": trusted}))
     with disk_errors(output, "the fingerprints", "Then run again."):
         output.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(output, data)
+        write_atomically(output, data)
     return key
 
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from tenant_sdk.connection.keys import ProductKey
 
-SPARE_BATCHES = 4  # in an order that nobody waits for
+SPARE_BATCHES = 4  # in one request that fills what is left of the budget
 MIN_ROWS = 4
 
 
-class Order(NamedTuple):
+class PrefetchRequest(NamedTuple):
     """Rows of masks to have multiplied."""
 
     key: ProductKey
@@ -26,7 +26,7 @@ class Forecast:
     """
 
     def __init__(self) -> None:
-        self._next: dict[ProductKey, Order] = {}
+        self._next: dict[ProductKey, PrefetchRequest] = {}
         self._last: ProductKey | None = None
         self._asked: dict[ProductKey, int] = {}
         self.least_rows = MIN_ROWS
@@ -42,7 +42,7 @@ class Forecast:
         """A product of so many rows has been asked for."""
         self._asked[key] = self._asked.get(key, 0) + rows
         if self._last is not None:
-            self._next[self._last] = Order(key, rows)
+            self._next[self._last] = PrefetchRequest(key, rows)
         self._last = key
 
     def next_order(
@@ -52,7 +52,7 @@ class Forecast:
         budget_bytes: int,
         row_bytes: Callable[[ProductKey], int],
         batch_rows: int,
-    ) -> Order | None:
+    ) -> PrefetchRequest | None:
         """What to have multiplied next, or None if there is enough for the next request of every kind.
 
         Products of one row cost nearly as much as products of many, so small requests are ordered
@@ -72,7 +72,7 @@ class Forecast:
         for key, rows in coming.items():
             wanted = max(rows, self.batch_of(key, batch))
             if stock.get(key, 0) < wanted:
-                return Order(key, wanted)
+                return PrefetchRequest(key, wanted)
         return None
 
     def idle_prefetch(
@@ -82,7 +82,7 @@ class Forecast:
         budget_bytes: int,
         row_bytes: Callable[[ProductKey], int],
         batch_rows: int,
-    ) -> Order | None:
+    ) -> PrefetchRequest | None:
         """What to have multiplied when there is enough, until as many rounds are there as the budget takes.
 
         Arguments are those of ``next_order``.
@@ -92,7 +92,7 @@ class Forecast:
             return None
         least = min(coming, key=lambda key: stock.get(key, 0))
         rows = budget_bytes // sum(map(row_bytes, coming)) - stock.get(least, 0)
-        return Order(least, min(rows, SPARE_BATCHES * batch_rows)) if rows >= batch_rows else None
+        return PrefetchRequest(least, min(rows, SPARE_BATCHES * batch_rows)) if rows >= batch_rows else None
 
     def round(self) -> dict[ProductKey, int]:
         """The kinds to come before the first comes again, nearest first, with their rows."""

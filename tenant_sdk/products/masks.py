@@ -20,7 +20,7 @@ from shared.wire.header import EXACT, SEED_BYTES, RequestClass
 from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.channel import Entropy
 from tenant_sdk.connection.keys import ProductKey
-from tenant_sdk.products.forecast import Forecast, Order
+from tenant_sdk.products.forecast import Forecast, PrefetchRequest
 from tenant_sdk.products.mask_sources import SeedSource
 
 log = logging.getLogger(__name__)
@@ -357,7 +357,7 @@ class OneTimeMasks:
         """Of the budget."""
         return self.budget_bytes - sum(rows * self._row_bytes(key) for key, rows in self._stock.items())
 
-    def _size(self, order: Order) -> int:
+    def _size(self, order: PrefetchRequest) -> int:
         return order.rows * self._row_bytes(order.key)
 
     def _max_rows(self, key: ProductKey) -> int:
@@ -419,7 +419,7 @@ class OneTimeMasks:
                         self._changed.notify_all()
                 self._changed.wait(IDLE_SECONDS if self._fill_when_idle else None)
 
-    def _next_order(self) -> Order | None:
+    def _next_order(self) -> PrefetchRequest | None:
         """What is to be ordered now, for which there is room."""
         stock, forecast = self._stock, self._forecast
         limits: dict[str, Any] = {
@@ -453,7 +453,7 @@ class OneTimeMasks:
         if not full:
             raise RequestTimeout(f"the mask sources did not fill the store within {timeout:.0f} s")
 
-    def _make_room(self, order: Order) -> bool:
+    def _make_room(self, order: PrefetchRequest) -> bool:
         """Whether an order fits into the budget, perhaps after throwing away what will not be used."""
         size = self._size(order)
         if size > self.budget_bytes:

@@ -113,7 +113,9 @@ class RingProducts:
 
     def _note_answer(self, key: ProductKey, rows: int, request_class: RequestClass, seconds: float) -> None:
         size = rows * self._request_widths(key).answer_columns * key.answer_bits // 8
-        self._answer_bits.note(request_class, size, seconds, travels=self._remote.travels(key.group))
+        self._answer_bits.note(
+            request_class, size, seconds, is_over_network=self._remote.is_over_network(key.group)
+        )
 
     def _request(self, key: ProductKey) -> ExactRequest:
         """The next request of a kind, with what its answers are checked with."""

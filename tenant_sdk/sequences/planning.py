@@ -21,7 +21,7 @@ WHOLE_SLACK, SLACK = 1.4, 1.2
 GIB = 2**30
 
 
-class Place(Enum):
+class StorageTier(Enum):
     """Where something is kept."""
 
     MEMORY = "in memory"
@@ -72,8 +72,8 @@ class MemoryPlan:
     chunked_loss: bool = False
     checkpointed: bool = False
     window: int | None = None
-    answers: Place = Place.MEMORY
-    states: Place = Place.MEMORY
+    answers: StorageTier = StorageTier.MEMORY
+    states: StorageTier = StorageTier.MEMORY
     memory: int = 0
     disk: int = 0
 
@@ -170,20 +170,20 @@ def _plans(shapes: Shapes, length: int, batch: int, window: int | None) -> list[
     for size in sizes:
         if size == FEW // 2 and window is None:
             # Smaller windows cost more than the disk; without them there may be room.
-            on_disk = {"answers": Place.DISK, "disk": answers}
+            on_disk = {"answers": StorageTier.DISK, "disk": answers}
             add(WHOLE_SLACK, checkpointed, chunked_loss=True, checkpointed=True, **on_disk)
         each = max(1, size // batch)
         copies = ATTENDED + (REPEATED * shapes.repeats if shapes.repeats > 1 else 0)
         at_once = shapes.chunk + tokens * (HIDDEN * shapes.hidden + copies * shapes.attended)
         at_once += 2 * each * batch * (shapes.saved + length * (shapes.pair + 8))  # 8: a mask
         for where, states in (
-            (Place.MEMORY, Place.MEMORY),
-            (Place.DISK, Place.MEMORY),
-            (Place.DISK, Place.DISK),
-            (Place.NOWHERE, Place.DISK),
+            (StorageTier.MEMORY, StorageTier.MEMORY),
+            (StorageTier.DISK, StorageTier.MEMORY),
+            (StorageTier.DISK, StorageTier.DISK),
+            (StorageTier.NOWHERE, StorageTier.DISK),
         ):
-            disk = answers * (where == Place.DISK) + state_bytes * (states == Place.DISK)
-            here = answers * (where == Place.MEMORY) + state_bytes * (states == Place.MEMORY)
+            disk = answers * (where == StorageTier.DISK) + state_bytes * (states == StorageTier.DISK)
+            here = answers * (where == StorageTier.MEMORY) + state_bytes * (states == StorageTier.MEMORY)
             options = {"window": each, "answers": where, "states": states, "disk": disk}
             add(SLACK, at_once + here, chunked_loss=True, **options)
     return plans

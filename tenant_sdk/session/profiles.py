@@ -13,13 +13,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
+from shared.atomic import write_atomically
 from shared.encoded import UNREADABLE, path_text, read_within
 from shared.errors import ALONE, ConfigurationError, OptionText, Placeholder, SymbiosisError
 from shared.hub import HUB
 from shared.options import Flag, check_options, described, fields_of, read_options, secret_ways
 from shared.ownership import check_own
 from shared.secrets import Secret
-from shared.whole import write_whole
 from tenant_sdk.connection.urls import LOCAL, is_local, party_name
 from tenant_sdk.session.options import SessionConfig
 from tenant_sdk.storage import disk_errors
@@ -125,7 +125,7 @@ def approve(path: Path) -> Path:
     approvals = _approvals() | {path_text(path): _digest(path)}
     with disk_errors(file, "the approval", "Then approve it again."):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_whole(file, msgspec.json.format(msgspec.json.encode(approvals)))
+        write_atomically(file, msgspec.json.format(msgspec.json.encode(approvals)))
     return path
 
 

@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from shared.atomic import atomic_file
 from shared.ownership import check_own
-from shared.whole import whole_file
 from shared.wire.messages import GroupInfo, member_identity
 from tenant_sdk.storage import UNREADABLE_TENSORS
 
@@ -62,7 +62,7 @@ class WeightCache:
             for each in self._folder.relative_to(self._base).parts:
                 folder = folder / each
                 folder.mkdir(mode=0o700, exist_ok=True)
-            with whole_file(self._path(group)) as file:
+            with atomic_file(self._path(group)) as file:
                 save_file({str(member): weight for member, weight in enumerate(weights)}, file)
         except (OSError, SafetensorError) as error:
             log.warning(

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shared.atomic import write_atomically
 from shared.errors import ConfigurationError, OptionText
 from shared.ownership import check_tree
-from shared.whole import write_whole
 from tenant_sdk.storage import disk_errors
 
 _PREFIX = "checkpoint-"  # of the Trainer's folders, before the step
@@ -81,7 +81,7 @@ class TrainingCheckpoints:
             self._write(settings)
 
     def _write(self, settings: Mapping[str, Any]) -> None:
-        write_whole(self._settings_file, json.dumps(settings, indent=1).encode())
+        write_atomically(self._settings_file, json.dumps(settings, indent=1).encode())
 
     def begin(self, *, resume: bool) -> Path | None:
         """Make the folder, or look into the one of an interrupted training; in the block of ``resumable``.

@@ -9,8 +9,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from shared.atomic import atomic_folder
 from shared.errors import OptionText, peer_text
-from shared.whole import whole_folder
 from tenant_sdk.session.session import Session
 from tenant_sdk.storage import disk_errors
 from tenant_sdk.tuning.adapters import find_method
@@ -208,5 +208,5 @@ def _save(output: Path, model: Any, session: Session, figures: dict[str, Any], t
         "Then run the same training with {resume}: the trained adapter is in the last checkpoint.",
         resume=True,
     )
-    with disk_errors(output, "the adapter", resume), whole_folder(output) as folder:
+    with disk_errors(output, "the adapter", resume), atomic_folder(output) as folder:
         save_adapter(model, folder, session, training=figures, tokenizer=tokenizer)

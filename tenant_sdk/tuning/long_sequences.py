@@ -20,7 +20,7 @@ from tenant_sdk.model.recording import CopyStore, OnHost, Store
 from tenant_sdk.sequences.chunked_loss import ChunkedLoss, Loss, loss_divisor, shifted
 from tenant_sdk.sequences.encrypted_file import EncryptedFile
 from tenant_sdk.sequences.measuring import FRACTION, free_disk, memory_left, shapes_of
-from tenant_sdk.sequences.planning import GIB, MemoryPlan, Place, plan_step
+from tenant_sdk.sequences.planning import GIB, MemoryPlan, StorageTier, plan_step
 from tenant_sdk.sequences.positions import steady_length
 from tenant_sdk.sequences.stack import CannotSplit, Stack, instead
 from tenant_sdk.sequences.windows import Batch, ReferenceStore, Stores, WindowedLoss, WindowedRun
@@ -81,7 +81,7 @@ class LongTuning:
     def use(self, plan: MemoryPlan) -> None:
         """Do as another plan says from now on."""
         self.plan = plan
-        if Place.DISK in (plan.answers, plan.states) and self._spill is None:
+        if StorageTier.DISK in (plan.answers, plan.states) and self._spill is None:
             self._spill = EncryptedFile(self._folder)
         if plan.checkpointed:
             keep_products(self._model, self._store(plan.answers))
@@ -89,9 +89,9 @@ class LongTuning:
                 self._model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
                 self._switched_on = True
 
-    def _store(self, place: Place, *, unshared: bool = False) -> Store:
+    def _store(self, place: StorageTier, *, unshared: bool = False) -> Store:
         """Own: of tensors that nobody else writes into."""
-        if place == Place.DISK:
+        if place == StorageTier.DISK:
             assert self._spill is not None  # noqa: S101 -- ``use`` makes it
             return OnHost(self._spill)
         return ReferenceStore() if unshared else CopyStore()
@@ -117,8 +117,8 @@ class LongTuning:
     def _forward(self, inputs: dict[str, Any]) -> Any:
         plan = self.plan
         labels: Any = inputs.get("labels")
-        aims = inputs.get("shift_labels")
-        if (labels is None and aims is None) or not plan.chunked_loss:
+        targets = inputs.get("shift_labels")
+        if (labels is None and targets is None) or not plan.chunked_loss:
             return self._inner(**inputs)
         if inputs.get("fused_lm_head"):
             raise ConfigurationError(
@@ -133,32 +133,32 @@ class LongTuning:
         for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
             if inputs.get(name):
                 raise ConfigurationError(f"{name}=True: long sequences are tuned without; leave it out")
-        if aims is None:
-            aims = shifted(labels)
-        if aims.shape[-1] > self._max_length:
+        if targets is None:
+            targets = shifted(labels)
+        if targets.shape[-1] > self._max_length:
             self._warn(f"a text is longer than the {self._max_length:,} tokens that were planned for")
-        items = loss_divisor(aims, inputs.get("num_items_in_batch"))
+        items = loss_divisor(targets, inputs.get("num_items_in_batch"))
         if plan.window is None:
-            loss = self._whole_loss(inputs, aims, items)
+            loss = self._whole_loss(inputs, targets, items)
         else:
-            loss = self._windowed_loss(inputs, aims, items, plan.window)
+            loss = self._windowed_loss(inputs, targets, items, plan.window)
         return CausalLMOutputWithPast(loss=loss)
 
-    def _whole_loss(self, arguments: dict[str, Any], aims: torch.Tensor, items: Any) -> torch.Tensor:
+    def _whole_loss(self, arguments: dict[str, Any], targets: torch.Tensor, items: Any) -> torch.Tensor:
         apart = ("labels", "shift_labels", "num_items_in_batch", *_IGNORED)
         inputs = {name: each for name, each in arguments.items() if each is not None and name not in apart}
         hidden = self._stack.last_layer_output(**inputs, use_cache=False)
         if torch.is_grad_enabled():
             loss: torch.Tensor = ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-                self._stack, aims, items, hidden, *self._stack.outer()
+                self._stack, targets, items, hidden, *self._stack.outer()
             )
             return loss
         total = Loss(self._stack, items, (), wanted=False)
-        total.add(hidden, aims)
+        total.add(hidden, targets)
         return total.mean
 
     def _windowed_loss(
-        self, arguments: dict[str, Any], aims: torch.Tensor, items: Any, window: int
+        self, arguments: dict[str, Any], targets: torch.Tensor, items: Any, window: int
     ) -> torch.Tensor:
         if getattr(self._stack.model.get_input_embeddings(), "neftune_noise_alpha", None):
             raise ConfigurationError(
@@ -168,7 +168,7 @@ class LongTuning:
             if name not in (*_SPLIT, *_PER_TOKEN, *_IGNORED) and each is not None and each is not False:
                 raise ConfigurationError(f"{name} cannot be cut into windows; leave it out")
         batch = Batch(
-            aims,
+            targets,
             items,
             arguments.get("input_ids"),
             arguments.get("inputs_embeds"),
@@ -177,7 +177,7 @@ class LongTuning:
         )
         _check_batch(batch, self._stack.model.config.get_text_config())
         stores = Stores(
-            None if self.plan.answers == Place.NOWHERE else self._store(self.plan.answers),
+            None if self.plan.answers == StorageTier.NOWHERE else self._store(self.plan.answers),
             self._store(self.plan.states, unshared=True),
         )
         parameters = [each for each in self._stack.model.parameters() if each.requires_grad]
@@ -338,7 +338,9 @@ def _compare(tuning: LongTuning, plan: MemoryPlan, model: nn.Module, ids: torch.
         with _refuse_unsplittable(tuning._model):
             expected = loss_and_gradients()
             tuning.plan = MemoryPlan(
-                chunked_loss=True, window=None if plan.window is None else PROBE_WINDOW, answers=Place.MEMORY
+                chunked_loss=True,
+                window=None if plan.window is None else PROBE_WINDOW,
+                answers=StorageTier.MEMORY,
             )
             got = loss_and_gradients()
     finally:

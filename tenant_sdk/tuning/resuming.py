@@ -27,9 +27,9 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
+from shared.atomic import atomic_file
 from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError
-from shared.whole import whole_file
 from tenant_sdk.storage import UNREADABLE_TENSORS
 from tenant_sdk.tuning.checkpoints import is_checkpoint, step_of
 
@@ -177,7 +177,7 @@ def _write(model: Any, folder: Path, step: int) -> None:
     patterns = {name: config.rank_pattern for name, config in _adalora_configs(model) if config.rank_pattern}
     header = msgspec.json.encode(_Header(_FORMAT, step, patterns)).decode()
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    with whole_file(folder / STATE) as file:
+    with atomic_file(folder / STATE) as file:
         save_file(copies, file, metadata={"state": header})
 
 

@@ -28,9 +28,9 @@ from provider.dev import _COMMANDS, Development, _party
 from provider.serve import certificates
 from provider.serve.certificates import still_valid, write_certificates
 from provider.serve.tokens import TokenFile
+from shared.atomic import write_atomically
 from shared.errors import SymbiosisError
 from shared.launching import free_port
-from shared.whole import write_whole
 
 SHORT: dict[str, list[str]] = {
     "doctor": [],
@@ -143,7 +143,7 @@ def test_a_token_is_kept_while_it_is_valid(tmp_path: Path) -> None:
         change()
         _party(tmp_path)
         assert tokens.tenant_of(kept.read_text()) == "dev"
-        assert tokens.valid("dev") == 1
+        assert tokens.count_valid("dev") == 1
 
 
 def test_what_it_prints_fits_the_model(tmp_path: Path) -> None:
@@ -239,11 +239,11 @@ def test_certificates_that_were_renewed_in_part_are_not_used(
     assert still_valid(tmp_path, NOW)
 
     def ends(path: Path, content: bytes, mode: int = 0o600) -> None:
-        write_whole(path, content, mode)
+        write_atomically(path, content, mode)
         if path.name == last:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(certificates, "write_whole", ends)
+    monkeypatch.setattr(certificates, "write_atomically", ends)
     with pytest.raises(OSError, match="No space left"):
         write_certificates(tmp_path, now=NOW)
     assert not still_valid(tmp_path, NOW)

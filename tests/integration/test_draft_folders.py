@@ -37,7 +37,7 @@ from tenant_sdk.drafts.head import Vocabulary
 from tenant_sdk.drafts.length import DraftLength
 from tenant_sdk.drafts.making import DraftCallbacks, make_draft
 from tenant_sdk.drafts.options import CARD, DraftOptions
-from tenant_sdk.drafts.training import GUESSES, Places, collect, gain
+from tenant_sdk.drafts.training import GUESSES, Positions, collect, gain
 from tenant_sdk.session.session import Session
 from tenant_sdk.tuning.conversations import IGNORE_INDEX
 
@@ -109,7 +109,7 @@ def test_the_promised_gain_is_that_of_writing(
         text = written(model, ids, custom_generate=draft, eos_token_id=None, pad_token_id=0)[0].tolist()
         labels = [IGNORE_INDEX] * ids.shape[1] + text[ids.shape[1] :]
         examples.append({"input_ids": text, "labels": labels})
-    found = gain(trained._head, everything, Places(collect(model, examples, 1)))
+    found = gain(trained._head, everything, Positions(collect(model, examples, 1)))
     assert found.tokens_a_pass == pytest.approx(draft.tokens / draft.passes, rel=0.06)
     assert 1.0 < found.tokens_a_pass < 1 + sum(found.acceptance)
 

@@ -22,7 +22,7 @@ import tenant_sdk
 from shared.wire.header import RequestClass
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.sequences.encrypted_file import EncryptedFile
-from tenant_sdk.sequences.planning import MemoryPlan, Place
+from tenant_sdk.sequences.planning import MemoryPlan, StorageTier
 
 
 def counted(session: tenant_sdk.Session, model: nn.Module) -> tuple[dict[str, torch.Tensor], list[int]]:
@@ -52,7 +52,7 @@ def test_nothing_is_asked_for_twice(
             assert worst_error(got, expected) < 1e-5
             tuning.close()
         tuning = windows(model, 16)
-        tuning.use(MemoryPlan(chunked_loss=True, window=16, answers=Place.NOWHERE))
+        tuning.use(MemoryPlan(chunked_loss=True, window=16, answers=StorageTier.NOWHERE))
         _, asked = counted(session, model)
         assert asked[0] > 1.3 * usual[0]
         tuning.close()
@@ -107,7 +107,7 @@ def test_under_one_time_masks(
     masked = {"privacy": "one-time", "mask_sources": [f"local:{folder}"], "experts": experts}
     with serve(folder, numerics="ring").connect(**masked) as session:
         model = adapted(session.load_model(progress=False)).eval()
-        for answers in (Place.MEMORY, Place.DISK):
+        for answers in (StorageTier.MEMORY, StorageTier.DISK):
             windows(model, 16).use(MemoryPlan(chunked_loss=True, window=16, answers=answers, states=answers))
             _, got = step(model, **batch())
             # A token whose routes are nearly equal may take another one.
@@ -134,7 +134,9 @@ def test_nothing_of_the_text_is_on_the_disk(
     with llama.connect() as session:
         model = add_lora(session.load_model(progress=False)).eval()
         tuning = windows(model, 16, folder=tmp_path)
-        tuning.use(MemoryPlan(chunked_loss=True, window=16, answers=Place.DISK, states=Place.DISK))
+        tuning.use(
+            MemoryPlan(chunked_loss=True, window=16, answers=StorageTier.DISK, states=StorageTier.DISK)
+        )
         step(model, **batch())
     assert len(plain) > 2 * 4 * (4 + 2)
     assert not list(tmp_path.iterdir())

@@ -147,7 +147,7 @@ def test_a_wrong_answer_is_never_asked_for_again(
     """Also if an earlier attempt at the same piece was lost."""
     provider, source, _ = executors("llama")
     middle = proxy(provider)
-    monkeypatch.setattr(websocket_channel, "travels", lambda sock: True)
+    monkeypatch.setattr(websocket_channel, "is_over_network", lambda sock: True)
     with one_time(middle.executor, source, patience=600.0) as session:
         product(session)
         monkeypatch.setattr(WebsocketChannel, "piece_bytes", int(kind == "pieces"))
@@ -175,7 +175,7 @@ def test_pieces_of_which_some_are_lost(
 ) -> None:
     provider, source, _ = executors("llama")
     middle = proxy(provider)
-    monkeypatch.setattr(websocket_channel, "travels", lambda sock: True)
+    monkeypatch.setattr(websocket_channel, "is_over_network", lambda sock: True)
     monkeypatch.setattr(WebsocketChannel, "piece_bytes", 0)
     options = {"patience": 60.0, "mask_budget_mib": 0.0}
     with captured_requests() as sent, one_time(middle.executor, source, **options) as session:

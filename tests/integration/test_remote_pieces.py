@@ -59,7 +59,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Cut:
         for channel in (Channel, WebsocketChannel):
             monkeypatch.setattr(channel, "piece_bytes", int(on))
 
-    monkeypatch.setattr(websocket_channel, "travels", lambda sock: True)  # though it is this machine
+    monkeypatch.setattr(websocket_channel, "is_over_network", lambda sock: True)  # though it is this machine
     switch(False)
     return switch
 

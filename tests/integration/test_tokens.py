@@ -480,4 +480,4 @@ def test_a_change_waits_for_another(tmp_path: Path) -> None:
     adding._write = write_late  # type: ignore[method-assign]
     adding.add("dave")
     removing.join()
-    assert (TokenFile(path).valid("carol"), TokenFile(path).valid("dave")) == (0, 1)
+    assert (TokenFile(path).count_valid("carol"), TokenFile(path).count_valid("dave")) == (0, 1)

@@ -75,7 +75,10 @@ def test_the_distance_from_which_it_pays() -> None:
     report = DraftReport(SHARES, tokens_a_pass(SHARES), 0.1, 0.46, 100)
     assert report.pays_from > 0
     # At that distance both ways write as many tokens a second.
-    alone, whole = (each + report.requests * report.pays_from for each in (report.alone, report.whole))
+    alone, whole = (
+        each + report.requests * report.pays_from
+        for each in (report.seconds_without_guesses, report.seconds_with_guesses)
+    )
     assert report.tokens_a_pass / whole == pytest.approx(1 / alone)
 
 

@@ -26,7 +26,7 @@ from provider.engine.scheduler import (
     LatencyObjective,
     Opportunistic,
     QueuedRequest,
-    bounded_class,
+    effective_request_class,
 )
 from shared.wire.header import Direction
 
@@ -51,7 +51,7 @@ def test_backlogged_tenants_get_the_same_within_the_bound_of_the_theorem(seed: i
         for i in range(5)
     ]
     for tenant in tenants:
-        tenant.what = bounded_class(tenant.what, Direction.FORWARD, tenant.rows)
+        tenant.what = effective_request_class(tenant.what, Direction.FORWARD, tenant.rows)
     simulate(Opportunistic(model()), tenants, 8.0)
     compared = 0
     for _ in range(200):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shared.wire.header import Direction
 from tenant_sdk.connection.keys import ProductKey
-from tenant_sdk.products.forecast import Forecast, Order
+from tenant_sdk.products.forecast import Forecast, PrefetchRequest
 
 A, B, C, D = (ProductKey(group, Direction.FORWARD, 1) for group in range(4))
 PLENTY = 1 << 40
@@ -29,7 +29,7 @@ def next_order(
     budget: int = PLENTY,
     row_bytes: dict[ProductKey, int] | None = None,
     batch_rows: int = 1,
-) -> Order | None:
+) -> PrefetchRequest | None:
     return made.next_order(
         stock,
         budget_bytes=budget,
@@ -52,13 +52,13 @@ def test_a_round_comes_again_nearest_first() -> None:
     while (order := next_order(made, stock)) is not None:
         ordered.append(order)
         stock[order.key] = stock.get(order.key, 0) + order.rows
-    assert ordered == [Order(B, 3), Order(C, 4), Order(A, 2)]
+    assert ordered == [PrefetchRequest(B, 3), PrefetchRequest(C, 4), PrefetchRequest(A, 2)]
 
 
 def test_what_is_in_stock_is_not_ordered() -> None:
     made = forecast((A, 2), (B, 3), (A, 2))
-    assert next_order(made, {B: 3}) == Order(A, 2)
-    assert next_order(made, {B: 2}) == Order(B, 3)
+    assert next_order(made, {B: 3}) == PrefetchRequest(A, 2)
+    assert next_order(made, {B: 2}) == PrefetchRequest(B, 3)
     assert next_order(made, {B: 6, A: 2}) is None
 
 
@@ -66,7 +66,7 @@ def test_a_kind_that_follows_itself() -> None:
     made = forecast((A, 1), (A, 1))
     assert made.round() == {A: 1}
     assert next_order(made, {A: 1}) is None
-    assert next_order(made, {}) == Order(A, 1)
+    assert next_order(made, {}) == PrefetchRequest(A, 1)
 
 
 def test_when_idle_as_many_rounds_as_the_budget_takes() -> None:
@@ -100,18 +100,18 @@ def test_what_the_new_habit_does_not_need_is_surplus() -> None:
 
 def test_small_requests_are_ordered_for_as_many_rows_as_there_were() -> None:
     made = forecast((A, 1), (B, 1), (A, 1))
-    assert next_order(made, {}, batch_rows=64) == Order(B, 4)
-    assert next_order(made, {B: 64}, batch_rows=64) == Order(A, 4)
+    assert next_order(made, {}, batch_rows=64) == PrefetchRequest(B, 4)
+    assert next_order(made, {B: 64}, batch_rows=64) == PrefetchRequest(A, 4)
     for rounds in (5, 20, 63):
         made = forecast(*[(A, 1), (B, 1)] * rounds, (A, 1))
-        assert next_order(made, {}, batch_rows=64) == Order(B, rounds)
-        assert next_order(made, {B: 64}, batch_rows=64) == Order(A, rounds + 1)
+        assert next_order(made, {}, batch_rows=64) == PrefetchRequest(B, rounds)
+        assert next_order(made, {B: 64}, batch_rows=64) == PrefetchRequest(A, rounds + 1)
     many = forecast(*[(A, 1), (B, 1)] * 100, (A, 1))
-    assert next_order(many, {}, batch_rows=64) == Order(B, 64)
+    assert next_order(many, {}, batch_rows=64) == PrefetchRequest(B, 64)
 
 
 def test_large_requests_are_ordered_as_they_are() -> None:
-    assert next_order(forecast((A, 512), (A, 512)), {}, batch_rows=64) == Order(A, 512)
+    assert next_order(forecast((A, 512), (A, 512)), {}, batch_rows=64) == PrefetchRequest(A, 512)
 
 
 def test_a_round_of_batches_takes_half_of_the_budget() -> None:
@@ -119,7 +119,7 @@ def test_a_round_of_batches_takes_half_of_the_budget() -> None:
     row_bytes = {A: 10, B: 20, C: 30}
     for budget, rows in ((PLENTY, 64), (2 * 60 * 64, 64), (2 * 60 * 10, 10), (2 * 60, 1), (10, 1), (0, 1)):
         order = next_order(made, {}, budget=budget, row_bytes=row_bytes, batch_rows=64)
-        assert order == Order(B, rows)
+        assert order == PrefetchRequest(B, rows)
 
 
 KEYS = st.sampled_from([A, B, C, D])

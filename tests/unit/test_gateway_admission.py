@@ -27,8 +27,8 @@ from shared.errors import (
 from tenant_sdk.gateway import http_frontend, serving
 from tenant_sdk.gateway.admission import (
     Authenticator,
-    Queue,
     Refusal,
+    SequenceLimit,
     StepFailure,
     UnauthenticatedConnections,
     failure_refusal,
@@ -104,7 +104,7 @@ def test_keys(given: str, client: str | int) -> None:
 
 
 def test_a_queue_has_an_end() -> None:
-    queue = Queue(2)
+    queue = SequenceLimit(2)
     assert [queue.enter("", 1), queue.enter("", 1)] == [None, None]
     refusal = queue.enter("", 1)
     assert refusal is not None
@@ -117,7 +117,7 @@ def test_a_queue_has_an_end() -> None:
 
 
 def test_a_queue_counts_sequences() -> None:
-    queue = Queue(4)
+    queue = SequenceLimit(4)
     assert [queue.enter("", 3), queue.enter("", 1)] == [None, None]
     refusal = queue.enter("", 1)
     assert refusal is not None
@@ -135,7 +135,7 @@ def test_a_queue_counts_sequences() -> None:
 
 
 def test_no_key_takes_all_places() -> None:
-    queue = Queue(16, clients=2)
+    queue = SequenceLimit(16, clients=2)
     assert [queue.enter("0", 1) for _ in range(12)] == [None] * 12
     refusal = queue.enter("0", 1)
     assert refusal is not None
@@ -283,7 +283,7 @@ def run(
 def front(application: Any, folder: Path, most: int = 1, **options: Any) -> HttpFrontend:
     known = {name: options.pop(name) for name in ServedNames._fields if name in options}
     served = ServedNames(**{"parser": RequestParser(), "context": lambda: 64} | known)
-    options = {"clock": lambda: 1.0, "authenticator": Authenticator(), "queue": Queue(most)} | options
+    options = {"clock": lambda: 1.0, "authenticator": Authenticator(), "queue": SequenceLimit(most)} | options
     return HttpFrontend(application, folder=folder, retry_after=3, served=served, **options)
 
 
@@ -369,7 +369,7 @@ def test_who_fails_leaves_the_queue(tmp_path: Path) -> None:
 
 
 def test_a_full_queue_is_429_but_not_for_other_paths(tmp_path: Path) -> None:
-    queue = Queue(1)
+    queue = SequenceLimit(1)
     queue.enter("", 1)
     there = front(answering(200, b"yes"), tmp_path, queue=queue)
     assert [run(there)[0]["status"], run(there, "/tokenize")[0]["status"]] == [429, 429]

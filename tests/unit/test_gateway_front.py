@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tenant_sdk.gateway import http_frontend
-from tenant_sdk.gateway.admission import Authenticator, Queue, Refusal
+from tenant_sdk.gateway.admission import Authenticator, Refusal, SequenceLimit
 from tenant_sdk.gateway.constraint_checks import REMEMBERED as KEPT
 from tenant_sdk.gateway.constraint_checks import ConstraintChecker
 from tenant_sdk.gateway.constraints import Constraint
@@ -110,7 +110,7 @@ def front(application: Any, folder: Path, most: int = 4, **options: Any) -> Http
     return HttpFrontend(
         application,
         authenticator=authenticator,
-        queue=Queue(most, authenticator.clients),
+        queue=SequenceLimit(most, authenticator.clients),
         folder=folder,
         retry_after=3,
         served=ServedNames(lambda: 64, **{"parser": RequestParser()} | options),

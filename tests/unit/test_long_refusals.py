@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 import tenant_sdk
 from shared.errors import ConfigurationError, StorageError
-from tenant_sdk.sequences.planning import MemoryPlan, Place
+from tenant_sdk.sequences.planning import MemoryPlan, StorageTier
 from tenant_sdk.sequences.stack import CannotSplit
 
 
@@ -100,7 +100,7 @@ def test_folders_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(StorageError, match="nowhere"):
         windows(make_model("llama"), 16, folder=tmp_path / "nowhere")
     monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
-    windows(make_model("llama"), 16).use(MemoryPlan(chunked_loss=True, window=16, answers=Place.DISK))
+    windows(make_model("llama"), 16).use(MemoryPlan(chunked_loss=True, window=16, answers=StorageTier.DISK))
 
 
 def test_what_is_free_is_a_guess(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -115,7 +115,7 @@ def test_what_is_free_is_a_guess(monkeypatch: pytest.MonkeyPatch, caplog: pytest
 def test_a_model_that_is_not_closed_goes_with_its_file() -> None:
     model = add_lora(make_model("llama")).eval()
     tuning = windows(model, 16)
-    tuning.use(MemoryPlan(chunked_loss=True, window=16, answers=Place.DISK, states=Place.DISK))
+    tuning.use(MemoryPlan(chunked_loss=True, window=16, answers=StorageTier.DISK, states=StorageTier.DISK))
     _, expected = step(model, **batch())
     copied = copy.deepcopy(model)
     assert tuning._spill is not None

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import ConfigurationError
-from tenant_sdk.sequences.planning import GIB, WINDOWS, MemoryPlan, Place, Shapes, plan_step
+from tenant_sdk.sequences.planning import GIB, WINDOWS, MemoryPlan, Shapes, StorageTier, plan_step
 
 # A Llama of 12 layers, d = 768, and one of 32 layers, d = 4096, in float32.
 SMALL = Shapes(
@@ -37,25 +37,25 @@ def test_one_thing_after_another() -> None:
     """As sequences get longer, in the same memory."""
     found = [plan(length, 4) for length in (1024, 3072, 4250, 5120, 65536)]
     ways = [(p.chunked_loss, p.checkpointed, p.window, p.answers, p.states) for p in found]
-    assert ways[0] == (False, False, None, Place.MEMORY, Place.MEMORY)
-    assert ways[1] == (True, False, None, Place.MEMORY, Place.MEMORY)
-    assert ways[2] == (True, True, None, Place.MEMORY, Place.MEMORY)
-    assert ways[3] == (True, False, 4096, Place.DISK, Place.MEMORY)
-    assert ways[4] == (True, False, 512, Place.DISK, Place.DISK)
+    assert ways[0] == (False, False, None, StorageTier.MEMORY, StorageTier.MEMORY)
+    assert ways[1] == (True, False, None, StorageTier.MEMORY, StorageTier.MEMORY)
+    assert ways[2] == (True, True, None, StorageTier.MEMORY, StorageTier.MEMORY)
+    assert ways[3] == (True, False, 4096, StorageTier.DISK, StorageTier.MEMORY)
+    assert ways[4] == (True, False, 512, StorageTier.DISK, StorageTier.DISK)
     assert all(each.memory <= 4 * GIB for each in found)
 
 
 def test_a_large_model() -> None:
     found = plan(32768, 16, LARGE)
     assert found.window is not None
-    assert found.answers == Place.DISK
+    assert found.answers == StorageTier.DISK
     assert found.disk > 32768 * 32 * LARGE.answers - 1
 
 
 def test_where_the_disk_is_too_small_answers_are_asked_for_again() -> None:
     usual = plan(65536, 4)
     found = plan(65536, 4, disk=usual.disk - 1)
-    assert (found.answers, found.states) == (Place.NOWHERE, Place.DISK)
+    assert (found.answers, found.states) == (StorageTier.NOWHERE, StorageTier.DISK)
     assert "they are asked for again" in found.sentence(65536)
 
 
@@ -84,7 +84,7 @@ def test_it_says_what_disk_would_do() -> None:
 def test_where_nothing_fits_the_least_may_be_taken() -> None:
     found = plan_step(SMALL, 65536, 1, 0, MUCH)
     assert found.memory > 0
-    assert (found.window, found.states) == (min(WINDOWS), Place.DISK)
+    assert (found.window, found.states) == (min(WINDOWS), StorageTier.DISK)
 
 
 def test_packed_rows_are_not_cut() -> None:

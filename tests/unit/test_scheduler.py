@@ -42,7 +42,7 @@ from provider.engine.scheduler import (
     Policy,
     QueuedRequest,
     Unbatched,
-    bounded_class,
+    effective_request_class,
     make_policy,
     rows_of,
 )
@@ -337,12 +337,12 @@ def test_sessions_of_one_tenant_have_tokens_of_their_own() -> None:
 
 
 def test_what_a_request_may_call_itself() -> None:
-    assert bounded_class(DECODE, Direction.FORWARD, 64) == DECODE
-    assert bounded_class(DECODE, Direction.BACKWARD, 1) == FINETUNING
-    assert bounded_class(FINETUNING, Direction.FORWARD, 1) == FINETUNING
-    assert bounded_class(RequestClass.UNDECLARED, Direction.FORWARD, 1) == DECODE
-    assert bounded_class(RequestClass.UNDECLARED, Direction.FORWARD, 2) == PREFILL
-    assert bounded_class(PREFILL, Direction.FORWARD, 1) == PREFILL
+    assert effective_request_class(DECODE, Direction.FORWARD, 64) == DECODE
+    assert effective_request_class(DECODE, Direction.BACKWARD, 1) == FINETUNING
+    assert effective_request_class(FINETUNING, Direction.FORWARD, 1) == FINETUNING
+    assert effective_request_class(RequestClass.UNDECLARED, Direction.FORWARD, 1) == DECODE
+    assert effective_request_class(RequestClass.UNDECLARED, Direction.FORWARD, 2) == PREFILL
+    assert effective_request_class(PREFILL, Direction.FORWARD, 1) == PREFILL
 
 
 def test_a_tenant_decodes_as_many_sequences_at_once_as_it_may() -> None:
@@ -445,7 +445,7 @@ def test_every_row_is_served_once_and_the_queue_ends_empty(
 
     for tenant, group, count, what, pause, between in requests:
         now += pause
-        request = work(f"tenant {tenant}", group, count, bounded_class(what, 1, count), now)
+        request = work(f"tenant {tenant}", group, count, effective_request_class(what, 1, count), now)
         asked.append(request)
         policy.add(request, now)
         if between:
@@ -461,7 +461,7 @@ def test_a_request_that_failed_is_forgotten(
 ) -> None:
     policy = Opportunistic(model())
     asked = [
-        work(f"tenant {t}", group, count, bounded_class(what, 1, count))
+        work(f"tenant {t}", group, count, effective_request_class(what, 1, count))
         for t, group, count, what, _, _ in requests
     ]
     for request in asked:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
+from shared.atomic import atomic_file, atomic_folder, write_atomically
 from shared.errors import ConfigurationError, StorageError
-from shared.whole import whole_file, whole_folder, write_whole
 from tenant_sdk.storage import (
     check_new_folder,
     disk_errors,
@@ -67,14 +67,14 @@ def test_a_folder_is_whole_or_absent(tmp_path: Path) -> None:
     target = tmp_path / "adapter"
 
     def interrupted() -> None:
-        with whole_folder(target) as folder:
+        with atomic_folder(target) as folder:
             (folder / "half").touch()
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert list(tmp_path.iterdir()) == []
-    with whole_folder(target) as folder:
+    with atomic_folder(target) as folder:
         (folder / "all").touch()
         assert not target.exists()
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == [
@@ -104,14 +104,14 @@ def test_a_file_of_a_library_is_whole_or_as_it_was(tmp_path: Path) -> None:
     path.symlink_to(other)
 
     def interrupted() -> None:
-        with whole_file(path) as file:
+        with atomic_file(path) as file:
             file.write_text("half")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert path.read_text() == "other"
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         file.write_text("whole")
     assert (path.read_text(), path.is_symlink(), other.read_text()) == ("whole", False, "other")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -135,19 +135,19 @@ def test_a_written_file_is_whole_or_as_it_was(
         sibling.symlink_to(other)
         fchmod(descriptor, mode)
 
-    write_whole(path, b"whole", mode)
+    write_atomically(path, b"whole", mode)
     assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("whole", mode)
     before = other.stat()
     with monkeypatch.context() as patch:
         patch.setattr(os, "fchmod", swapped)
-        write_whole(path, b"more", mode | 0o006, (os.getuid(), os.getgid()))
+        write_atomically(path, b"more", mode | 0o006, (os.getuid(), os.getgid()))
     assert other.read_text() == "other"
     assert other.stat() == before
     path.unlink()
     path.symlink_to(other)
-    write_whole(path, b"again", mode)
+    write_atomically(path, b"again", mode)
     assert (path.read_text(), path.is_symlink(), other.read_text()) == ("again", False, "other")
     with pytest.raises(TypeError):
-        write_whole(path, "no bytes", mode)  # type: ignore[arg-type]
+        write_atomically(path, "no bytes", mode)  # type: ignore[arg-type]
     assert path.read_text() == "again"
     assert list(path.parent.iterdir()) == [path]

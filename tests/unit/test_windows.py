@@ -22,7 +22,7 @@ from shared.errors import ConfigurationError
 from tenant_sdk.model.prompt_adapters import fit_prompt_adapters
 from tenant_sdk.model.recording import CopyStore
 from tenant_sdk.sequences.encrypted_file import EncryptedFile
-from tenant_sdk.sequences.planning import MemoryPlan, Place
+from tenant_sdk.sequences.planning import MemoryPlan, StorageTier
 from tenant_sdk.sequences.windows import SavedTensors
 
 CLOSE = 1e-5  # float32: the order of additions
@@ -239,9 +239,9 @@ def test_on_disk_and_asked_again() -> None:
     _, expected = step(model, **batch())
     tuning = windows(model, 16)
     for answers, states in (
-        (Place.DISK, Place.DISK),
-        (Place.DISK, Place.MEMORY),
-        (Place.NOWHERE, Place.DISK),
+        (StorageTier.DISK, StorageTier.DISK),
+        (StorageTier.DISK, StorageTier.MEMORY),
+        (StorageTier.NOWHERE, StorageTier.DISK),
     ):
         tuning.use(MemoryPlan(chunked_loss=True, window=16, answers=answers, states=states))
         assert worst_error(step(model, **batch())[1], expected) < CLOSE
@@ -280,7 +280,7 @@ def test_checkpointing_that_a_plan_switched_on_goes_with_it() -> None:
     model = add_lora(make_model("llama")).train()
     loss, expected = step(model, **batch())
     own = set(vars(model.base_model.model))
-    for answers in (Place.MEMORY, Place.DISK):
+    for answers in (StorageTier.MEMORY, StorageTier.DISK):
         tuning = windows(model, None)
         tuning.use(MemoryPlan(chunked_loss=True, checkpointed=True, answers=answers))
         got_loss, got = step(model, **batch())

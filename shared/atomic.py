@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def write_whole(path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, int] | None = None) -> None:
+def write_atomically(
+    path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, int] | None = None
+) -> None:
     """Write a file that others read as it was, or as it is now, never in between.
 
     The folder may belong to another user, who could put a link in the place of any file there. So everything
@@ -34,7 +36,7 @@ def write_whole(path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, in
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """A temporary sibling for a library to write, which takes the name ``path`` at the block's end.
 
     After an error, ``path`` is as it was. Only for folders of this user, because the library opens the
@@ -61,7 +63,7 @@ def _sibling(path: Path) -> Iterator[tuple[int, Path]]:
 
 
 @contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path) -> Iterator[Path]:
     """The same with a folder; ``path`` must not exist, or be an empty folder."""
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.partial-", dir=path.parent))
     try:
