@@ -223,6 +223,8 @@ class TrainingOptions(ReadingOptions):
             _TRAINING,
             "Memory that this process may use. Default: the memory in use when the training begins, plus "
             "80 % of the free memory.",
+            least=0,
+            above=True,
             unit="GIB",
             may_change=True,
         ),
@@ -234,7 +236,10 @@ class TrainingOptions(ReadingOptions):
             "Join a step's records into one sequence instead of padding them. This sends fewer bytes.",
         ),
     ] = False
-    seed: Annotated[int, Option(_TRAINING, "Seed of everything random except masks.", unit="NUMBER")] = 0
+    seed: Annotated[
+        int,
+        Option(_TRAINING, "Seed of everything random except masks.", least=0, most=2**32 - 1, unit="NUMBER"),
+    ] = 0
     save_steps: Annotated[
         int, TrainingOption(_TRAINING, "Steps between checkpoints.", least=1, may_change=True)
     ] = 50

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _GROUP = "Sampling"
 TOKENS = 100  # unless another number is given
+_LEAST_TEMPERATURE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ class Sampling:
             unit="SHARE",
         ),
     ] = 1.0
-    seed: Annotated[int, Option(_GROUP, "Seed of everything random except masks.", unit="NUMBER")] = 0
+    seed: Annotated[
+        int, Option(_GROUP, "Seed of everything random except masks.", least=0, most=2**32 - 1, unit="NUMBER")
+    ] = 0
     repetition_penalty: Annotated[
         float,
         Option(
@@ -87,6 +90,10 @@ class Sampling:
     def __post_init__(self) -> None:
         """Refuse values that make no sense."""
         check_fields(self)
+        if 0 < self.temperature < _LEAST_TEMPERATURE:  # logits that are divided by it would be infinite
+            raise ConfigurationError(
+                "{temperature} must be 0 or at least {}", _LEAST_TEMPERATURE, temperature=self.temperature
+            )
         if not all(self.stop):
             raise ConfigurationError(OptionText("{stop} must be a text that is not empty"))
         for text in self.stop:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from shared.options import fields_of
 from shared.secrets import text_of
 from tenant_sdk.command_line.main import app as tenant_app
 from tenant_sdk.session.options import SessionConfig
+from tenant_sdk.tuning.options import TrainingOptions
+from tenant_sdk.tuning.sampling import Sampling
 
 REQUIRED: dict[str, Any] = {"model_dir": Path("m"), "tls_dir": Path("t"), "token_file": Path("f")}
 
@@ -251,3 +255,24 @@ def test_a_tenants_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     file.write_text('mask_source = "local:a"')
     said = str(CliRunner().invoke(tenant_app, ["generate", "--config", str(file)]).exception)
     assert "mask_source: Expected `array`, got `str`" in said
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: Sampling(seed=-1), "seed=-1 must be at least 0"),
+        (lambda: Sampling(temperature=1e-40), "temperature=1e-40 must be 0 or at least 0.001"),
+        (lambda: Sampling(temperature=math.nan), "temperature=nan must be at least 0"),
+        (
+            lambda: TrainingOptions(data=[Path("b")], output=Path("a"), seed=1 << 32),
+            "seed=4294967296 must be at least 0",
+        ),
+        (
+            lambda: TrainingOptions(data=[Path("b")], output=Path("a"), memory_gib=math.nan),
+            "memory_gib=nan must be more",
+        ),
+    ],
+)
+def test_numbers_that_libraries_do_not_take(make: Callable[[], object], why: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(why)):
+        make()
