@@ -78,6 +78,7 @@ class GatewaySettings:
         say: shows a line to who started it.
         structured_outputs: take constraints on answers.
         tool_parser: how calls of tools are read from answers, as vLLM calls it; empty: they are not.
+        required_parser: the same for calls that must be made.
         content_format: in which templates get the contents of messages, as vLLM calls it.
         ready_file: where the URL is written when it answers.
         context: the most tokens of a sequence; None: vLLM finds it.
@@ -97,6 +98,7 @@ class GatewaySettings:
     structured_outputs: bool
     content_format: str
     tool_parser: str
+    required_parser: str
     ready_file: Path | None
     context: int | None
 

@@ -43,11 +43,13 @@ class HeldModel(NamedTuple):
         tokenizer: transformers'.
         positions: that the model has; None: its configuration does not say.
         steady: see ``steady_length``.
+        model_type: as transformers calls it.
     """
 
     tokenizer: Any
     positions: int | None
     steady: int | None
+    model_type: str = ""
 
     def context(self, asked: int | None) -> int | None:
         """The most tokens of a sequence; None: vLLM finds it.
@@ -121,7 +123,7 @@ def write_folder(
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     positions = getattr(text_config, "max_position_embeddings", None)
-    return HeldModel(tokenizer, positions, steady_length(model))
+    return HeldModel(tokenizer, positions, steady_length(model), model.config.model_type)
 
 
 def _drop_unknown_ends(config: dict[str, Any], generation: Any, tokenizer: Any, vocabulary: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -178,9 +179,14 @@ class Scheduler(Base):  # type: ignore[misc]
 
     def _sequence_info(self, request: Request) -> SequenceInfo:
         name, computed = request.request_id, request.num_computed_tokens
-        groups = self.kv_cache_manager.get_block_ids(name)
-        has = sum(map(len, groups))
-        needs = -(-(request.num_tokens + 1 + self.num_spec_tokens) // self.block_size) * len(groups)
+        tokens, has, more = request.num_tokens + 1 + self.num_spec_tokens, 0, 0
+        for group in self.kv_cache_manager.coordinator.single_type_managers:
+            held = sum(not block.is_null for block in group.req_to_blocks.get(name, ()))
+            # A window's layers give up what has left it, and so need no more than it and a step.
+            left = max(0, group.get_num_skipped_tokens(computed)) // group.block_size
+            most = group.max_admission_blocks_per_request
+            needed = min(-(-tokens // group.block_size) - left, math.inf if most is None else most)
+            has, more = has + held, more + max(0, int(needed) - held)
         return SequenceInfo(
             name,
             client_of(name),
@@ -188,7 +194,7 @@ class Scheduler(Base):  # type: ignore[misc]
             has > 0 and _prefilling(request),
             computed,
             has,
-            max(0, needs - has),
+            more,
         )
 
     def update_from_output(

@@ -38,7 +38,7 @@ from tenant_sdk.gateway.folder import (
 from tenant_sdk.gateway.options import DRAFT_TOKENS, LOOKUP, RANKS, GatewayOptions
 from tenant_sdk.gateway.round_robin import TOKENIZING_THREADS
 from tenant_sdk.gateway.status import GatewayStatus
-from tenant_sdk.gateway.tool_calls import JSON_CALLS
+from tenant_sdk.gateway.tool_calls import HARMONY_CALLS, JSON_CALLS
 
 if TYPE_CHECKING:
     from shared.wire.messages import Manifest
@@ -233,6 +233,7 @@ def _prepare(
             "in `generate`"
         )
     check_drafts(options, manifest)
+    _check_small_model(options, context)
     return GatewaySettings(
         folder=folder,
         manifest=manifest,
@@ -248,6 +249,7 @@ def _prepare(
         structured_outputs=not options.no_constraints,
         content_format=content_format(tokenizer, options.chat_template),
         tool_parser=_tool_parser(options, tokenizer, say),
+        required_parser=HARMONY_CALLS if held.model_type == "gpt_oss" else JSON_CALLS,
         ready_file=options.ready_file,
         context=context,
     )
@@ -279,6 +281,26 @@ def check_drafts(options: GatewayOptions, manifest: Manifest) -> None:
             raise ConfigurationError(
                 f"{other} and {folder} are drafts for the same {same}: move one of them elsewhere"
             )
+
+
+def _check_small_model(options: GatewayOptions, context: int | None) -> None:
+    """Refuse a small model that guesses and has fewer positions than texts get: vLLM would read behind them.
+
+    Raises:
+        ConfigurationError: it has fewer.
+    """
+    from transformers import AutoConfig
+
+    if options.speculate in ("", LOOKUP) or options.drafts:
+        return
+    config = AutoConfig.from_pretrained(options.speculate).get_text_config(decoder=True)
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and (context is None or context > positions):
+        raise ConfigurationError(
+            "the small model in {} takes {} tokens at most: give {context}",
+            *(str(options.speculate), positions),
+            context=positions,
+        )
 
 
 def _tool_parser(options: GatewayOptions, tokenizer: Any, say: Callable[[str], None]) -> str:
@@ -338,7 +360,7 @@ def _arguments(options: GatewayOptions, settings: GatewaySettings) -> list[str]:
         "structured-outputs-config": json.dumps({"backend": "guidance"}),  # or the first request chooses
         "model-loader-extra-config": json.dumps({"enable_weights_track": True}),
     }
-    arguments["tool-call-parser"] = settings.tool_parser or JSON_CALLS
+    arguments["tool-call-parser"] = settings.tool_parser or settings.required_parser
     if options.chat_template is not None:
         arguments["chat-template"] = options.chat_template
     if settings.context is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 MAX_CHARACTERS = 64 << 10  # of an answer, in which calls are looked for
 GROWTH = 8
+HARMONY_CALLS = "openai"  # the only one that vLLM takes for gpt-oss
 JSON_CALLS = "hermes"  # vLLM's parser for calls that must be made, in which it looks for JSON and no marks
 
 

@@ -16,7 +16,7 @@ from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.platforms import current_platform
 from vllm.v1.outputs import ModelRunnerOutput
 
-from shared.errors import SymbiosisError
+from shared.errors import ConfigurationError, SymbiosisError
 from shared.listeners import groups_without_listeners
 from shared.log_rate_limit import LogRateLimiter
 from shared.options import flags_of
@@ -83,6 +83,7 @@ class Worker(Base):  # type: ignore[misc]
         try:
             super().load_model(*arguments, **options)
             self.vllm_config.quant_config.check_complete()
+            _check_positions(self.model_runner.model, self.vllm_config.model_config.max_model_len)
             if self.vllm_config.lora_config is not None:
                 check_adaptable(self.model_runner.model)
                 vllm_patches.include_every_version()
@@ -255,6 +256,19 @@ class Worker(Base):  # type: ignore[misc]
                 if self._unwritten.due(time.monotonic()):
                     more = self._unwritten.more()
                     log.warning("cannot write to %s: %s%s", self._folder, error.strerror, more)
+
+
+def _check_positions(model: torch.nn.Module, context: int) -> None:
+    """Refuse a context for which vLLM's tables of positions are too short: its kernel reads what lies behind.
+
+    Raises:
+        ConfigurationError: there are fewer positions.
+    """
+    tables = [getattr(each, "cos_sin_cache", None) for each in model.modules()]
+    tensors = [each for each in tables if isinstance(each, torch.Tensor) and each.dim() == 2]
+    rows = min(map(len, tensors), default=context)
+    if rows < context:
+        raise ConfigurationError("{context}: vLLM has {} positions for this model", rows, context=context)
 
 
 def _error_for_user(error: Exception) -> str:

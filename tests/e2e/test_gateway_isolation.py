@@ -377,6 +377,15 @@ def test_connections_and_their_headers_have_limits() -> None:
     assert ran("connection_limits.py")["known"] == {"0": 0, "1": 0}
 
 
+def test_layers_with_a_window_need_no_more_than_it() -> None:
+    """Else a long prompt of one client would wait for ever while another has sequences."""
+    found = ran("windowed_memory.py")
+    blocks, more = found["blocks"], found["more"]
+    assert max(blocks) <= more[0] <= 300  # three layers of four have the window: 976 with all tokens in each
+    assert all(have + need <= more[0] for have, need in zip(blocks, more, strict=True))
+    assert blocks[-1] == 299 - found["free"]
+
+
 def test_clients_hear_that_the_server_ends() -> None:
     answers, hung_up = ran("server_ends.py")
     assert len(hung_up) == len(answers), "nothing is computed for any of them"

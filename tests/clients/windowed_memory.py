@@ -1,0 +1,36 @@
+"""In the gateway's environment: the blocks of a sequence, if most of a model's layers have a window."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.request import Request
+
+from tenant_sdk.gateway.scheduler import Scheduler
+
+BLOCK, WINDOW, STEP, CONTEXT = 16, 32, 64, 4096
+form: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+groups = [
+    KVCacheGroupSpec(["0"], FullAttentionSpec(**form)),
+    *(KVCacheGroupSpec([str(at)], SlidingWindowSpec(sliding_window=WINDOW, **form)) for at in (1, 2, 3)),
+]
+pool = KVCacheConfig(num_blocks=300, kv_cache_tensors=[], kv_cache_groups=groups)
+manager = KVCacheManager(pool, CONTEXT, BLOCK, BLOCK, max_in_flight_tokens=STEP, enable_caching=False)
+request = Request("all.1", [1] * 3900, SamplingParams(max_tokens=9), None)
+this: Any = SimpleNamespace(kv_cache_manager=manager, num_spec_tokens=0)
+told = [Scheduler._sequence_info(this, request)]
+while request.num_computed_tokens < 3900:
+    rows = min(STEP, 3900 - request.num_computed_tokens)
+    assert manager.allocate_slots(request, rows) is not None
+    request.num_computed_tokens += rows
+    told.append(Scheduler._sequence_info(this, request))
+free = manager.block_pool.get_num_free_blocks()
+print(
+    json.dumps({"blocks": [each.blocks for each in told], "more": [each.more for each in told], "free": free})
+)
