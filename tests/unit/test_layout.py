@@ -48,7 +48,7 @@ SUBPACKAGES = {
         "hub",
         "experts",
         "stored",
-        "whole",
+        "atomic",
         "checkpoint",
         "ring",
         "transport",
