@@ -67,7 +67,7 @@ class DraftOptions(AdapterChoice, ReadingOptions):
     ] = None
     batch_size: Annotated[int, Option(_TEXT, "Texts that the model computes at once.", least=1)] = 8
     seed: Annotated[
-        int, Option(_DRAFT, "Seed of everything random except masks.", least=0, most=2**32 - 1, unit="NUMBER")
+        int, Option(_DRAFT, "Seed of everything random except masks.", least=0, unit="NUMBER")
     ] = 0
     resume: Annotated[
         bool,

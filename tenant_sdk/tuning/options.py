@@ -238,7 +238,7 @@ class TrainingOptions(ReadingOptions):
     ] = False
     seed: Annotated[
         int,
-        Option(_TRAINING, "Seed of everything random except masks.", least=0, most=2**32 - 1, unit="NUMBER"),
+        Option(_TRAINING, "Seed of everything random except masks.", least=0, unit="NUMBER"),
     ] = 0
     save_steps: Annotated[
         int, TrainingOption(_TRAINING, "Steps between checkpoints.", least=1, may_change=True)

@@ -56,7 +56,7 @@ class Sampling:
         ),
     ] = 1.0
     seed: Annotated[
-        int, Option(_GROUP, "Seed of everything random except masks.", least=0, most=2**32 - 1, unit="NUMBER")
+        int, Option(_GROUP, "Seed of everything random except masks.", least=0, unit="NUMBER")
     ] = 0
     repetition_penalty: Annotated[
         float,
