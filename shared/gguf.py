@@ -29,6 +29,7 @@ from shared.errors import CheckpointError, peer_text
 from shared.gguf_header import check_header
 from shared.ownership import check_own, check_tree
 from shared.time_limit import TimeLimitExceeded, time_limit
+from shared.user_folders import cache_home
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ def folder_of(file: Path) -> Path:
         CheckpointError: see ``write_folder``; or there is no room.
     """
     check_gguf(file)
-    base = Path(os.path.expanduser("~/.cache"), os.environ.get("XDG_CACHE_HOME", ""), "symbiosis", "gguf")
+    base = cache_home() / "symbiosis" / "gguf"
     try:
         digest = _digest(file)
         made_by = f"{_CONVERTER}-{importlib.metadata.version('transformers')}"

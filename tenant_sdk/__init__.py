@@ -8,17 +8,11 @@ from symbiosis_executor import NAME, check_package, published
 DISTRIBUTION = NAME
 check_package("shared")
 
-# Where torch.compile keeps code. torch's default is a name in /tmp, which another user may take first.
-os.environ.setdefault(
-    "TORCHINDUCTOR_CACHE_DIR",
-    # A relative XDG_CACHE_HOME is not the working directory's.
-    os.path.join(
-        os.path.expanduser("~/.cache"), os.environ.get("XDG_CACHE_HOME", ""), "symbiosis", "compiled"
-    ),
-)
-
 from shared.spinning import before_torch  # noqa: E402 - of this project, which is checked before
+from shared.user_folders import cache_home  # noqa: E402
 
+# Where torch.compile keeps code. torch's default is a name in /tmp, which another user may take first.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "symbiosis" / "compiled"))
 before_torch()
 
 from shared.errors import (  # noqa: E402

@@ -20,6 +20,7 @@ from shared.hub import HUB
 from shared.options import Flag, check_options, described, fields_of, read_options, secret_ways
 from shared.ownership import check_own
 from shared.secrets import Secret
+from shared.user_folders import configuration_home
 from tenant_sdk.connection.urls import LOCAL, is_local, party_name
 from tenant_sdk.session.options import SessionConfig
 from tenant_sdk.storage import disk_errors
@@ -62,8 +63,7 @@ def profile_path(name: str | os.PathLike[str]) -> Path:
 
 
 def _user_folder() -> Path:
-    base = os.environ.get("XDG_CONFIG_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".config") / "symbiosis"
+    return configuration_home() / "symbiosis"
 
 
 def profile_here() -> Path | None:

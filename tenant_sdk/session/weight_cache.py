@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from shared.atomic import atomic_file
 from shared.ownership import check_own
+from shared.user_folders import cache_home
 from shared.wire.messages import GroupInfo, member_identity
 from tenant_sdk.storage import UNREADABLE_TENSORS
 
@@ -32,7 +32,7 @@ class WeightCache:
 
     def __init__(self, identity: Sequence[object]) -> None:
         name = hashlib.sha256(msgspec.json.encode([str(each) for each in identity])).hexdigest()
-        self._base = Path(os.path.expanduser("~/.cache"), os.environ.get("XDG_CACHE_HOME", ""))
+        self._base = cache_home()
         self._folder = self._base / "symbiosis" / "kept" / name[:32]
 
     def read(self, group: GroupInfo, dtype: torch.dtype) -> list[torch.Tensor] | None:

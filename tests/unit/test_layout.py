@@ -38,6 +38,7 @@ SUBPACKAGES = {
         "imports",
         "time_limit",
         "spinning",
+        "user_folders",
         "compat",
         "buffers",
         "wire",
