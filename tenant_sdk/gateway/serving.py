@@ -101,7 +101,7 @@ def serve(options: GatewayOptions, config: SessionConfig, say: Callable[[str], N
 
     def say_if_possible(line: str) -> None:
         """What ran before goes on if nobody reads it any more, or the disk with the log is full."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # the latter: it is closed
             say(line)
 
     if options.ready_file is not None:

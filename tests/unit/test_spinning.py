@@ -34,6 +34,7 @@ def seconds(imports: str) -> float:
         capture_output=True,
         text=True,
         check=True,
+        timeout=800,
     )
     return float(done.stdout)
 
