@@ -22,6 +22,8 @@ from conftest import Executor
 from gateways import gateway, needed
 from raw_peers import eventually
 
+from shared.launching import LaunchError
+
 pytestmark = needed
 
 PROMPT = [0, 300, 17, 1040, 5, 222, 901]
@@ -208,6 +210,6 @@ def test_mixtures_of_experts(serve: Callable[..., Executor], tmp_path: Path, cla
 @pytest.mark.architectures
 @pytest.mark.parametrize("class_name", REFUSED)
 def test_refused_in_a_sentence(serve: Callable[..., Executor], tmp_path: Path, class_name: str) -> None:
-    with pytest.raises(pytest.fail.Exception, match=REFUSED[class_name]) as caught:
+    with pytest.raises(LaunchError, match=REFUSED[class_name]) as caught:
         check(serve, tiny(class_name), tmp_path, adapted="")
     assert "Traceback" not in str(caught.value)
