@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from shared.errors import ConfigurationError, OptionText
 from shared.ownership import check_tree
 from tenant_sdk.storage import disk_errors
 
+log = logging.getLogger(__name__)
 _PREFIX = "checkpoint-"  # of the Trainer's folders, before the step
 
 
@@ -68,6 +70,8 @@ class TrainingCheckpoints:
                 "another training is under way with {}; wait until it ends, or choose another {output}",
                 str(self.folder),
             ) from None
+        except OSError as error:  # some file systems of clusters have no locks, and trainings run there too
+            log.info("%s cannot be locked: %s", self.folder, error.strerror)
         return descriptor
 
     def kept(self, name: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -80,6 +82,16 @@ def test_two_trainings_do_not_share_a_folder(tmp_path: Path, resume: bool) -> No
         with pytest.raises(ConfigurationError, match="choose another output"):
             second.check(resume=resume)
     assert begin(second, resume=False) is None
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    checkpoints = TrainingCheckpoints(tmp_path / "adapter", {})
+    assert begin(checkpoints, resume=False) is None
+    checkpoints.check(resume=False)
 
 
 def test_a_folder_with_digits_of_another_script_is_no_checkpoint(tmp_path: Path) -> None:
