@@ -172,8 +172,15 @@ def _check_ranks(fields: Mapping[str, Any], model: nn.Module, folder: Path) -> N
 def not_plain(config: LoraConfig) -> list[str]:
     """Options of a configuration that make it more than plain LoRA of linear layers, with their values."""
     usual = LoraConfig()
+
+    def value(of: LoraConfig, name: str) -> object:
+        found = getattr(of, name)
+        return (
+            None if found == [] else found
+        )  # PEFT writes it for mixtures of experts, of which it adapts none
+
     return [
         f"{field.name}={getattr(config, field.name)!r:.80}"
         for field in dataclasses.fields(config)
-        if field.name not in _PLAIN and getattr(config, field.name) != getattr(usual, field.name)
+        if field.name not in _PLAIN and value(config, field.name) != value(usual, field.name)
     ]

@@ -150,9 +150,11 @@ def check(
             assert listed == {name: name for name in expected}
             with pytest.raises(openai.BadRequestError, match="out of vocabulary"):
                 client.completions.create(model="base", prompt="what is <beyond>?")
-            with pytest.raises(openai.NotFoundError, match="holds no adapter" if adapted else "not exist"):
+            with pytest.raises(
+                openai.NotFoundError, match="holds no adapter" if adapted else "is not served"
+            ):
                 client.completions.create(model="another", prompt="who is that?")
-            with pytest.raises(openai.NotFoundError, match="leads out of it" if adapted else "not exist"):
+            with pytest.raises(openai.NotFoundError, match="leads out of it" if adapted else "is not served"):
                 client.completions.create(model="linked", prompt="who is that?")
             for name, (tokens, logarithms) in expected.items():
                 (said,) = client.completions.create(

@@ -169,6 +169,12 @@ def test_the_layers_of_gpt2(
         assert import_adapter(tmp_path / "gpt2", copies, session.manifest).rank == 2
 
 
+def test_empty_lists_are_as_none(own: Path, copies: Path, manifest: Manifest) -> None:
+    """PEFT writes one for attention of a mixture of experts."""
+    change(own, target_parameters=[], modules_to_save=[])
+    assert import_adapter(own, copies, manifest).rank == 4
+
+
 def test_what_vllm_is_told(own: Path, copies: Path, manifest: Manifest) -> None:
     change(own, target_modules=".*_proj", alpha_pattern={"layers.0.*": 4})
     said = json.loads((import_adapter(own, copies, manifest).folder / CONFIG).read_text())
