@@ -94,11 +94,8 @@ class DraftReport:
     def faster(self) -> float:
         """Tokens a second with all guesses, in those without, here and now."""
         # A pass with more rows takes no less; what was measured may differ by chance.
-        return (
-            self.tokens_a_pass
-            * self.seconds_without_guesses
-            / max(self.seconds_with_guesses, self.seconds_without_guesses)
-        )
+        without = self.seconds_without_guesses
+        return self.tokens_a_pass * without / max(self.seconds_with_guesses, without)
 
     @property
     def pays_from(self) -> float:

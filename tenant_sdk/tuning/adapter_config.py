@@ -175,9 +175,8 @@ def not_plain(config: LoraConfig) -> list[str]:
 
     def value(of: LoraConfig, name: str) -> object:
         found = getattr(of, name)
-        return (
-            None if found == [] else found
-        )  # PEFT writes it for mixtures of experts, of which it adapts none
+        # PEFT writes an empty list for a mixture of experts of which it adapts none.
+        return None if found == [] else found
 
     return [
         f"{field.name}={getattr(config, field.name)!r:.80}"
