@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,6 +35,17 @@ def write_atomically(
         os.fchmod(descriptor, mode)
 
 
+def write_new(path: Path, data: bytes) -> None:
+    """Write a file that is not there yet; others read it complete, or not at all. Only this user can read it.
+
+    Raises:
+        FileExistsError: there is a file, which is as it was.
+        OSError: it cannot be written.
+    """
+    with _sibling(path, os.link) as (descriptor, _), open(descriptor, "wb", closefd=False) as file:
+        file.write(data)
+
+
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """A temporary sibling for a library to write, which takes the name ``path`` at the block's end.
@@ -51,12 +62,12 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _sibling(path: Path) -> Iterator[tuple[int, Path]]:
+def _sibling(path: Path, name_it: Callable[[Path, Path], None] = os.replace) -> Iterator[tuple[int, Path]]:
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.partial-", dir=path.parent)
     temporary = Path(name)
     try:
         yield descriptor, temporary
-        temporary.replace(path)
+        name_it(temporary, path)
     finally:
         os.close(descriptor)
         temporary.unlink(missing_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import fcntl
 import io
 import logging
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 from provider.observe.metrics import Usage, UsageBy
 from provider.observe.periodic import Periodic
 from shared.errors import ConfigurationError
+from shared.file_lock import lock_exclusively
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class UsageFile:
         with ExitStack() as opened:
             file = os.open(self._now, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             opened.callback(os.close, file)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock_exclusively(file)  # the operator may let others read the file
             end = _end_of_lines(file)
             os.ftruncate(file, end)
             data = ("" if end else _lines([COLUMNS])).encode() + lines.encode()

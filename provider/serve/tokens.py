@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import hmac
 import logging
@@ -11,7 +10,7 @@ import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated
@@ -19,9 +18,10 @@ from typing import Annotated
 import msgspec
 
 from provider.serve.descriptors import none_left
-from shared.atomic import write_atomically
+from shared.atomic import write_atomically, write_new
 from shared.encoded import UNREADABLE
 from shared.errors import AuthenticationError, ConfigurationError
+from shared.file_lock import lock_exclusively
 from shared.ownership import check_own, user_name
 
 log = logging.getLogger(__name__)
@@ -155,9 +155,9 @@ class TokenFile:
             days: how long it is valid; None: until it is removed.
         """
         check_tenant(tenant)
+        self._make()
         with self._exclusive_lock():
-            tokens = self._read() if self.path.exists() else {}
-            return self._store(tokens, tenant, [], days)
+            return self._store(self._read(), tenant, [], days)
 
     def rotate(self, tenant: str, days: int | None = None, overlap_days: int = OVERLAP_DAYS) -> str:
         """Make a further token for a tenant, and have the newest of the present ones end after the overlap.
@@ -194,33 +194,48 @@ class TokenFile:
                 raise ConfigurationError(f"{self.path} has no tenant {tenant!r}")
             self._write({name: stored for name, stored in tokens.items() if name != tenant})
 
+    def _make(self) -> None:
+        """Make a file without tokens, if there is none: changes lock the file, which its owner alone can open.
+
+        A folder would be locked by anybody who can read it.
+        """
+        try:
+            write_new(self.path, b"{}\n")
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise ConfigurationError(f"cannot write {self.path}: {error.strerror}") from error
+
     @contextmanager
     def _exclusive_lock(self) -> Iterator[None]:
-        """Around a change, from the reading of the file to its writing: no other command is in between.
-
-        The lock is on the file, which only its owner can open; where there is none yet, on its folder.
-        """
+        """Around a change, from the reading of the file to its writing: no other command is in between."""
         while True:
+            locked = self._locked()
             try:
-                locked = _opened(self.path)
-                if locked is None:
-                    locked = os.open(self.path.parent, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise ConfigurationError(f"cannot write {self.path}: {error.strerror}") from error
-            try:
-                fcntl.flock(locked, fcntl.LOCK_EX)
-                if _is_at(locked, self.path if self.path.exists() else self.path.parent):
+                if locked is None or _is_at(locked, self.path):
                     yield
                     return
             finally:
-                os.close(locked)
+                if locked is not None:
+                    os.close(locked)
+
+    def _locked(self) -> int | None:
+        """A descriptor of the locked file; None: there is no file, and so nothing to change."""
+        try:
+            with ExitStack() as opened:
+                locked = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                opened.callback(os.close, locked)
+                lock_exclusively(locked)
+                opened.pop_all()
+                return locked
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ConfigurationError(f"cannot change {self.path}: {error.strerror}") from error
 
     def _write(self, tokens: _Tokens) -> None:
         try:
             data = msgspec.json.format(msgspec.json.encode(tokens))
-            if not self.path.exists():
-                write_atomically(self.path, data)
-                return
             old = self.path.stat()  # its owner, group and mode stay: an executor reads it
             try:
                 write_atomically(self.path, data, stat.S_IMODE(old.st_mode) & 0o777, (old.st_uid, old.st_gid))
@@ -310,14 +325,6 @@ def sha256_of(token: str) -> str:
     """What the file has of a token, in hex."""
     # What is no text stands for itself: the token comes from an HTTP header of anyone's.
     return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()
-
-
-def _opened(path: Path) -> int | None:
-    """A descriptor of a file or a folder, for a lock; None: there is none."""
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -87,10 +87,10 @@ def test_only_its_owner_reads_it(tokens: TokenFile) -> None:
 
 
 def test_changes_wait_for_each_other(tokens: TokenFile) -> None:
-    """Also the first ones, which make the file. Who can read the folder alone holds nobody up."""
+    """Also the first ones, which make the file. Those who can read the folder alone hold nobody up."""
     folder = os.open(tokens.path.parent, os.O_RDONLY)
-    tokens.add("first")
     fcntl.flock(folder, fcntl.LOCK_EX)
+    tokens.add("first")
     names = [f"tenant-{number}" for number in range(12)]
     with ThreadPoolExecutor(12) as threads:
         given = [*threads.map(TokenFile(tokens.path).add, names)]
@@ -100,6 +100,18 @@ def test_changes_wait_for_each_other(tokens: TokenFile) -> None:
     with ThreadPoolExecutor(12) as threads:
         given = [*threads.map(TokenFile(tokens.path).add, names)]
     assert [TokenFile(tokens.path).tenant_of(token) for token in given] == names
+
+
+def test_a_change_does_not_wait_for_ever(tokens: TokenFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its group may read a token file, and so lock it."""
+    monkeypatch.setattr("shared.file_lock.SECONDS", 0.0)
+    tokens.add("alice")
+    with tokens.path.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for change in (tokens.add, tokens.rotate, tokens.remove):
+            with pytest.raises(ConfigurationError, match="cannot change .*: another process holds its lock"):
+                change("alice")
+    tokens.remove("alice")
 
 
 def test_a_new_token_replaces_the_old_one(tokens: TokenFile) -> None:

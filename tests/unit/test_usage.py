@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -191,6 +192,26 @@ def test_a_full_disk_loses_nothing(
         file.write()
         assert caplog.text.count("usage.csv again") == 1
     assert [line[5] for line in lines(path)[1:]] == ["7"]
+
+
+def test_a_lock_of_others_loses_nothing(
+    tmp_path: Path,
+    metrics: Metrics,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Those who may read the file can hold its lock for ever."""
+    monkeypatch.setattr("shared.file_lock.SECONDS", 0.0)
+    path = tmp_path / "usage.csv"
+    with recording(path, metrics, clock) as file:
+        work(metrics, "alice", 3)
+        with path.open() as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            file.write()
+        assert "another process holds its lock" in caplog.text
+        file.write()
+    assert [line[5] for line in lines(path)[1:]] == ["3"]
 
 
 def test_a_file_that_cannot_be_written_is_told_at_the_start(
