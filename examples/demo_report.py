@@ -26,6 +26,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+mpl.rcdefaults()  # in place of what a file of the working directory may say
+
 SHOWN, _MOST = 3, 240  # held-out messages, and characters of each
 
 

@@ -7,6 +7,7 @@ import shlex
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from shared import imports
 from shared.command_line import CommandLine, escape_output, prints_version, with_usual_help
 from shared.errors import Argument, ConfigurationError, SymbiosisError
 from shared.options import Option, check_fields
+from tenant_sdk.terminal import visible
 
 if TYPE_CHECKING:
     from security.verdicts.claim import Verdict
@@ -249,7 +251,7 @@ def attack(
         from security.recordings.transcript import check_served, newest, read_transcript
 
         if transcript.is_dir() and (older := len(list(transcript.glob("*.transcript"))) - 1) > 0:
-            read = newest(transcript).name
+            read = escape(visible(newest(transcript).name))
             console.print(f"only {read}, the newest, is read; {older} older here: give each by its name")
         recorded = read_transcript(transcript, cut=cut)
         source = read_transcript(with_, digest=recorded.manifest.digest, cut=cut) if with_ else None
@@ -296,6 +298,9 @@ def main() -> None:
         app()
     except SymbiosisError as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except Exception:
+        traceback.print_exc()  # Python's own status would be 1, which says that something leaks
         sys.exit(2)
 
 

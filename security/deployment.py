@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from rich.markup import escape
 from rich.table import Table
 from scipy import stats
 
@@ -140,7 +141,7 @@ class TranscriptAudit:
             finding = (
                 f"p = {found.p_value:.3g} ({found.worst}); {found.repeated} repeated of {found.count:,} seeds"
             )
-            table = Table(title=f"tenant {tenant}, as {seen.sees} sees it")
+            table = Table(title=escape(f"tenant {tenant}, as {seen.sees} sees it"))
             for column in ("attack", "found"):
                 table.add_column(column, overflow="fold")
             table.add_row(SeedPrediction.name, f"{finding}; {found.others} other requests")
@@ -171,7 +172,7 @@ class TranscriptAudit:
         bytes_found: Randomness | None = None,
     ) -> tuple[Table, SessionVerdict]:
         """Every attack on one session; without ``bytes_found`` its masks have been subtracted."""
-        table = Table(title=f"{name}, as {view.sees} sees it")
+        table = Table(title=escape(f"{name}, as {view.sees} sees it"))
         for column in ("attack", "n", "match", "random rows", "best guesses"):
             table.add_column(column, overflow="fold")
         read = []
@@ -183,7 +184,9 @@ class TranscriptAudit:
             blind = _blind(attack, view, rng, FEW_RUNS if len(guess.tokens) >= MIN_NUMBERS else BLIND_RUNS)
             words = repr(_words(tokenizer, _best(guess, self.show)))
             match, random = float(guess.match.mean()), float(torch.cat(blind).mean())
-            table.add_row(attack.name, f"{len(guess.tokens):,}", f"{match:.3f}", f"{random:.3f}", words)
+            table.add_row(
+                attack.name, f"{len(guess.tokens):,}", f"{match:.3f}", f"{random:.3f}", escape(words)
+            )
             if _is_better(guess.match, blind):
                 read.append(
                     (match - random, f"{attack.name} reads {words} ({match:.3f} against {random:.3f})")
@@ -192,7 +195,7 @@ class TranscriptAudit:
         if labels:
             count = sum(len(each) for each in labels)
             words = repr(_words(tokenizer, labels[0][: self.show]))
-            table.add_row(LabelRecovery.name, f"{count:,}", "", "", f"first batch: {words}")
+            table.add_row(LabelRecovery.name, f"{count:,}", "", "", escape(f"first batch: {words}"))
         wrong = None
         if bytes_found is not None:
             wrong = _not_uniform(view, bytes_found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def write_new(path: Path, data: bytes) -> None:
         FileExistsError: there is a file, which is as it was.
         OSError: it cannot be written.
     """
-    with _sibling(path, os.link) as (descriptor, _), open(descriptor, "wb", closefd=False) as file:
+    with _sibling(path, new=True) as (descriptor, _), open(descriptor, "wb", closefd=False) as file:
         file.write(data)
 
 
@@ -62,12 +62,12 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _sibling(path: Path, name_it: Callable[[Path, Path], None] = os.replace) -> Iterator[tuple[int, Path]]:
+def _sibling(path: Path, *, new: bool = False) -> Iterator[tuple[int, Path]]:
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.partial-", dir=path.parent)
     temporary = Path(name)
     try:
         yield descriptor, temporary
-        name_it(temporary, path)
+        (os.link if new else os.replace)(temporary, path)
     finally:
         os.close(descriptor)
         temporary.unlink(missing_ok=True)

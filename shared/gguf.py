@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from shared.encoded import path_text
+from shared.encoded import mostly_hole, path_text
 from shared.errors import CheckpointError, peer_text
 from shared.gguf_header import check_header
 from shared.ownership import check_own, check_tree
@@ -111,10 +111,13 @@ def check_gguf(file: Path) -> None:
     try:
         with file.open("rb") as opened:
             begins = opened.read(len(_MAGIC))
+        hole = mostly_hole(file)
     except OSError as error:
         raise CheckpointError(f"cannot read {path_text(file)}: {error.strerror}") from error
     if begins != _MAGIC:
         raise CheckpointError(f"{path_text(file)} is no GGUF file, whatever its name says: it is damaged")
+    if hole:
+        raise CheckpointError(f"most of {path_text(file)} is a hole: it was not copied as a whole")
     if re.search(r"-\d{5}-of-\d{5}$", file.stem):
         raise CheckpointError(
             f"{path_text(file)} is one part of several: put them together with `llama-gguf-split --merge`"

@@ -341,6 +341,9 @@ class Engine:
                     self.policy.drop(submission.work)
             if not any(isinstance(answer, Exception) for answer in answers):
                 self.policy.finished(batch, ended - started, ended)
+            for submission, _ in complete:
+                if submission.abandoned:  # the policy has just heard of its session again
+                    self.policy.session_ended(submission.work.tenant, submission.work.session)
         except Exception as error:
             fault = error
         for submission, done in complete:

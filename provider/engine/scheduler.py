@@ -408,6 +408,10 @@ class DecodedTokens:
         """Tokens met and late."""
         return self.met, self.late
 
+    def under_way(self, session: Hashable) -> bool:
+        """Whether a token of this session may not be complete."""
+        return session in self._under_way
+
     def session_ended(self, session: Hashable) -> None:
         """A session has ended."""
         self._under_way.pop(session, None)

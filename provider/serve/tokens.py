@@ -195,9 +195,9 @@ class TokenFile:
             self._write({name: stored for name, stored in tokens.items() if name != tenant})
 
     def _make(self) -> None:
-        """Make a file without tokens, if there is none: changes lock the file, which its owner alone can open.
+        """Make a file without tokens, if there is none, since a change locks the file.
 
-        A folder would be locked by anybody who can read it.
+        Anybody who can read the folder could hold a lock on the folder.
         """
         try:
             write_new(self.path, b"{}\n")

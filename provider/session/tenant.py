@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections import defaultdict
@@ -31,6 +32,7 @@ from shared.wire.websocket import Incoming, new_payload, tensor_bytes
 log = logging.getLogger(__name__)
 
 LOG_SECONDS, LOGGED_SESSIONS = 60.0, 100
+_IDENTITIES = itertools.count()
 
 Send = Callable[[Header, "list[torch.Tensor] | bytes", Callable[[], None]], None]
 """Writes an answer; calls back once it is sent, and need not be kept."""
@@ -117,6 +119,7 @@ class TenantSession:
         self._who = {"tenant": tenant, "peer": peer} if peer else {"tenant": tenant}  # for the log
         self._protocol = ExecutorProtocol(service.executor.manifest)
         self._admitted: dict[int, _AdmittedRequest] = {}  # by ``id`` of their headers
+        self._identity = next(_IDENTITIES)  # an ``id`` would be used again
         self._number = service.transcript.opened(tenant) if service.transcript else 0
         self._closed, self._began, self._answered = False, time.monotonic(), 0
         self.logged = service.log_limits[tenant].due(self._began)
@@ -194,7 +197,7 @@ class TenantSession:
         self._closed = True
         for number in self._admitted.keys() - self._under_way:
             self._release(number)  # the others hold memory until they are back
-        self._service.engine.session_ended(self._tenant, id(self))
+        self._service.engine.session_ended(self._tenant, self._identity)
         for read in [*self._reads]:  # nobody waits for them any more
             read.cancel()
         self._send = _ignore  # the connection is over, and this may be needed for what is under way
@@ -215,7 +218,9 @@ class TenantSession:
         if service.transcript:
             service.transcript.request(self._number, header, payload)
         self._under_way.add(id(header))
-        service.engine.submit(self._tenant, id(self), header, payload, partial(self._on_product_done, header))
+        service.engine.submit(
+            self._tenant, self._identity, header, payload, partial(self._on_product_done, header)
+        )
 
     def _on_product_done(self, header: Header, done: Completion | Exception) -> None:
         if isinstance(done, Exception) or self._closed:

@@ -13,8 +13,12 @@ import torch
 from provider.observe.transcript import ANSWER, LENGTH, MAGIC, RECORD, RecordKind
 from shared.checkpoint import Checkpoint
 from shared.errors import SymbiosisError, WireError
-from shared.wire.header import HEADER_BYTES, Header, parse_header
+from shared.wire.header import HEADER_BYTES, PRODUCTS, Header, parse_header
 from shared.wire.messages import Manifest, decode
+from shared.wire.protocol import MAX_ANSWER_CONTROL_BYTES, ExecutorProtocol, validate_manifest
+
+_LONGEST_NAME = 4096  # bytes; token files bound no name that their owner writes by hand
+_LATEST = 1e11  # seconds since the epoch
 
 
 class TranscriptError(SymbiosisError):
@@ -135,15 +139,16 @@ def _read(path: Path, file: BinaryIO, digest: str | None, *, cut: bool) -> Trans
     cursor = _Cursor(path, file)
     transcript: Transcript | None = None
     try:
-        manifest = decode(cursor.sized(), Manifest)
+        manifest = decode(cursor.sized(MAX_ANSWER_CONTROL_BYTES), Manifest)
+        validate_manifest(manifest)
         if digest is not None and manifest.digest != digest:
             raise TranscriptError(
                 f"{path} is of another model: {manifest.model}, digest {manifest.digest[:16]}, "
                 f"instead of {digest[:16]}"
             )
         transcript = Transcript(manifest)
-        by_request: dict[tuple[int, int], RecordedRequest] = {}
-        while _record(cursor, transcript, by_request):
+        read = _RecordReader(cursor, transcript)
+        while read.next():
             pass
     except EOFError:
         if transcript is None or not cut:
@@ -176,28 +181,60 @@ class _Cursor:
         self.at += size
         return self._file.read(size)
 
-    def sized(self) -> bytes:
+    def sized(self, most: int) -> bytes:
         (length,) = LENGTH.unpack(self.take(LENGTH.size))
+        if length > most:
+            raise ValueError(f"{length} bytes; there can be {most}")
         return self.take(length)
 
 
-def _record(cursor: _Cursor, into: Transcript, requests: dict[tuple[int, int], RecordedRequest]) -> bool:
-    """Read one record; whether more follow. ``requests``: by session and request id, without an answer."""
-    kind, session, at = RECORD.unpack(cursor.take(RECORD.size))
-    if kind == RecordKind.OPENED:
-        into.tenants[session] = cursor.sized().decode()
-    elif kind == RecordKind.REQUEST:
-        header = parse_header(cursor.take(HEADER_BYTES))
-        where = cursor.pass_over(header.payload_bytes)
-        request = requests[session, header.request_id] = RecordedRequest(
-            session, at, header, cursor.path, ((where, header.payload_bytes),)
-        )
-        into.requests.append(request)
-    elif kind == RecordKind.ANSWERED:
-        request_id, seconds = ANSWER.unpack(cursor.take(ANSWER.size))
-        if (session, request_id) not in requests:
+class _RecordReader:
+    """Adds records to a transcript, and checks each: the audited executor may have written the file."""
+
+    def __init__(self, cursor: _Cursor, into: Transcript) -> None:
+        self._cursor, self._into = cursor, into
+        self._protocol = ExecutorProtocol(into.manifest)
+        self._protocol.greeted = True  # control messages are not recorded
+        self._without_answer: dict[tuple[int, int], RecordedRequest] = {}  # by session and request id
+
+    def next(self) -> bool:
+        """Read one record; whether more follow.
+
+        Raises:
+            EOFError: the file ends before.
+            WireError, ValueError: no executor writes this.
+        """
+        number, session, at = RECORD.unpack(self._cursor.take(RECORD.size))
+        kind = RecordKind(number)
+        if not 0 <= at < _LATEST:
+            raise ValueError("a time that is none")
+        if kind == RecordKind.OPENED:
+            name = self._cursor.sized(_LONGEST_NAME).decode()
+            if not name.isprintable():
+                raise ValueError("a tenant's name with control characters")
+            self._into.tenants[session] = name
+        elif kind != RecordKind.END and session not in self._into.tenants:
+            raise ValueError("a session that was not opened")
+        elif kind == RecordKind.REQUEST:
+            self._request(session, at)
+        elif kind == RecordKind.ANSWERED:
+            self._answered(session)
+        return kind != RecordKind.END
+
+    def _request(self, session: int, at: float) -> None:
+        header = parse_header(self._cursor.take(HEADER_BYTES))
+        self._protocol.accept(header)
+        if header.operation not in PRODUCTS:
+            raise ValueError(f"operation {header.operation}, which is not recorded")
+        part = self._cursor.pass_over(header.payload_bytes), header.payload_bytes
+        request = RecordedRequest(session, at, header, self._cursor.path, (part,))
+        self._without_answer[session, header.request_id] = request
+        self._into.requests.append(request)
+
+    def _answered(self, session: int) -> None:
+        request_id, seconds = ANSWER.unpack(self._cursor.take(ANSWER.size))
+        if (session, request_id) not in self._without_answer:
             raise ValueError("an answer to nothing")
-        requests.pop((session, request_id)).seconds = seconds
-    elif kind not in (RecordKind.END, RecordKind.CLOSED):
-        raise ValueError(f"unknown record {kind}")
-    return bool(kind != RecordKind.END)
+        if not 0 <= seconds < _LATEST:
+            raise ValueError("a time that is none")
+        self._without_answer.pop((session, request_id)).seconds = seconds

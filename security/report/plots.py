@@ -16,6 +16,7 @@ from security.attacks.masking import Randomness
 from security.recordings.capture import bank_name
 from security.verdicts.plan import AuditResult
 
+mpl.rcdefaults()  # matplotlib reads a file of the working directory, which others may have written
 mpl.rcParams.update(
     {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
 )

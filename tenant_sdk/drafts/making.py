@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from shared.atomic import atomic_folder, write_atomically
+from shared.encoded import read_within
 from shared.errors import ConfigurationError
 from tenant_sdk.drafts.decoding import Draft
 from tenant_sdk.drafts.folder import adapter_digest, save_draft
@@ -48,6 +49,7 @@ from tenant_sdk.tuning.records import prompts_of
 from tenant_sdk.tuning.sampling import Sampling, ends_of
 from tenant_sdk.tuning.settings import digest_of, template_day
 
+_LARGEST_ANSWERS = 256 << 20  # of one batch
 _HELD_OUT = 10  # one text of so many
 _STEPS, _LEAST_STEPS, _MOST_EPOCHS = 1500, 200, 40
 _LEAST_GAIN = 1.05  # tokens a pass, below which a draft is of no use
@@ -246,7 +248,7 @@ def _answers(
     for part in together(prompts, padded=padded, most=options.batch_size):
         file = kept / f"answers-{digest_of(repr(part).encode())}.json"
         if file.exists():
-            answers: list[list[int]] = json.loads(file.read_text())
+            answers: list[list[int]] = json.loads(read_within(file, _LARGEST_ANSWERS))
         else:
             answers = answer_ids(model, tokenizer, part, Sampling(max_new_tokens=options.answer_tokens))
             write_atomically(file, json.dumps(answers).encode())

@@ -15,6 +15,7 @@ from tenant_sdk.gateway.adapters import Adapter, files_version, folders_in, impo
 from tenant_sdk.gateway.admission import MAX_ADAPTERS, SequenceLimit
 from tenant_sdk.gateway.reservations import Reservations
 from tenant_sdk.gateway.round_robin import FairLock, current_client
+from tenant_sdk.gateway.unused_copies import UnusedCopies
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -43,7 +44,7 @@ class AdapterRegistry:
     def __init__(
         self, settings: GatewaySettings, engine: EngineClient, models: Any, queue: SequenceLimit
     ) -> None:
-        self._settings, self._engine, self._models, self._queue = settings, engine, models, queue
+        self._settings, self._engine, self._models = settings, engine, models
         self.served, self.refused = dict[str, Adapter](), dict[str, str]()
         self._changing = FairLock()
         # Names of each client, and of the folder if it is watched; and whose each is.
@@ -53,6 +54,7 @@ class AdapterRegistry:
         self._last_id = 0
         # Of each folder below --adapters: its files when it was taken, and when it was last looked at.
         self._seen, self._marks = dict[str, object](), dict[str, object]()
+        self._unused = UnusedCopies(queue)
 
     def unserved(self, name: str) -> str:
         """Why a model of this name is not served; empty: it is."""
@@ -105,6 +107,7 @@ class AdapterRegistry:
                 why = why.replace(str(adapter.folder), str(folder))
                 raise ConfigurationError(f"the adapter in {folder} cannot be loaded: {why}") from error
             # Without a moment in which nobody has the name.
+            self._unused.used_again(adapter.folder)
             old = self._models.lora_requests.get(adapter.name)
             self._models.lora_requests[adapter.name], self.served[adapter.name] = request, adapter
             await self._unload(old)
@@ -149,15 +152,12 @@ class AdapterRegistry:
             self._names.release(owner, 1)
 
     async def remove_unused_copies(self) -> None:
-        """Remove copies of what was served before; nobody has been using any for a while."""
+        """Remove copies that no name has, and no request may use any more; to be done each second."""
         async with self._changing.turn(current_client.get()):
-            # While the lock was waited for, a request may have come for an adapter that was deleted then.
-            if self._queue.under_way:
-                return
+            present = [*(self._settings.folder / "adapters").iterdir()]
             used = {adapter.folder for adapter in self.served.values()}
-            for folder in (self._settings.folder / "adapters").iterdir():
-                if folder not in used:
-                    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            for folder in self._unused.removable(present, used):
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def scan(self, folder: Path, *, begins: bool = False, again: bool = False) -> None:
         """Serve what is in the folder, and no more what was in it.

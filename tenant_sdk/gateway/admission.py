@@ -6,7 +6,7 @@ import enum
 import hmac
 import json
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -107,12 +107,19 @@ class SequenceLimit:
     Args:
         most: under way at once, computed or waiting.
         clients: that share them.
+
+    Attributes:
+        period: a number that its owner raises now and then.
     """
 
     most: int
     clients: int = 1
     requests: int = 0
     refused: int = 0
+    period: int = 0
+    _periods: Counter[int] = field(
+        default_factory=Counter
+    )  # requests under way, by that in which they entered
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def __post_init__(self) -> None:
@@ -131,6 +138,7 @@ class SequenceLimit:
             return Refusal(400, "invalid_request_error", why)
         if self._shares.reserve(client, count):
             self.requests += 1
+            self._periods[self.period] += 1
             return None
         self.refused += 1
         mine = self._shares.taken.get(client, 0)
@@ -142,11 +150,19 @@ class SequenceLimit:
             self.retry_after,
         )
 
-    def leave(self, client: str, count: int, seconds: float) -> None:
-        """A client that entered with so many is done after so many seconds."""
+    def leave(self, client: str, count: int, seconds: float, period: int = 0) -> None:
+        """A client that entered with so many, in a period, is done after so many seconds."""
         self._shares.release(client, count)
         self.requests -= 1
         self._seconds.append(seconds)
+        self._periods[period] -= 1
+        if not self._periods[period]:
+            del self._periods[period]
+
+    @property
+    def oldest_period(self) -> int:
+        """That in which the first of the requests under way entered; the present one if there is none."""
+        return min(self._periods, default=self.period)
 
     @property
     def retry_after(self) -> int:

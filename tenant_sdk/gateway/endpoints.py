@@ -306,8 +306,7 @@ class Endpoints:
                 now |= await asyncio.to_thread(self._counts)
                 if before:
                     self._samples.append(rates(before, now))
-                if not now["under_way"] and not before.get("under_way", 1.0):
-                    await self._adapters.remove_unused_copies()
+                await self._adapters.remove_unused_copies()
             except OSError as error:  # the disk, or file descriptors: they may be there again
                 if limiter.due(time.monotonic()):
                     log.warning("no figures for the page: %s%s", error.strerror, limiter.more())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
@@ -22,12 +23,15 @@ from tenant_sdk.gateway.admission import (
     shutting_down,
 )
 from tenant_sdk.gateway.constraints import Constraint
+from tenant_sdk.gateway.log_redaction import redacted
 from tenant_sdk.gateway.request_limits import text_bytes
 from tenant_sdk.gateway.requests import RESPONSES, ParsedRequest, parse_request
 from tenant_sdk.gateway.reservations import Reservations
 from tenant_sdk.gateway.round_robin import FairLock, current_client
 from tenant_sdk.gateway.status import GatewayStatus, SequenceErrors, request_name
 from tenant_sdk.gateway.status_page import HEADERS, PAGE
+
+log = logging.getLogger(__name__)
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -162,12 +166,12 @@ class HttpFrontend:
             return await _refuse(send, Refusal(400, "invalid_request_error", _NO_CALLS))
         if refusal := self._queue.enter(client, wanted.sequences):
             return await _refuse(send, refusal)
-        entered = self._clock()
+        entered, period = self._clock(), self._queue.period
         try:
             await self._serve_queued(client, wanted, scope, receive, send)
             await _wait_until_flushed(scope)
         finally:
-            self._queue.leave(client, wanted.sequences, self._clock() - entered)
+            self._queue.leave(client, wanted.sequences, self._clock() - entered, period)
 
     async def _serve_public(self, method: str, path: str, send: Send) -> None:
         """Answer strangers, of whom there may be many: in vLLM's application each takes a millisecond."""
@@ -186,7 +190,7 @@ class HttpFrontend:
             why = "too many requests for adapters or figures are under way with your key; try again"
             return await _refuse(send, Refusal(429, "overloaded", why, 1))
         try:
-            await self._application(scope, receive, send)
+            await self._run(scope, receive, send)
             await _wait_until_flushed(scope)
         finally:
             self._unqueued.release(client, 1)
@@ -213,28 +217,42 @@ class HttpFrontend:
         name, entered = request_name(client, secrets.token_hex(16)), self._clock()
         if scope["path"] == RESPONSES:  # vLLM takes the name of the others from a header
             body = body[:-1] + f',"request_id":"resp_{name}"}}'.encode()
-        explaining_send = self._send_explaining_failures(send, name, entered)
+        await self._run(
+            _with_body(scope, body, name.encode()),
+            _replaying_body(body, receive),
+            self._send_explaining_failures(send, name, entered),
+            lambda: self._step_refusal(name, entered),
+        )
+
+    async def _run(
+        self, scope: Message, receive: Receive, send: Send, refusal: Callable[[], Refusal] | None = None
+    ) -> None:
+        """Have vLLM's application answer; the server around this would tell the words of what it raises.
+
+        Args:
+            refusal: what the client is told then.
+        """
         begun = False
 
         async def tell(message: Message) -> None:
             nonlocal begun
             begun = True
-            await explaining_send(message)
+            await send(message)
 
         try:
-            await self._application(
-                _with_body(scope, body, name.encode()), _replaying_body(body, receive), tell
-            )
-        except Exception:
-            if scope["path"] != RESPONSES or not begun:
+            await self._application(scope, receive, tell)
+        except Exception as error:
+            if begun and scope["path"] != RESPONSES:
                 raise
+            log.warning("a request failed: %s", redacted(error))
+            why = refusal() if refusal is not None else self._unexplained()
+            if not begun:
+                return await _refuse(send, why)
             # vLLM has no event for the failure of such a stream.
-            await send(
-                {
-                    "type": "http.response.body",
-                    "body": error_event(RESPONSES, self._step_refusal(name, entered)),
-                }
-            )
+            await send({"type": "http.response.body", "body": error_event(RESPONSES, why)})
+
+    def _unexplained(self) -> Refusal:
+        return shutting_down() if self._served.ending() else failure_refusal("", "", 0)
 
     async def _serve_one_per_client(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
         """Have one request at a time answered of a client's that take the server long."""
@@ -245,7 +263,7 @@ class HttpFrontend:
 
         # Not a turn among all: its text waits for one in vLLM's threads, behind the client's own.
         async with self._client_locks.setdefault(client, asyncio.Lock()):
-            await self._application(scope, receive, collect)
+            await self._run(scope, receive, collect)
         for message in answer:
             await send(message)
 
@@ -333,11 +351,9 @@ class HttpFrontend:
     def _step_refusal(self, name: str, since: float) -> Refusal:
         if why := SequenceErrors.reason(self._folder, name):
             return Refusal(422, "invalid_request_error", why)
-        if self._served.ending():
-            return shutting_down()
         status = GatewayStatus.read(self._folder)
-        if status.failed_at < since:  # whatever it was, no step failed
-            return failure_refusal("", "", 0)
+        if self._served.ending() or status.failed_at < since:  # whatever it was, no step failed
+            return self._unexplained()
         return failure_refusal(status.failure, status.error, self._retry_after)
 
 

@@ -16,7 +16,6 @@ import shutil
 import signal
 import socket
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from tenant_sdk.session.options import SessionConfig
 
 FOLDER_PREFIX = "symbiosis-gateway-"
-NEW_SECONDS = 60  # in which a gateway that starts has locked its folder
+FOLDER_MARK = ".made-by-symbiosis-gateway"
 SOCKET_FOLDER = 64  # characters; the name of a socket in it has 37, and 107 is the most of both
 SHUTDOWN_SECONDS = 5  # for clients to take what they are told, then connections are cut
 STEP_ROWS = 512  # of all sequences, in one step
@@ -121,6 +120,7 @@ def serve(options: GatewayOptions, config: SessionConfig, say: Callable[[str], N
             os.environ["TMPDIR"] = tempfile.tempdir = name  # else vLLM's processes leave files there
         # What removes old files of temporary folders leaves a locked one alone.
         fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), fcntl.LOCK_SH)
+        (folder / FOLDER_MARK).touch()
         (folder / "adapters").mkdir()
         settings = _prepare(options, config, folder, say_if_possible)
         say_if_possible(f"starting {installed}")
@@ -133,8 +133,9 @@ def remove_abandoned_folders(parent: Path) -> None:
         with contextlib.suppress(OSError):  # another user's, or gone just now
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                found = os.fstat(descriptor)
-                if found.st_uid == os.getuid() and time.time() - found.st_mtime > NEW_SECONDS:
+                # A gateway marks its folder once it has locked it. Others have such names too.
+                marked = os.stat(FOLDER_MARK, dir_fd=descriptor, follow_symlinks=False)
+                if marked.st_uid == os.fstat(descriptor).st_uid == os.getuid():
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder)
             finally:

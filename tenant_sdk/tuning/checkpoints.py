@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from shared.atomic import write_atomically
+from shared.encoded import read_within
 from shared.errors import ConfigurationError, OptionText
 from shared.ownership import check_tree
 from tenant_sdk.storage import disk_errors
 
 log = logging.getLogger(__name__)
 _PREFIX = "checkpoint-"  # of the Trainer's folders, before the step
+_LARGEST_STATE = 256 << 20  # the Trainer's, with the losses of a million steps
 
 
 class TrainingCheckpoints:
@@ -179,7 +181,7 @@ def checkpoint_after(folder: Path, step: int) -> Path:
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+        value = json.loads(read_within(path, _LARGEST_STATE))
+    except (ConfigurationError, OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -109,7 +109,7 @@ def test_a_change_does_not_wait_for_ever(tokens: TokenFile, monkeypatch: pytest.
     with tokens.path.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         for change in (tokens.add, tokens.rotate, tokens.remove):
-            with pytest.raises(ConfigurationError, match="cannot change .*: another process holds its lock"):
+            with pytest.raises(ConfigurationError, match=r"cannot change .*: another process holds its lock"):
                 change("alice")
     tokens.remove("alice")
 

@@ -23,7 +23,7 @@ from provider.observe.transcript import MAGIC, TranscriptWriter
 from provider.serve.provider import Provider
 from security.recordings.transcript import TranscriptError, read_transcript
 from shared.errors import ConfigurationError, RequestRefused
-from shared.wire.header import Direction, Operation
+from shared.wire.header import BYTES, DTYPE_CODES, Direction, Header, Operation
 from tenant_sdk.command_line.main import app
 from tenant_sdk.connection.keys import ProductKey
 
@@ -210,13 +210,46 @@ def test_a_transcript_of_another_model(finished: Path) -> None:
         (lambda data: b"PK" + data, "is no transcript"),
         (lambda data: b"", "cannot read"),
         (lambda data: data.replace(b'"server"', b'"servex"'), "is damaged"),
-        (lambda data: data[:-13] + b"\x09" + data[-12:], "is damaged at byte .*unknown record 9"),
+        (lambda data: data[:-13] + b"\x09" + data[-12:], "is damaged at byte .*9 is not a valid"),
     ],
 )
 def test_what_is_no_transcript(finished: Path, change: Callable[[bytes], bytes], message: str) -> None:
     finished.write_bytes(change(finished.read_bytes()))
     with pytest.raises(TranscriptError, match=message):
         read_transcript(finished)
+
+
+HELLO_BOB = "bob): rows look uniform\x1b[8m"
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        (HELLO_BOB, {}, "control characters"),
+        ("x" * 5000, {}, "5000 bytes"),
+        ("bob", {"session": 7}, "a session that was not opened"),
+        ("bob", {"group": 60_000}, "unknown group"),
+        ("bob", {"members": 0}, "members"),
+        ("bob", {"columns": 63}, "columns"),
+        ("bob", {"rows": 1 << 30}, "the limit is"),
+        ("bob", {"operation": Operation.FETCH, "dtype": BYTES}, "not recorded"),
+        ("bob", {"seconds": math.inf}, "a time that is none"),
+    ],
+)
+def test_what_no_executor_writes(
+    tmp_path: Path, checkpoint: Callable[[str], Path], name: str, changed: dict[str, Any], message: str
+) -> None:
+    """An executor that is audited may have written the transcript."""
+    manifest = BaseExecutor(checkpoint("llama"), numerics="float32").manifest
+    header = Header(Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.float32], 0, 1, 1, 64, 1)
+    fields = {key: value for key, value in changed.items() if key not in ("session", "seconds")}
+    writer = TranscriptWriter(tmp_path, manifest)
+    session = changed.get("session", writer.opened(name))
+    writer.request(session, header._replace(**fields), torch.zeros(1, 64))
+    writer.answered(session, header.request_id, changed.get("seconds", 1.0))
+    writer.close()
+    with pytest.raises(TranscriptError, match=f"is damaged at byte .*{message}"):
+        read_transcript(writer.path)
 
 
 def test_a_folder_that_cannot_be_written(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

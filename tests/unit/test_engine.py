@@ -347,6 +347,8 @@ def test_who_leaves_is_not_multiplied(counted: Counted) -> None:
     others.result(800)
     assert lane.rows == [1, 3]
     assert engine.waiting == 0
+    assert isinstance(engine.policy, Opportunistic)
+    assert not engine.policy.tokens.under_way(("a", 1))
 
 
 def test_answers_hold_no_memory_of_others(counted: Counted) -> None:

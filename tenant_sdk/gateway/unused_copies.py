@@ -1,0 +1,38 @@
+"""Which copies of adapters no request can use any more. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from tenant_sdk.gateway.admission import SequenceLimit
+
+
+class UnusedCopies:
+    """Copies of adapters that no name has any more, until the requests are gone that came before.
+
+    Args:
+        queue: with the requests that may use copies.
+    """
+
+    def __init__(self, queue: SequenceLimit) -> None:
+        self._queue, self._oldest = queue, queue.oldest_period
+        self._since = dict[Path, int]()  # the period in which each was found
+
+    def used_again(self, copy: Path) -> None:
+        """A name has this copy from now on."""
+        self._since.pop(copy, None)
+
+    def removable(self, present: Collection[Path], used: Collection[Path]) -> list[Path]:
+        """What can be removed; begins a period. To be asked each second.
+
+        Args:
+            present: all copies.
+            used: those that names have.
+        """
+        period = self._queue.period
+        self._since = {each: self._since.get(each, period) for each in present if each not in used}
+        # As of the last time: the worker may not have heard yet of the end of requests that left since.
+        oldest, self._oldest = self._oldest, self._queue.oldest_period
+        self._queue.period += 1
+        return [each for each, since in self._since.items() if since < oldest]
