@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from shared.atomic import write_atomically
+from tenant_sdk.gateway.admission import StepFailure
+from tenant_sdk.gateway.record_file import MOST_BYTES, read_record, write_record
 
-FILE, ENDED_FILE = "status.json", "ended.json"
+FILE, ENDED_FILE = "status", "ended"
+MOST_TEXT = 8192  # characters of an error
 REMIND_SECONDS = 60.0  # between two lines on what cannot be written
 REMEMBERED = 256  # sequences that ended with an error of their own
 
@@ -24,7 +28,7 @@ class GatewayStatus(msgspec.Struct, kw_only=True):
         rows_ahead: of masks, for all layers, whose effects are there or ordered; no count.
         bytes_sent, bytes_received: their payloads, and those of masks' effects.
         seconds_waiting: for answers and effects.
-        failure: ``Failure`` of the last step that failed; empty: none did.
+        failure: ``StepFailure`` of the last step that failed; empty: none did.
         error: its message.
         failed_at: when, on this machine's monotonic clock.
         failing: neither a step nor a probe was done since.
@@ -45,16 +49,81 @@ class GatewayStatus(msgspec.Struct, kw_only=True):
     failing: bool = False
 
     def write(self, folder: Path) -> None:
-        """Put it where ``read`` finds it, whole or not at all."""
-        _write(folder / FILE, self)
+        """Put it where ``read`` finds it.
+
+        Raises:
+            OSError: it is the first, and there is no room.
+        """
+        self.error = self.error[:MOST_TEXT]
+        write_record(folder / FILE, msgspec.json.encode(self))
 
     @classmethod
     def read(cls, folder: Path) -> GatewayStatus:
         """The last one written; one of zeros before that."""
-        try:
-            return msgspec.json.decode((folder / FILE).read_bytes(), type=cls)
-        except FileNotFoundError:
-            return cls()
+        record = read_record(folder / FILE)
+        return cls() if record is None else msgspec.json.decode(record, type=cls)
+
+
+class StepHealth:
+    """Whether steps fail. Told by the thread of steps, and by one that tests whether the executor is back.
+
+    Attributes:
+        status: as the server in front is told.
+    """
+
+    def __init__(self) -> None:
+        self.status, self._lock = GatewayStatus(), threading.Lock()
+
+    def step_failed(self, failure: str, error: str, now: float) -> None:
+        """A step failed, for a ``StepFailure``."""
+        with self._lock:
+            status = self.status
+            status.failed_steps += 1
+            status.failure, status.error, status.failed_at, status.failing = failure, error, now, True
+
+    def step_done(self) -> bool:
+        """A step did not fail; whether the last one had."""
+        with self._lock:
+            failed, self.status.failing = self.status.failing, False
+            return failed
+
+    @property
+    def testable(self) -> float | None:
+        """When the last step failed, if a test can show that the next one would not; else None."""
+        with self._lock:
+            status = self.status
+            return status.failed_at if status.failing and status.failure != StepFailure.WRONG else None
+
+    def tested(self, failed_at: float, failure: str = "", error: str = "") -> bool:
+        """A test that began after a failure has ended.
+
+        Args:
+            failed_at: what ``testable`` was.
+            failure, error: of the test; empty: the executor is back.
+
+        Returns:
+            Whether it says how things are. If a step has ended since, that step does.
+        """
+        with self._lock:
+            status = self.status
+            if not status.failing or status.failed_at != failed_at:
+                return False
+            if failure:
+                status.failure, status.error = failure, error
+            else:
+                status.failing = False
+            return True
+
+    def write(self, folder: Path, counts: Mapping[str, float]) -> None:
+        """Tell the server how steps go, and these counts.
+
+        Raises:
+            OSError: see ``GatewayStatus.write``.
+        """
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self.status, name, count)
+            self.status.write(folder)
 
 
 class SequenceErrors(msgspec.Struct):
@@ -73,10 +142,10 @@ class SequenceErrors(msgspec.Struct):
             Why that is impossible, such as a full disk; empty: it is done. Steps go on either way.
         """
         self.reasons |= reasons
-        while len(self.reasons) > REMEMBERED:
+        while len(self.reasons) > REMEMBERED or len(msgspec.json.encode(self)) > MOST_BYTES:
             del self.reasons[next(iter(self.reasons))]
         try:
-            _write(folder / ENDED_FILE, self)
+            write_record(folder / ENDED_FILE, msgspec.json.encode(self))
         except OSError as error:
             return f"cannot write to {folder}: {error.strerror}"
         return ""
@@ -84,10 +153,8 @@ class SequenceErrors(msgspec.Struct):
     @classmethod
     def reason(cls, folder: Path, request: str) -> str:
         """Why a sequence of a request ended; empty: none did."""
-        try:
-            errors = msgspec.json.decode((folder / ENDED_FILE).read_bytes(), type=cls)
-        except FileNotFoundError:
-            return ""
+        record = read_record(folder / ENDED_FILE)
+        errors = cls() if record is None else msgspec.json.decode(record, type=cls)
         return next((why for name, why in errors.reasons.items() if request in name), "")
 
 
@@ -100,7 +167,3 @@ def client_of(sequence: str) -> str:
     """The client of a sequence, by the name that vLLM has for it, which holds that of its request."""
     match = re.search(r"([0-9a-z]+)\.[0-9a-f]{32}", sequence)
     return match[1] if match else ""
-
-
-def _write(path: Path, record: msgspec.Struct) -> None:
-    write_atomically(path, msgspec.json.encode(record))

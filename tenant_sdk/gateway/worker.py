@@ -28,7 +28,7 @@ from tenant_sdk.gateway.draft_proposer import Proposer
 from tenant_sdk.gateway.linear import RequestOptions, check_adaptable, non_finite_rows, probe, request_options
 from tenant_sdk.gateway.log_redaction import redact_library_logs, redacted
 from tenant_sdk.gateway.options import GatewayOptions
-from tenant_sdk.gateway.status import REMIND_SECONDS, GatewayStatus
+from tenant_sdk.gateway.status import REMIND_SECONDS, GatewayStatus, StepHealth
 from tenant_sdk.session.options import SessionConfig
 
 if current_platform.is_cpu():
@@ -103,8 +103,8 @@ class Worker(Base):  # type: ignore[misc]
         vllm_patches.patch_sampling()
         self._lost, self._in_step = dict[str, str](), list[str]()
         config = self.vllm_config
-        self._folder, self._status = Path(config.model_config.model), GatewayStatus()
-        self._status_lock, self._unwritten = threading.Lock(), LogRateLimiter(REMIND_SECONDS)
+        self._folder, self._health = Path(config.model_config.model), StepHealth()
+        self._unwritten = LogRateLimiter(REMIND_SECONDS)
         speculation = config.speculative_config
         self._draft = speculation.num_speculative_tokens if speculation else 0
         threading.Thread(target=self._report_status, name="symbiosis-status", daemon=True).start()
@@ -137,7 +137,7 @@ class Worker(Base):  # type: ignore[misc]
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """See vLLM; a step that fails gives a ``FailedStep``, whatever it fails with."""
-        scheduled, status = scheduler_output.num_scheduled_tokens, self._status
+        scheduled, status = scheduler_output.num_scheduled_tokens, self._health.status
         if not scheduled:  # it says who has ended; nothing is asked for, so it does not show who is back
             return super().execute_model(scheduler_output)
         non_finite_rows.rows, self._lost, self._in_step = None, {}, list(scheduled)
@@ -149,8 +149,8 @@ class Worker(Base):  # type: ignore[misc]
         try:
             with request_options(self._request_options(scheduler_output)):
                 output = super().execute_model(scheduler_output)
-            if status.failing:
-                self._write_status(failing=False)
+            if self._health.step_done():
+                self._write_status()
             self._lost = self._lost_sequences(scheduled)
             return output
         except Exception as error:
@@ -158,13 +158,11 @@ class Worker(Base):  # type: ignore[misc]
 
     def _failed(self, error: Exception) -> FailedStep:
         """The output of a step that failed; what a library says of it may be a client's words."""
-        ours, status = isinstance(error, (SymbiosisError, LoRAAdapterNotFoundError)), self._status
+        ours = isinstance(error, (SymbiosisError, LoRAAdapterNotFoundError))
         log.warning("a step failed: %s", error if ours else redacted(error))
-        status.failed_steps += 1
-        status.failure = StepFailure.of(error)
-        status.error = _error_for_user(error) if ours else ""
-        status.failed_at = time.monotonic()
-        self._write_status(failing=True)  # before the clients are told
+        why = _error_for_user(error) if ours else ""
+        self._health.step_failed(StepFailure.of(error), why, time.monotonic())
+        self._write_status()  # before the clients are told
         return FailedStep(
             req_ids=self._in_step,
             req_id_to_index={request: at for at, request in enumerate(self._in_step)},
@@ -226,36 +224,37 @@ class Worker(Base):  # type: ignore[misc]
             self._write_status()
             pause.wait(STATUS_SECONDS)
             waited += STATUS_SECONDS
-            status = self._status
-            if status.failing and status.failure != StepFailure.WRONG and waited >= PROBE_SECONDS:
-                waited, failed_at = 0.0, status.failed_at
+            failed_at = self._health.testable
+            if failed_at is not None and waited >= PROBE_SECONDS:
+                waited = 0.0
                 try:
                     probe()
                 except SymbiosisError as error:  # which may be another: back with another model, say
-                    status.failure, status.error = StepFailure.of(error), _error_for_user(error)
-                    continue
+                    self._health.tested(failed_at, StepFailure.of(error), _error_for_user(error))
                 except Exception:  # or nobody would look again, and all would be refused
                     log.exception("cannot look whether the executor is back")
-                    continue
-                if status.failed_at == failed_at:
-                    self._write_status(failing=False)
+                else:
+                    if self._health.tested(failed_at):
+                        self._write_status()
 
-    def _write_status(self, failing: bool | None = None) -> None:
-        """Tell the counters, and whether steps fail if that has changed. Two threads do."""
-        with self._status_lock:
-            stats, status = session_here().stats, self._status
-            if failing is not None:
-                status.failing = failing
-            status.products, status.rows = stats.requests, stats.rows
-            status.rows_ahead = session_here().products.rows_ahead
-            status.bytes_sent, status.bytes_received = stats.bytes_sent, stats.bytes_received
-            status.seconds_waiting = stats.seconds_waiting + stats.seconds_waiting_for_effects
-            try:
-                status.write(self._folder)
-            except OSError as error:
-                if self._unwritten.due(time.monotonic()):
-                    more = self._unwritten.more()
-                    log.warning("cannot write to %s: %s%s", self._folder, error.strerror, more)
+    def _write_status(self) -> None:
+        """Tell the server in front how steps go, and the counts."""
+        session = session_here()
+        stats = session.stats
+        counts = {
+            "products": stats.requests,
+            "rows": stats.rows,
+            "rows_ahead": session.products.rows_ahead,
+            "bytes_sent": stats.bytes_sent,
+            "bytes_received": stats.bytes_received,
+            "seconds_waiting": stats.seconds_waiting + stats.seconds_waiting_for_effects,
+        }
+        try:
+            self._health.write(self._folder, counts)
+        except OSError as error:
+            if self._unwritten.due(time.monotonic()):
+                more = self._unwritten.more()
+                log.warning("cannot write to %s: %s%s", self._folder, error.strerror, more)
 
 
 def _check_positions(model: torch.nn.Module, context: int) -> None:
