@@ -8,6 +8,10 @@ DISTRIBUTION = NAME
 
 check_package("shared")
 
+from shared.user_folders import keep_compiled_code  # noqa: E402 - of this project, which is checked before
+
+keep_compiled_code()
+
 if TYPE_CHECKING:
     from provider.config import ServeConfig
     from provider.inprocess import serve_in_process

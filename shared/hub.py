@@ -61,7 +61,10 @@ def id_of_snapshot(folder: str | Path) -> HubId | None:
 
 def lies_within(folder: Path, path: Path) -> bool:
     """Whether a file lies in a folder, links followed; of a hub's snapshot, also among that hub's files."""
-    folder, path = folder.resolve(), path.resolve()
+    try:
+        folder, path = folder.resolve(), path.resolve()
+    except (OSError, RuntimeError):  # a link that leads to itself; the latter before Python 3.13
+        return False
     blobs = folder.parents[1] / "blobs" if id_of_snapshot(folder) else folder
     return path.is_relative_to(folder) or path.is_relative_to(blobs)
 

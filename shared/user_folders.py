@@ -16,6 +16,18 @@ def configuration_home() -> Path:
     return _named("XDG_CONFIG_HOME", ".config")
 
 
+def keep_compiled_code() -> None:
+    """Have torch.compile keep code in the user's cache; for before torch is imported.
+
+    torch's default is a name in /tmp, which another user may take first. Users who have no cache, like those of
+    some services, keep the default.
+    """
+    folder = cache_home() / "symbiosis" / "compiled"
+    nearest = next(each for each in (folder, *folder.parents) if each.exists())
+    if nearest.is_dir() and os.access(nearest, os.W_OK):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
 def _named(variable: str, default: str) -> Path:
     named = os.environ.get(variable, "")
     # The specification has a relative path ignored: it would depend on the working directory.

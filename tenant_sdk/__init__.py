@@ -1,6 +1,5 @@
 """The tenant's side: ordinary transformers and PEFT code whose frozen layers run on an executor."""
 
-import os
 from typing import TYPE_CHECKING
 
 from symbiosis_executor import NAME, check_package, published
@@ -9,10 +8,9 @@ DISTRIBUTION = NAME
 check_package("shared")
 
 from shared.spinning import before_torch  # noqa: E402 - of this project, which is checked before
-from shared.user_folders import cache_home  # noqa: E402
+from shared.user_folders import keep_compiled_code  # noqa: E402
 
-# Where torch.compile keeps code. torch's default is a name in /tmp, which another user may take first.
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "symbiosis" / "compiled"))
+keep_compiled_code()
 before_torch()
 
 from shared.errors import (  # noqa: E402

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -195,7 +196,8 @@ class _RecordReader:
         self._cursor, self._into = cursor, into
         self._protocol = ExecutorProtocol(into.manifest)
         self._protocol.greeted = True  # control messages are not recorded
-        self._without_answer: dict[tuple[int, int], RecordedRequest] = {}  # by session and request id
+        # By session and request id, which a tenant can give to several.
+        self._without_answer = defaultdict[tuple[int, int], list[RecordedRequest]](list)
 
     def next(self) -> bool:
         """Read one record; whether more follow.
@@ -228,13 +230,17 @@ class _RecordReader:
             raise ValueError(f"operation {header.operation}, which is not recorded")
         part = self._cursor.pass_over(header.payload_bytes), header.payload_bytes
         request = RecordedRequest(session, at, header, self._cursor.path, (part,))
-        self._without_answer[session, header.request_id] = request
+        self._without_answer[session, header.request_id].append(request)
         self._into.requests.append(request)
 
     def _answered(self, session: int) -> None:
         request_id, seconds = ANSWER.unpack(self._cursor.take(ANSWER.size))
-        if (session, request_id) not in self._without_answer:
+        requests = self._without_answer.pop((session, request_id), [])
+        if not requests:
             raise ValueError("an answer to nothing")
         if not 0 <= seconds < _LATEST:
             raise ValueError("a time that is none")
-        self._without_answer.pop((session, request_id)).seconds = seconds
+        first, *others = requests
+        first.seconds = seconds
+        if others:
+            self._without_answer[session, request_id] = others

@@ -33,6 +33,7 @@ MAX_REQUEST_CONTROL_BYTES = 64 * 1024
 MAX_ANSWER_CONTROL_BYTES = 16 * 1024 * 1024  # a manifest of 65,536 experts
 MAX_NAME = 256  # characters of any name in a manifest, all of them printable: messages and logs show them
 MAX_GROUPS, MAX_PARAMETERS, MAX_AXES = 1 << 16, 1 << 20, 8
+MAX_WIDTH = 1 << 24  # of a group's inputs, and of all its outputs: a row of 64 MiB
 
 
 class RequestWidths(NamedTuple):
@@ -191,17 +192,17 @@ def validate_manifest(manifest: Manifest) -> None:
     if manifest.part and not 0 <= manifest.part[0] < manifest.part[1] <= len(manifest.groups):
         raise WireError("manifest", "the executor announces a part of its groups that cannot be")
     for number, group in enumerate(manifest.groups):
-        widths = [group.inputs, *(m.outputs for m in group.members)]
-        if not 0 < len(group.members) <= MAX_MEMBERS or not all(0 < w < 1 << 31 for w in widths):
+        outputs = [member.outputs for member in group.members]
+        possible = all(width > 0 for width in outputs) and sum(outputs) <= MAX_WIDTH
+        if not (0 < len(group.members) <= MAX_MEMBERS and 0 < group.inputs <= MAX_WIDTH and possible):
             raise WireError("manifest", "the executor's manifest has a group of impossible shape")
         experts = [member.expert for member in group.members if member.expert is not None]
         if experts and (len(group.members) > 1 or not 0 <= experts[0] < 1 << 31):
             raise WireError("manifest", "the executor's manifest has an impossible expert")
-        outputs = sum(m.outputs for m in group.members)
         # No int8 squared is over 2^14, no int16 over 2^30; rows of one plane have norms of 32,639 and
         # what rounding adds, half of each element at most.
-        fine = (group.inputs << 14, outputs << 14)
-        coarse = ((32_640 + math.isqrt(group.inputs) // 2) ** 2, outputs << 30)
+        fine = (group.inputs << 14, sum(outputs) << 14)
+        coarse = ((32_640 + math.isqrt(group.inputs) // 2) ** 2, sum(outputs) << 30)
         largest_bounds = fine if RINGS.get(manifest.numerics, 0) > 1 else coarse
         if (
             manifest.numerics in RINGS

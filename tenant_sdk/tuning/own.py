@@ -202,8 +202,8 @@ def own_tokenizer(folder: Path, embeddings: int | None = None) -> Any:
     for file in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")):
         if file.suffix not in OF_WEIGHTS and not lies_within(folder, file):
             raise ConfigurationError(
-                f"{file} is a link to {file.resolve()}, which is not in that folder, and would be saved "
-                "beside adapters. If that is what you want, put a copy into the folder"
+                f"{file} is a link to {os.path.realpath(file)}, which is not in that folder, and would be "
+                "saved beside adapters. If that is what you want, put a copy into the folder"
             )
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)

@@ -219,6 +219,22 @@ def test_what_is_no_transcript(finished: Path, change: Callable[[bytes], bytes],
         read_transcript(finished)
 
 
+def recorded_header() -> Header:
+    return Header(Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.float32], 0, 1, 1, 64, 1)
+
+
+def test_a_request_id_that_a_tenant_uses_twice(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    writer = TranscriptWriter(tmp_path, BaseExecutor(checkpoint("llama"), numerics="float32").manifest)
+    session, header = writer.opened("bob"), recorded_header()
+    for _ in range(3):
+        writer.request(session, header, torch.zeros(1, 64))
+    for seconds in (1.0, 2.0):
+        writer.answered(session, header.request_id, seconds)
+    writer.close()
+    first, second, third = (request.seconds for request in read_transcript(writer.path).requests)
+    assert (first, second, math.isnan(third)) == (1.0, 2.0, True)
+
+
 HELLO_BOB = "bob): rows look uniform\x1b[8m"
 
 
@@ -241,7 +257,7 @@ def test_what_no_executor_writes(
 ) -> None:
     """An executor that is audited may have written the transcript."""
     manifest = BaseExecutor(checkpoint("llama"), numerics="float32").manifest
-    header = Header(Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.float32], 0, 1, 1, 64, 1)
+    header = recorded_header()
     fields = {key: value for key, value in changed.items() if key not in ("session", "seconds")}
     writer = TranscriptWriter(tmp_path, manifest)
     session = changed.get("session", writer.opened(name))

@@ -220,6 +220,17 @@ def test_what_is_refused(
         Checkpoint(tmp_path / name)
 
 
+def test_a_file_that_is_a_hole_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copy would fill the disk."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with (tmp_path / "x.gguf").open("wb") as file:
+        file.write(header())
+        file.truncate(1 << 40)
+    with pytest.raises(CheckpointError, match="is a hole"):
+        Checkpoint(tmp_path / "x.gguf")
+    assert not (tmp_path / "cache").exists()
+
+
 def header(*keys: bytes, tensors: int = 0, version: int = 3) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", version, tensors, len(keys)) + b"".join(keys)
 
