@@ -71,8 +71,8 @@ def check_model_folder(folder: Path) -> None:
 def with_usual_help(base: Any) -> Any:
     """A class of commands of typer whose help is in the form of other programs.
 
-    A flag shows no value, and an argument its unit, or its name in capitals (``MODEL``). typer itself would show the
-    types of both (``<bool>``, ``<path>``), and braces around the argument.
+    A flag shows no value, and an argument its unit, or its name in capitals (``MODEL``). typer itself would
+    show the types of both (``<bool>``, ``<path>``), and braces around the argument.
 
     Args:
         base: ``TyperCommand`` or ``TyperGroup`` of ``typer.core``.

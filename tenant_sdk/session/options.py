@@ -287,11 +287,11 @@ class SessionConfig:
         Option(
             CONNECTION,
             "Bits that executors send of each number of a product, with ring numerics. exact: all bits. "
-            "half (half answers): the upper 16 of 32 bits, which halves the bytes of products and effects; with ring-fine, "
-            "the upper 24 bits, which saves a quarter of these bytes. Masks make the rounding random and "
-            "unbiased, so two runs differ. Checks then bound errors instead of excluding them "
-            "(docs/explanation/numerics.md). auto: half for training and prompts if the connection is slower "
-            "than 4 Gbit/s, otherwise exact.",
+            "half (half answers): the upper 16 of 32 bits, which halves the bytes of products and effects; "
+            "with ring-fine, the upper 24 bits, which saves a quarter of these bytes. Masks make the "
+            "rounding random and unbiased, so two runs differ. Checks then bound errors instead of excluding "
+            "them (docs/explanation/numerics.md). auto: half for training and prompts if the connection is "
+            "slower than 4 Gbit/s, otherwise exact.",
             choices=ANSWERS,
             unit="WHICH",
         ),
