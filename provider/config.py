@@ -49,7 +49,12 @@ class ServeConfig:
 
     model_dir: Annotated[
         Path,
-        Option(_SERVED, "Folder with safetensors, GGUF file, or hub:NAME[@REVISION].", argument=True),
+        Option(
+            _SERVED,
+            "Checkpoint: a folder with safetensors, a GGUF file, or hub:NAME[@REVISION].",
+            unit="MODEL",
+            argument=True,
+        ),
     ]
     numerics: Annotated[
         str,
@@ -69,7 +74,8 @@ class ServeConfig:
         Option(
             _SERVED,
             "Threads for one product. 0: without workers, torch's default; with workers, the number of the "
-            "machine's processors divided by the number of workers on the CPU; with Ray, one.",
+            "machine's processors divided by the number of workers on the CPU, or of all workers if none is "
+            "on the CPU; with Ray, one.",
             least=0,
         ),
     ] = 0

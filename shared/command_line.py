@@ -71,8 +71,8 @@ def check_model_folder(folder: Path) -> None:
 def with_usual_help(base: Any) -> Any:
     """A class of commands of typer whose help is in the form of other programs.
 
-    A flag shows no value, and an argument its name in capitals (``MODEL_DIR``). typer itself would show the
-    types of both (``<bool>``, ``<path>``), and braces around the argument.
+    A flag shows no value, and an argument its unit, or its name in capitals (``MODEL``). typer itself would
+    show the types of both (``<bool>``, ``<path>``), and braces around the argument.
 
     Args:
         base: ``TyperCommand`` or ``TyperGroup`` of ``typer.core``.
@@ -168,7 +168,7 @@ class CommandLine:
             field.words, field.flags, [text for _, text in option.parts] or [text], strict=True
         ):
             if option.argument:
-                declared = self.argument(help=help_)
+                declared = self.argument(help=help_, metavar=option.unit or None)
             else:
                 switch = [flag] if field.plain is bool and not option.negative else []
                 declared = self.option(*switch, help=help_, **more)

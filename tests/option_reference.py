@@ -82,7 +82,7 @@ def _cells(field: Field) -> Iterator[str]:
 
 def _flags(field: Field) -> str:
     if field.option.argument:
-        return f"`{field.name.upper()}`"
+        return f"`{field.option.unit or field.name.upper()}`"
     unit = "VAR" if field.option.confidential else field.option.unit.replace("|", " or ")
     return ", ".join(f"`{f'{flag} {unit}'.strip()}`" for flag in field.flags)
 

@@ -67,7 +67,7 @@ class PlanOptions:
         str,
         Option(
             _GROUP,
-            "Answers that tenants request, with ring numerics: exact or half.",
+            "Bits of each number of a product that tenants request, with ring numerics: exact (all) or half.",
             choices=("exact", "half"),
             unit="WHICH",
         ),
@@ -76,8 +76,8 @@ class PlanOptions:
         int,
         Option(
             _GROUP,
-            "Mask sources, with ring numerics. The bytes of a token include their effects. The "
-            "simulation has only the provider's network, which carries no effects.",
+            "Number of mask sources, with ring numerics. The printed bytes of a token include the effects of "
+            "these mask sources. The simulated network does not carry effects.",
             least=0,
             unit="COUNT",
         ),

@@ -156,8 +156,8 @@ class Sharding:
 
     def threads_of(self, start: StartWorker) -> int:
         """Of one product of a worker; 0: it knows itself, for it is on another machine."""
-        if self.world is None:
-            return self.threads or processors_each(self.devices.count("cpu"))
+        if self.world is None:  # beside workers on the CPU, those on GPUs leave processors idle
+            return self.threads or processors_each(self.devices.count("cpu") or len(self.devices))
         return self.threads or (processors_each(self.world.local_size) if start is Process else 0)
 
 

@@ -140,7 +140,8 @@ class ContextOptions:
         float,
         Option(
             _CONTEXT,
-            "If {kv} is disk: memory for keys and values. Two layers take memory beyond this.",
+            "If {kv} is disk: memory for keys and values. The keys and values of two layers take memory in "
+            "addition.",
             least=0,
             unit="GIB",
         ),

@@ -60,7 +60,7 @@ class DraftOptions(AdapterChoice, ReadingOptions):
         Option(
             _DRAFT,
             "Passes of the draft's training over the text, all on this machine. Default: 1 for long "
-            "texts, up to 40 for short ones, and 200 for a few lines.",
+            "texts, and more for shorter ones, up to 200 for a few lines.",
             least=1,
             unit="COUNT",
         ),

@@ -88,7 +88,7 @@ class GatewayOptions:
         Option(
             _MODEL,
             "Maximum length of prompt and answer together. Default: the model's limit, or with LongRoPE the "
-            "length up to which a model has the same positions for all texts.",
+            "length up to which the position frequencies do not depend on the length of the text.",
             least=2,
             unit="TOKENS",
         ),

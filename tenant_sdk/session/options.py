@@ -155,10 +155,10 @@ class SessionConfig:
         Collection[str],
         Option(
             TRUST,
-            "Accept parties (provider and mask sources) with this in common, a sign that one operator runs "
-            "them: host name (host), address, certificate key (key), machine, certificate authority "
-            f"(authority) or token. {ALL}: all of these, for a trial. One-time masks hide nothing from an "
-            "operator that runs both parties.",
+            "Accept provider and mask sources that share one of these: host name (host), address, "
+            "certificate key (key), machine, certificate authority (authority) or token. Each is a sign that "
+            f"one operator runs both. {ALL}: accept all of these, for a trial. One-time masks hide nothing "
+            "from an operator that runs both.",
             choices=(*SIGNS, ALL),
             unit="SIGN",
             single="allow_same",
@@ -286,12 +286,12 @@ class SessionConfig:
         str,
         Option(
             CONNECTION,
-            "Bits of each number of a product that executors send, with ring numerics. exact: all bits. "
-            "half: the upper 16 of 32 bits, which halves the bytes of products and effects; with ring-fine, "
-            "the upper 24 bits, which saves a quarter of these bytes. Masks make the rounding random and "
-            "unbiased, so two runs differ. Checks then bound errors instead of excluding them "
-            "(docs/explanation/numerics.md). auto: half for training and prompts if the connection is slower "
-            "than 4 Gbit/s, otherwise exact.",
+            "Bits that executors send of each number of a product, with ring numerics. exact: all bits. "
+            "half (half answers): the upper 16 of 32 bits, which halves the bytes of products and effects; "
+            "with ring-fine, the upper 24 bits, which saves a quarter of these bytes. Masks make the "
+            "rounding random and unbiased, so two runs differ. Checks then bound errors instead of excluding "
+            "them (docs/explanation/numerics.md). auto: half for training and prompts if the connection is "
+            "slower than 4 Gbit/s, otherwise exact.",
             choices=ANSWERS,
             unit="WHICH",
         ),

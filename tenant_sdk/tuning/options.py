@@ -45,7 +45,7 @@ class ReadingOptions:
             unit="TOKENS",
         ),
     ] = LENGTH
-    train_on_prompt: Annotated[bool, Option(_DATA, "Learn whole records, not only answers.")] = False
+    train_on_prompt: Annotated[bool, Option(_DATA, "Learn whole records, not only their answers.")] = False
 
     def __post_init__(self) -> None:
         """Refuse values out of bounds."""
@@ -339,7 +339,7 @@ class EvaluationOptions(AdapterChoice, ReadingOptions):
     """
 
     train_on_prompt: Annotated[
-        bool, Option(_DATA, "Measure the loss on whole records, not only on answers.")
+        bool, Option(_DATA, "Measure the loss on whole records, not only on their answers.")
     ] = False
     answer_tokens: Annotated[
         int,

@@ -22,7 +22,7 @@ from tenant_sdk.command_line import main as cli
 from tenant_sdk.command_line.main import app
 from tenant_sdk.session.options import SessionConfig
 
-OTHERS = "others made fingerprints, or were lost or refused"
+OTHERS = "others: sent for fingerprints, lost, or refused"
 
 
 def test_from_certificates_to_a_generated_text(

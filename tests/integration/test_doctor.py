@@ -21,7 +21,7 @@ from provider.serve.listening import bound, listen
 from provider.serve.provider import Provider
 from shared.wire.messages import Limits
 from tenant_sdk.command_line.checks import CheckResult
-from tenant_sdk.command_line.doctor import diagnose, examine
+from tenant_sdk.command_line.doctor import _layers, diagnose, examine
 from tenant_sdk.command_line.options import NAMES, SessionRules, Target
 from tenant_sdk.session.profiles import Secret
 
@@ -310,3 +310,23 @@ def test_a_mask_source_is_called_one(llama: Executor) -> None:
         (replace(there, url=llama.url), "give --mask-source-token-env VAR to check"),
     ):
         assert remedy in list(examine(target))[-1].remedy.shown(NAMES)
+
+
+def test_rows_of_noise_are_few_at_a_time() -> None:
+    """How many groups there are, and how wide, the executor says; nothing has been compared yet."""
+    under_way = most = 0
+
+    def submit(*_: object) -> SimpleNamespace:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        return SimpleNamespace(result=result)
+
+    def result() -> None:
+        nonlocal under_way
+        under_way -= 1
+
+    shapes = [SimpleNamespace(inputs=4, outputs=(4,))] * 1000
+    remote = SimpleNamespace(shapes=shapes, manifest=SimpleNamespace(serves=lambda _: True), submit=submit)
+    assert "1000 groups" in str(_layers(remote))  # type: ignore[arg-type]
+    assert (under_way, most) == (0, 16)

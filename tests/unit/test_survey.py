@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,20 @@ def test_products_of_synthetic_weights_are_measured(numerics: str) -> None:
     assert len(here.lines) == len(SHAPES)
     assert here.lines[0] == here.lines[2]
     assert all(0 < term < 1 for both in here.lines for line in both for term in line)
+
+
+@pytest.mark.parametrize(
+    ("devices", "threads"),
+    [(["cpu"] * 4, 4), (["cuda:0", "cuda:1"], 8), (["cuda:0", "cpu"], 16), (["cuda:0"] * 32, 1)],
+)
+def test_workers_divide_the_processors(
+    devices: list[str], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those on the CPU among themselves: those on GPUs hardly need any while they multiply."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    sharding = Sharding(devices)
+    assert {sharding.threads_of(start) for start in sharding.starts(None)} == {threads}
+    assert Sharding(devices, threads=3).threads_of(sharding.starts(None)[0]) == 3
 
 
 def test_large_shapes_are_measured_by_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
