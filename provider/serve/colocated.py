@@ -193,7 +193,7 @@ class ColocatedConnection(Connection):
     def drain(self) -> None:
         """See Connection."""
         if self._stage == OPEN:
-            self._stage = DRAINING
+            self._advance(DRAINING)
         if self._greeted and self._reading:
             self._guarded(self._read_requests)
         self._finish()
@@ -263,7 +263,7 @@ class ColocatedConnection(Connection):
         """Say so, and wait until the tenant has heard it, which closes its pipe."""
         if self._stage >= CLOSING:
             return
-        self._stage = LINGERING
+        self._advance(LINGERING)
         try:
             self._write(END)
         except OSError:

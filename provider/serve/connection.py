@@ -53,11 +53,11 @@ class Connection(ABC):
     """
 
     _session: TenantSession
+    _stage: Stage = OPEN
 
     def __init__(self, tenant: str, token: str, peer: str) -> None:
         self.tenant, self.token = tenant, token
         self._who = {"tenant": tenant, "peer": peer}  # for the log
-        self._stage = OPEN
         self.drain_at = math.inf
 
     def start(self, loop: Loop, ended: Callable[[], None]) -> None:
@@ -79,6 +79,12 @@ class Connection(ABC):
             log.warning("tenant %s is shut out: its token is valid no more", self.tenant, extra=extra)
             self._session.refuse(0, error)
             self._refused(error)
+
+    def _advance(self, stage: Stage) -> None:
+        """Go forward; nothing else sets the stage."""
+        if stage < self._stage:
+            raise AssertionError(f"from {self._stage!r} back to {stage!r}")
+        self._stage = stage
 
     @abstractmethod
     def _refused(self, error: WireError) -> None:
@@ -114,7 +120,7 @@ class Connection(ABC):
 
     def _end(self) -> None:
         if self._stage < ENDED:
-            self._stage = ENDED
+            self._advance(ENDED)
             self._release()
             self._on_end()
             del self._on_end  # it keeps this connection, which would wait for the garbage collector
@@ -152,7 +158,7 @@ class Connections:
         self._full, self._unchecked = LogRateLimiter(REMIND_SECONDS), LogRateLimiter(REMIND_SECONDS)
         self._looks_at_ages = False
         self._tenant_full = defaultdict[str, LogRateLimiter](lambda: LogRateLimiter(REMIND_SECONDS))
-        self.draining = False
+        self._draining = False
 
     def reserve(self, peer: str) -> bool:
         """Whether there is room for another, kept until ``start`` or ``release``; if not, that is counted."""
@@ -206,7 +212,7 @@ class Connections:
         self.metrics.connected(1)
         # It reads at once, so it may end here: nothing else may keep it than what ``_ended`` takes it from.
         connection.start(self.loop, partial(self._ended, connection))
-        if self.draining:
+        if self._draining:
             connection.drain()
         elif self._limits.seconds and not self._looks_at_ages:
             self._looks_at_ages = True
@@ -244,10 +250,19 @@ class Connections:
             if (connection.tenant, connection.token) not in valid:
                 self.loop.call_soon_threadsafe(connection.revoke)
 
-    def drain(self, seconds: float) -> bool:
-        """Let every connection answer what has arrived; whether all ended in time."""
-        self.draining = True
+    @property
+    def draining(self) -> bool:
+        """Whether ``begin_drain`` was called."""
+        return self._draining
+
+    def begin_drain(self) -> None:
+        """Let every connection, also those to come, answer what has arrived; from any thread, at once."""
+        self._draining = True
         self.loop.call_soon_threadsafe(self._drain_open)
+
+    def drain(self, seconds: float) -> bool:
+        """``begin_drain``, and wait; whether all ended in time."""
+        self.begin_drain()
         with self._changed:
             return self._changed.wait_for(lambda: not (self._open or self._reserved), seconds)
 

@@ -96,11 +96,11 @@ class Acceptor:
 
     def _accept(self) -> None:
         reminder = LogRateLimiter(REMIND_SECONDS)
-        while not self._connections.draining:
+        while True:
             try:
                 raw, address = self._listener.accept()
             except OSError as error:
-                if self._connections.draining or error.errno == errno.EINVAL:  # nobody listens any more
+                if error.errno in (errno.EINVAL, errno.EBADF):  # nobody listens any more
                     break
                 if reminder.due(time.monotonic()):
                     log.error("cannot accept connections: %s", explained(error))
@@ -230,8 +230,7 @@ class Server:
             raise ConfigurationError(f"cannot write the ready file {path}: {error.strerror}") from error
 
     def stop_listening(self) -> None:
-        """Accept nobody any more."""
-        self.connections.draining = True
+        """Accept nobody any more; who is in the handshake still gets a session."""
         try:
             # Closing alone would not wake those who wait in accept().
             self.listener.shutdown(socket.SHUT_RDWR)

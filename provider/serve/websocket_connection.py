@@ -121,7 +121,7 @@ class WebsocketConnection(Connection):
     def drain(self) -> None:
         """See Connection."""
         if self._stage == OPEN:
-            self._stage = DRAINING
+            self._advance(DRAINING)
         self._resume()
 
     # -- in ---------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class WebsocketConnection(Connection):
         if self._stage == OPEN or self._reader.mid_message:
             return
         if self._session.in_flight:
-            self._stage = ANSWERING
+            self._advance(ANSWERING)
             self._set_interest(reading=False)
         else:
             self._close(1001, "")
@@ -280,7 +280,7 @@ class WebsocketConnection(Connection):
         """
         if self._stage >= CLOSING:
             return
-        self._stage = CLOSING
+        self._advance(CLOSING)
         self._events.clear()
         if kept is not None:
             self._outgoing.drop(kept)
@@ -290,7 +290,7 @@ class WebsocketConnection(Connection):
 
     def _say_goodbye(self) -> None:
         """TLS's own end, so that the tenant sees an end and not a cut; then wait for its."""
-        self._stage = LINGERING
+        self._advance(LINGERING)
         self._loop.call_later(LINGER_SECONDS, self._end)
         try:
             self._sock.unwrap()

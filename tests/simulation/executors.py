@@ -306,8 +306,7 @@ class Executor:
         """End it as a supervisor does: it answers what has arrived, and starts again after some time."""
         if self.up and not self.connections.draining:
             self.kernel.note(f"{self.name} drains")
-            self.connections.draining = True
-            self.loop.call_soon_threadsafe(self.connections._drain_open)
+            self.connections.begin_drain()
             self.kernel.after(DRAIN_SECONDS, partial(self.restart, seconds))
 
     def accept(self, socket: Socket, tenant: str) -> bool:
