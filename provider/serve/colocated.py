@@ -49,10 +49,10 @@ from shared.transport.colocated import (
     directory_of,
     why_not_private,
 )
-from shared.wire.header import HEADER_BYTES, SUBPROTOCOL, Header, Operation, parse_header, request_id_of
+from shared.wire.header import HEADER_BYTES, SUBPROTOCOL, Header, Operation
 from shared.wire.messages import ErrorInfo, encode
 from shared.wire.protocol import MAX_REQUEST_CONTROL_BYTES
-from shared.wire.websocket import Incoming
+from shared.wire.websocket import Incoming, check_header
 
 log = logging.getLogger(__name__)
 
@@ -281,26 +281,23 @@ class ColocatedConnection(Connection):
     def _incoming(self, data: bytes) -> Incoming:
         if len(data) < PREAMBLE_BYTES:
             raise WireError("header", f"message of {len(data)} bytes is shorter than its header", fatal=True)
-        header: Header | None = None
+        message = check_header(data, self._session.accept, len(data) - PREAMBLE_BYTES, elsewhere=_ROWS)
+        if message.error is not None:
+            return message
+        header = message.header
+        at, self._places[header.request_id] = PLACES.unpack_from(data, HEADER_BYTES)
+        if header.operation not in _ROWS:
+            payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)[PREAMBLE_BYTES:]
+            message.payload = payload.view(header.payload_shape)
+            return message
         try:
-            header = parse_header(data)
-            rows = header.operation in _ROWS
-            if (0 if rows else header.payload_bytes) != len(data) - PREAMBLE_BYTES:
-                raise WireError("payload_length", "the message has not the bytes that its header says")
-            self._session.accept(header)
-            at, self._places[header.request_id] = PLACES.unpack_from(data, HEADER_BYTES)
-            if rows:
-                payload = self._memory.mapped.tensor(at, header.payload_dtype, header.payload_shape)
-                if self._copies:  # the tenant uses its memory again before they are written down
-                    payload = payload.clone()
-            else:
-                payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)[PREAMBLE_BYTES:]
-                payload = payload.view(header.payload_shape)
+            message.payload = self._memory.mapped.tensor(at, header.payload_dtype, header.payload_shape)
         except WireError as error:
-            if error.fatal:
-                raise
-            return Incoming(header or Header(0, request_id=request_id_of(data)), None, error)
-        return Incoming(header, payload)
+            message.error = error.with_traceback(None)  # which would keep the message
+            return message
+        if self._copies:  # the tenant uses its memory again before they are written down
+            message.payload = message.payload.clone()
+        return message
 
     def _make_pipes(self, resources: ExitStack) -> list[int]:
         ends = []

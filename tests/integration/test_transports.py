@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,7 @@ from transports import TRANSPORTS, Start, TransportServers
 import provider.inprocess
 import tenant_sdk
 from provider.executor.base import BaseExecutor
-from provider.session.tenant import Service
+from provider.session.tenant import Service, TenantSession
 from shared.checkpoint import Checkpoint
 from shared.errors import (
     AuthenticationError,
@@ -30,7 +31,14 @@ from shared.errors import (
     ConnectionRefused,
     RequestRefused,
 )
-from shared.wire.header import DTYPE_CODES, Direction, Header, Operation, RequestClass
+from shared.wire.header import (
+    DTYPE_CODES,
+    Direction,
+    Header,
+    Operation,
+    RequestClass,
+    parse_header,
+)
 from shared.wire.messages import Limits
 from shared.wire.protocol import GroupShape, TenantProtocol
 from tenant_sdk.connection.channel import Channel
@@ -261,6 +269,25 @@ def test_an_engine_that_was_closed_answers_nobody_of_this_process(
             with pytest.raises(ConnectionLost, match="broke"):
                 future.result(timeout=SECONDS)
         lane.go.set()
+
+
+def test_a_session_of_this_process_is_refused_in_the_loops_thread(
+    llama_everywhere: TransportServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers come from there, too, and what it keeps of them has no lock."""
+    refused, answers, refuse = list[str](), list[bytes](), TenantSession.refuse
+
+    def noted(self: TenantSession, *args: Any) -> None:
+        refused.append(threading.current_thread().name)
+        refuse(self, *args)
+
+    monkeypatch.setattr(TenantSession, "refuse", noted)
+    session = llama_everywhere.inprocess.open(llama_everywhere.token, lambda head, _: answers.append(head))
+    with pytest.raises(BrokenPipeError, match="unexpected"):  # the first message must be HELLO
+        session.request(Header(Operation.FETCH, rows=1).pack(), torch.empty((1, 0), dtype=torch.uint8))
+    session.close()
+    assert refused == ["executor"]
+    assert [parse_header(head).operation for head in answers] == [Operation.ERROR]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
