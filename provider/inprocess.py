@@ -20,10 +20,12 @@ from typing import Any
 import torch
 
 from provider.executor.base import BaseExecutor
+from provider.serve.admission import Refused, identify
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import Service, TenantSession
-from shared.errors import AuthenticationError, ConnectError, WireError
+from shared.errors import ConnectError, WireError
 from shared.transport.endpoint import OnAnswer
+from shared.transport.refusal import session_refused
 from shared.wire.header import Header
 from shared.wire.websocket import check_header
 
@@ -50,9 +52,10 @@ class InprocessExecutor:
         """See ``shared.transport.endpoint.Endpoint``."""
         if self.closed:
             raise ConnectError(f"cannot connect to {self.url}: it is closed")
-        tenant = self._tokens.tenant_of(token) if self._tokens is not None else "inprocess"
-        if tenant is None:
-            raise AuthenticationError(f"{self.url} refused the token")
+        try:
+            tenant = identify(token, self._tokens).tenant if self._tokens is not None else "inprocess"
+        except Refused as refused:
+            raise session_refused(self.url, refused.info) from refused
         return InprocessSession(self, tenant, on_answer)
 
     def close(self) -> None:

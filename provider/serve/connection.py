@@ -8,14 +8,16 @@ import random
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from enum import IntEnum
 from functools import partial
 from typing import NamedTuple
 
 from provider.engine.loop import Loop
 from provider.observe.metrics import Metrics
+from provider.serve.admission import Admitted, Refused, identify
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import TenantSession
 from shared.errors import ConfigurationError, WireError
@@ -24,6 +26,8 @@ from shared.log_rate_limit import LogRateLimiter
 log = logging.getLogger(__name__)
 
 REMIND_SECONDS = 60.0  # between lines of the log that say the same
+FAILURES = 60  # of one kind of handshake that are logged in that time
+_LEVELS = {"internal": logging.ERROR} | dict.fromkeys(("full", "tenant_full", "overloaded"), logging.WARNING)
 AGES = 0.02  # of the greatest age: how often ages are looked at
 JITTER = (0.9, 1.1)  # of a connection's greatest age: those that began together do not all move at once
 
@@ -155,26 +159,22 @@ class Connections:
         self._reserved_for: Counter[str] = Counter()  # by tenant
         self._open: set[Connection] = set()
         self._changed = threading.Condition()
-        self._full, self._unchecked = LogRateLimiter(REMIND_SECONDS), LogRateLimiter(REMIND_SECONDS)
+        self._refusals: dict[tuple[str, str], LogRateLimiter] = {}  # by reason and tenant
+        self._unchecked = LogRateLimiter(REMIND_SECONDS)
         self._looks_at_ages = False
-        self._tenant_full = defaultdict[str, LogRateLimiter](lambda: LogRateLimiter(REMIND_SECONDS))
         self._draining = False
 
-    def reserve(self, peer: str) -> bool:
-        """Whether there is room for another, kept until ``start`` or ``release``; if not, that is counted."""
-        with self._changed:
-            if self._reserved + len(self._open) < self._limits.total:
-                self._reserved += 1
-                return True
-        self.turn_away(peer, f"{self._limits.total} connections are open, which is the limit")
-        return False
+    def reserve(self) -> None:
+        """Keep room for another until ``start`` or ``release``.
 
-    def turn_away(self, peer: str, why: str) -> None:
-        """Count a connection for which there is no room; the log has one of a minute's."""
-        self.metrics.handshake_failed("full")
-        if self._full.due(time.monotonic()):
-            extra = {"peer": peer, "reason": "full"}
-            log.warning("no room for %s, and perhaps for others: %s", peer, why, extra=extra)
+        Raises:
+            Refused: there is none.
+        """
+        with self._changed:
+            if self._reserved + len(self._open) >= self._limits.total:
+                why = f"{self._limits.total} connections are open, which is the limit"
+                raise Refused("full", "as many sessions as the executor allows", why)
+            self._reserved += 1
 
     def release(self) -> None:
         """The room is free: there will be no connection."""
@@ -182,24 +182,43 @@ class Connections:
             self._reserved -= 1
             self._changed.notify_all()
 
-    def reserve_for(self, tenant: str) -> bool:
-        """Whether a tenant may have another; kept, or counted and logged, as by ``reserve``."""
+    def admit(self, token: str | None, tokens: TokenFile, room: ExitStack) -> Admitted:
+        """Whom a token lets in, with room for the tenant until ``start`` or the end of ``room``.
+
+        Raises:
+            Refused: nobody, or the tenant has as many connections as it may.
+        """
+        admitted = identify(token, tokens)
+        self.reserve_for(admitted.tenant)
+        room.callback(self.release_for, admitted.tenant)
+        return admitted
+
+    def reserve_for(self, tenant: str) -> None:
+        """Keep room for another of a tenant's, as ``reserve`` does."""
         with self._changed:
             count = sum(each.tenant == tenant for each in self._open) + self._reserved_for[tenant]
-            if count < self._limits.per_tenant:
-                self._reserved_for[tenant] += 1
-                return True
-        self.metrics.handshake_failed("tenant_full")
-        if self._tenant_full[tenant].due(time.monotonic()):
-            who = {"tenant": tenant}
-            log.warning("tenant %s has %d connections already", tenant, self._limits.per_tenant, extra=who)
-        return False
+            if count >= self._limits.per_tenant:
+                why = f"{tenant} has {self._limits.per_tenant} connections, which is the limit"
+                raise Refused("tenant_full", "this tenant has too many sessions", why, tenant)
+            self._reserved_for[tenant] += 1
 
     def release_for(self, tenant: str) -> None:
         """The tenant's room is free: there will be no connection."""
         with self._changed:
             self._reserved_for[tenant] -= 1
             self._reserved_for += Counter()  # forgets tenants without any
+
+    def refused(self, error: Refused, peer: str) -> None:
+        """Count a peer that got no session, and log why, unless that was logged often enough lately."""
+        reason, tenant = error.reason, error.tenant
+        self.metrics.handshake_failed(reason)
+        times = 1 if reason in ("full", "tenant_full") else FAILURES  # strangers decide how many there are
+        limiter = self._refusals.setdefault((reason, tenant), LogRateLimiter(REMIND_SECONDS, times))
+        if limiter.due(time.monotonic()):
+            why = f" ({error.why})" if error.why else ""
+            who = {"peer": peer, "reason": reason} | ({"tenant": tenant} if tenant else {})
+            level, more = _LEVELS.get(reason, logging.INFO), limiter.more()
+            log.log(level, "no session for %s: %s%s%s", peer, reason, why, more, extra=who)
 
     def start(self, connection: Connection) -> None:
         """Serve it from now on, in the room that was kept for it; in the loop's thread."""

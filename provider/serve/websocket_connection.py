@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from provider.engine.loop import READ, WRITE, Loop
+from provider.serve.admission import Admitted
 from provider.serve.connection import (
     ANSWERING,
     CLOSING,
@@ -21,7 +22,7 @@ from provider.serve.connection import (
     OPEN,
     Connection,
 )
-from provider.serve.handshake import LINGER_SECONDS, NO_ROOM, Admitted, TooManyConnections, linger
+from provider.serve.handshake import LINGER_SECONDS
 from provider.serve.tls_socket import BoundedTlsSocket
 from provider.serve.write_queue import WriteQueue
 from provider.session.tenant import Send, TenantSession
@@ -71,9 +72,6 @@ class WebsocketConnection(Connection):
         open_session: makes its session of the tenant, what sends an answer, and ``peer``.
         max_message_bytes: of a payload.
         max_in_flight: requests under way at most; no more are read until one is answered.
-
-    Raises:
-        TooManyConnections, OSError: ``open_session`` did, or something is short; the tenant has been told.
     """
 
     def __init__(
@@ -89,9 +87,6 @@ class WebsocketConnection(Connection):
         self._sock, self._max_in_flight = sock, max_in_flight
         try:
             self._session = open_session(self.tenant, self._send, peer)
-        except (TooManyConnections, OSError) as error:
-            _turn_away(sock, str(error) if isinstance(error, TooManyConnections) else NO_ROOM)
-            raise
         except BaseException:
             sock.close()
             raise
@@ -360,18 +355,6 @@ class _StallWatch:
         self._seen = moved
         self._slow_looks = self._slow_looks + 1 if slow else 0
         return self._slow_looks >= LOOKS
-
-
-def _turn_away(sock: BoundedTlsSocket, why: str) -> None:
-    """Say that there is no session, and close the socket."""
-    with sock:
-        sock.settimeout(1.0)
-        try:
-            sock.sendall(_close_frame(1013, why))  # try again later
-            sock.unwrap()
-        except (OSError, ValueError):
-            pass  # the peer may be gone
-        linger(sock)
 
 
 def _close_frame(code: int, reason: str) -> bytes:

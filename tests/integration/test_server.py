@@ -143,7 +143,7 @@ def test_a_tenant_with_too_many_connections_is_turned_away(
     executor = another(limits=ConnectionLimits(per_tenant=2))
     tokens = executor.server.tokens  # type: ignore[union-attr]
     with executor.connect() as first, executor.connect():
-        with pytest.raises(ConnectionLost, match="too many connections") as caught:
+        with pytest.raises(ConnectError, match="too many sessions") as caught:
             executor.connect()
         assert caught.value.retry_after
         other = tokens.add("somebody-else")

@@ -68,8 +68,8 @@ class Tried(Connection):
 
 def started(loop: FakeLoop, garbage: bool, limits: ConnectionLimits) -> tuple[Connections, Tried]:
     connections = Connections(Metrics(), loop, limits)  # type: ignore[arg-type]
-    assert connections.reserve("")
-    assert connections.reserve_for("alice")
+    connections.reserve()
+    connections.reserve_for("alice")
     connection = Tried(garbage)
     connections.start(connection)
     return connections, connection
@@ -84,7 +84,7 @@ def test_a_connection_that_ends_while_it_begins_is_not_kept(seconds: float) -> N
     del connection
     gc.collect()
     assert ended() is None
-    assert connections.reserve("")  # there is room again
+    connections.reserve()  # there is room again
 
 
 def test_old_connections_are_drained_once() -> None:
@@ -108,7 +108,7 @@ def test_a_drain_that_begins_reaches_those_to_come() -> None:
     connections.begin_drain()
     assert connections.draining
     assert before.drained
-    connections.reserve("")
+    connections.reserve()
     connections.reserve_for("alice")
     connections.start(later := Tried(False))
     assert later.drained
