@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from provider.executor.base import BaseExecutor
+from provider.serve.admission import Refused, identify
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import Service, TenantSession
-from shared.errors import AuthenticationError, ConnectError, WireError
+from shared.errors import ConnectError, WireError
 from shared.transport.endpoint import OnAnswer
-from shared.wire.header import Header, parse_header, request_id_of
-from shared.wire.websocket import Incoming
+from shared.transport.refusal import session_refused
+from shared.wire.header import Header
+from shared.wire.websocket import check_header
 
 LOOK_SECONDS = 0.5  # between looks whether an answer can still come
 
@@ -49,9 +52,10 @@ class InprocessExecutor:
         """See ``shared.transport.endpoint.Endpoint``."""
         if self.closed:
             raise ConnectError(f"cannot connect to {self.url}: it is closed")
-        tenant = self._tokens.tenant_of(token) if self._tokens is not None else "inprocess"
-        if tenant is None:
-            raise AuthenticationError(f"{self.url} refused the token")
+        try:
+            tenant = identify(token, self._tokens).tenant if self._tokens is not None else "inprocess"
+        except Refused as refused:
+            raise session_refused(self.url, refused.info) from refused
         return InprocessSession(self, tenant, on_answer)
 
     def close(self) -> None:
@@ -79,21 +83,17 @@ class InprocessSession:
         """See ``shared.transport.endpoint.EndpointSession``."""
         if self._executor.closed or not self._open:
             raise BrokenPipeError(f"{self._executor.url} is closed")
-        parsed: Header | None = None
+        call_soon = self._executor.service.engine.loop.call_soon_threadsafe
         try:
-            parsed = parse_header(header)
-            if parsed.payload_bytes != payload.nbytes:
-                raise WireError("payload_length", "the payload has not the bytes that its header says")
-            self._session.accept(parsed)
-            rows = payload.view(-1).view(parsed.payload_dtype).view(parsed.payload_shape)
-            message = Incoming(parsed, rows)
+            message = check_header(header, self._session.accept, payload.nbytes)
         except WireError as error:
-            if error.fatal:
-                self._session.refuse(0, error)
-                self._on_answer(*self._next_answer())
-                raise BrokenPipeError(error.code) from error
-            message = Incoming(parsed or Header(0, request_id=request_id_of(header)), None, error)
-        self._executor.service.engine.loop.call_soon_threadsafe(lambda: self._session.answer(message))
+            call_soon(partial(self._session.refuse, 0, error))
+            self._on_answer(*self._next_answer())
+            raise BrokenPipeError(error.code) from error
+        if message.error is None:
+            head = message.header
+            message.payload = payload.view(-1).view(head.payload_dtype).view(head.payload_shape)
+        call_soon(partial(self._session.answer, message))
         self._on_answer(*self._next_answer())
 
     def _next_answer(self) -> tuple[bytes, torch.Tensor]:

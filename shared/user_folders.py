@@ -19,7 +19,7 @@ def configuration_home() -> Path:
 def keep_compiled_code() -> None:
     """Have torch.compile keep code in the user's cache; for before torch is imported.
 
-    torch's default is a name in /tmp, which another user may take first. Users without a home, like those of some
+    torch's default is a name in /tmp, which another user may take first. Users without a home, like some
     services, keep the default.
     """
     folder = cache_home() / "symbiosis" / "compiled"

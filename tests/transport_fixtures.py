@@ -39,6 +39,7 @@ def everywhere(tls_dir: Path, token_file: tuple[Path, str]) -> Iterator[Start]:
         service: Callable[[BaseExecutor], Service] = Service.of,
         memory_bytes: int = 1 << 30,
         max_connections: int = 256,
+        tenant_connections: int = 64,
         **options: Any,
     ) -> TransportServers:
         made = service(BaseExecutor(folder, limits=limits, **{"numerics": "float32", **options}))
@@ -48,7 +49,7 @@ def everywhere(tls_dir: Path, token_file: tuple[Path, str]) -> Iterator[Start]:
             context=server_context(tls_dir),
             tokens=tokens,
             port=0,
-            limits=ConnectionLimits(max_connections),
+            limits=ConnectionLimits(max_connections, tenant_connections),
         )
         # Sockets want short paths.
         directory = Path(tempfile.mkdtemp(prefix="symbiosis-"))

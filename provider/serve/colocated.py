@@ -24,11 +24,9 @@ import torch
 import zmq
 
 from provider.engine.loop import READ, Loop
-from provider.observe.metrics import Reason
+from provider.serve.admission import Admitted, Refused, check_version, refusal
 from provider.serve.connection import CLOSING, DRAINING, ENDED, LINGERING, OPEN, Connection, Connections
-from provider.serve.descriptors import explained, none_left
-from provider.serve.handshake import NO_ROOM, RETRY_SECONDS, Admitted
-from provider.serve.tokens import ExpiredToken, TokenFile, sha256_of
+from provider.serve.tokens import TokenFile
 from provider.session.tenant import Service, TenantSession
 from shared.errors import ConfigurationError, WireError
 from shared.transport import SCHEME
@@ -49,10 +47,10 @@ from shared.transport.colocated import (
     directory_of,
     why_not_private,
 )
-from shared.wire.header import HEADER_BYTES, SUBPROTOCOL, Header, Operation, parse_header, request_id_of
-from shared.wire.messages import ErrorInfo, encode
+from shared.wire.header import HEADER_BYTES, Header, Operation
+from shared.wire.messages import encode
 from shared.wire.protocol import MAX_REQUEST_CONTROL_BYTES
-from shared.wire.websocket import Incoming
+from shared.wire.websocket import Incoming, check_header
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +100,7 @@ class SessionMemory:
         max_bytes: bytes that it may grow to.
 
     Raises:
-        MemoryError: there is none left.
+        Refused: there is none left.
     """
 
     def __init__(self, budget: MemoryBudget, tenant: str, max_bytes: int) -> None:
@@ -114,7 +112,7 @@ class SessionMemory:
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             self.grow(min(FIRST_BYTES, max_bytes))
             if not self.size:
-                raise MemoryError
+                raise Refused("overloaded", "no shared memory for another session", tenant=tenant)
         except BaseException:
             self.close()
             raise
@@ -193,7 +191,7 @@ class ColocatedConnection(Connection):
     def drain(self) -> None:
         """See Connection."""
         if self._stage == OPEN:
-            self._stage = DRAINING
+            self._advance(DRAINING)
         if self._greeted and self._reading:
             self._guarded(self._read_requests)
         self._finish()
@@ -263,7 +261,7 @@ class ColocatedConnection(Connection):
         """Say so, and wait until the tenant has heard it, which closes its pipe."""
         if self._stage >= CLOSING:
             return
-        self._stage = LINGERING
+        self._advance(LINGERING)
         try:
             self._write(END)
         except OSError:
@@ -281,26 +279,23 @@ class ColocatedConnection(Connection):
     def _incoming(self, data: bytes) -> Incoming:
         if len(data) < PREAMBLE_BYTES:
             raise WireError("header", f"message of {len(data)} bytes is shorter than its header", fatal=True)
-        header: Header | None = None
+        message = check_header(data, self._session.accept, len(data) - PREAMBLE_BYTES, elsewhere=_ROWS)
+        if message.error is not None:
+            return message
+        header = message.header
+        at, self._places[header.request_id] = PLACES.unpack_from(data, HEADER_BYTES)
+        if header.operation not in _ROWS:
+            payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)[PREAMBLE_BYTES:]
+            message.payload = payload.view(header.payload_shape)
+            return message
         try:
-            header = parse_header(data)
-            rows = header.operation in _ROWS
-            if (0 if rows else header.payload_bytes) != len(data) - PREAMBLE_BYTES:
-                raise WireError("payload_length", "the message has not the bytes that its header says")
-            self._session.accept(header)
-            at, self._places[header.request_id] = PLACES.unpack_from(data, HEADER_BYTES)
-            if rows:
-                payload = self._memory.mapped.tensor(at, header.payload_dtype, header.payload_shape)
-                if self._copies:  # the tenant uses its memory again before they are written down
-                    payload = payload.clone()
-            else:
-                payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)[PREAMBLE_BYTES:]
-                payload = payload.view(header.payload_shape)
+            message.payload = self._memory.mapped.tensor(at, header.payload_dtype, header.payload_shape)
         except WireError as error:
-            if error.fatal:
-                raise
-            return Incoming(header or Header(0, request_id=request_id_of(data)), None, error)
-        return Incoming(header, payload)
+            message.error = error.with_traceback(None)  # which would keep the message
+            return message
+        if self._copies:  # the tenant uses its memory again before they are written down
+            message.payload = message.payload.clone()
+        return message
 
     def _make_pipes(self, resources: ExitStack) -> list[int]:
         ends = []
@@ -406,11 +401,7 @@ class ColocatedServer:
         while self._woken.fileno() not in dict(poll.poll()):
             try:
                 who, *parts = self._listener.recv_multipart(zmq.NOBLOCK)
-                try:
-                    answer = self._answer(parts)
-                except Exception as error:
-                    answer = self._failed(error)
-                self._listener.send_multipart([who, *answer], zmq.NOBLOCK)
+                self._listener.send_multipart([who, *self._answer(parts)], zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 log.info("a tenant of this machine left early: %s", error)
         self._woken.close()
@@ -419,64 +410,23 @@ class ColocatedServer:
         os.close(self._locked)
 
     def _answer(self, parts: list[bytes]) -> list[bytes]:
-        if not parts or parts[0] != SUBPROTOCOL.encode():
-            return self._refuse(
-                "protocol_version", f"this executor speaks {SUBPROTOCOL}; install a matching version"
-            )
-        token = parts[1].decode(errors="surrogateescape") if len(parts) == 2 else ""
+        connections = self._connections
         try:
-            tenant = self._tokens.tenant_of(token)
-        except ExpiredToken as error:
-            return self._refuse("unauthorized", error.message, expired=error.tenant)
-        if tenant is None:
-            return self._refuse(
-                "unauthorized", "missing or unknown bearer token; ask the provider for a token of yours"
-            )
-        if not self._connections.reserve_for(tenant):
-            return self._refuse(
-                "overloaded", "this tenant has too many sessions", RETRY_SECONDS, counted=True
-            )
-        if not self._connections.reserve(PEER):
-            self._connections.release_for(tenant)
-            return self._refuse(
-                "overloaded", "as many sessions as the executor allows", RETRY_SECONDS, counted=True
-            )
-        admitted = Admitted(tenant, sha256_of(token))
-        try:
-            connection = ColocatedConnection(self._directory, admitted, self._service, self._budget)
+            check_version(part.decode(errors="replace") for part in parts[:1])
+            token = parts[1].decode(errors="surrogateescape") if len(parts) == 2 else None
+            with ExitStack() as room:
+                connections.reserve()
+                room.callback(connections.release)
+                admitted = connections.admit(token, self._tokens, room)
+                connection = ColocatedConnection(self._directory, admitted, self._service, self._budget)
+                opened = connection.opened()  # before it may end
+                connections.loop.call_soon_threadsafe(partial(connections.start, connection))
+                room.pop_all()
+            return [OPENED, encode(opened)]
         except Exception as error:
-            self._connections.release()
-            self._connections.release_for(tenant)
-            if isinstance(error, MemoryError):
-                return self._refuse("overloaded", "no shared memory for another session", RETRY_SECONDS)
-            raise
-        opened = connection.opened()  # before it may end
-        self._connections.loop.call_soon_threadsafe(partial(self._connections.start, connection))
-        return [OPENED, encode(opened)]
-
-    def _refuse(
-        self,
-        code: Reason,
-        message: str,
-        retry_after: float | None = None,
-        *,
-        counted: bool = False,
-        expired: str = "",
-    ) -> list[bytes]:
-        """``counted``: it is already; ``expired``: whose token it was."""
-        reason: Reason = "expired" if expired else code
-        if not counted:
-            self._service.metrics.handshake_failed(reason)
-        who = {"peer": PEER, "reason": reason} | ({"tenant": expired} if expired else {})
-        log.info("no session for %s: %s", expired or PEER, reason, extra=who)
-        return [REFUSED, encode(ErrorInfo(code, message, retry_after))]
-
-    def _failed(self, error: Exception) -> list[bytes]:
-        if none_left(error):
-            log.error("no session for a tenant of this machine: %s", explained(error))
-            return self._refuse("overloaded", NO_ROOM, RETRY_SECONDS)
-        log.error("no session for a tenant of this machine", exc_info=error)
-        return self._refuse("internal", "the executor failed to open a session; report it")
+            refused = refusal(error)
+            connections.refused(refused, PEER)
+            return [REFUSED, encode(refused.info)]
 
 
 def _claim(directory: Path) -> int:

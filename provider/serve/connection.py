@@ -8,14 +8,16 @@ import random
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from enum import IntEnum
 from functools import partial
 from typing import NamedTuple
 
 from provider.engine.loop import Loop
 from provider.observe.metrics import Metrics
+from provider.serve.admission import Admitted, Refused, identify
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import TenantSession
 from shared.errors import ConfigurationError, WireError
@@ -24,6 +26,8 @@ from shared.log_rate_limit import LogRateLimiter
 log = logging.getLogger(__name__)
 
 REMIND_SECONDS = 60.0  # between lines of the log that say the same
+FAILURES = 60  # of one kind of handshake that are logged in that time
+_LEVELS = {"internal": logging.ERROR} | dict.fromkeys(("full", "tenant_full", "overloaded"), logging.WARNING)
 AGES = 0.02  # of the greatest age: how often ages are looked at
 JITTER = (0.9, 1.1)  # of a connection's greatest age: those that began together do not all move at once
 
@@ -53,11 +57,11 @@ class Connection(ABC):
     """
 
     _session: TenantSession
+    _stage: Stage = OPEN
 
     def __init__(self, tenant: str, token: str, peer: str) -> None:
         self.tenant, self.token = tenant, token
         self._who = {"tenant": tenant, "peer": peer}  # for the log
-        self._stage = OPEN
         self.drain_at = math.inf
 
     def start(self, loop: Loop, ended: Callable[[], None]) -> None:
@@ -79,6 +83,12 @@ class Connection(ABC):
             log.warning("tenant %s is shut out: its token is valid no more", self.tenant, extra=extra)
             self._session.refuse(0, error)
             self._refused(error)
+
+    def _advance(self, stage: Stage) -> None:
+        """Go forward; nothing else sets the stage."""
+        if stage < self._stage:
+            raise AssertionError(f"from {self._stage!r} back to {stage!r}")
+        self._stage = stage
 
     @abstractmethod
     def _refused(self, error: WireError) -> None:
@@ -114,7 +124,7 @@ class Connection(ABC):
 
     def _end(self) -> None:
         if self._stage < ENDED:
-            self._stage = ENDED
+            self._advance(ENDED)
             self._release()
             self._on_end()
             del self._on_end  # it keeps this connection, which would wait for the garbage collector
@@ -149,26 +159,22 @@ class Connections:
         self._reserved_for: Counter[str] = Counter()  # by tenant
         self._open: set[Connection] = set()
         self._changed = threading.Condition()
-        self._full, self._unchecked = LogRateLimiter(REMIND_SECONDS), LogRateLimiter(REMIND_SECONDS)
+        self._refusals: dict[tuple[str, str], LogRateLimiter] = {}  # by reason and tenant
+        self._unchecked = LogRateLimiter(REMIND_SECONDS)
         self._looks_at_ages = False
-        self._tenant_full = defaultdict[str, LogRateLimiter](lambda: LogRateLimiter(REMIND_SECONDS))
-        self.draining = False
+        self._draining = False
 
-    def reserve(self, peer: str) -> bool:
-        """Whether there is room for another, kept until ``start`` or ``release``; if not, that is counted."""
+    def reserve(self) -> None:
+        """Keep room for another until ``start`` or ``release``.
+
+        Raises:
+            Refused: there is none.
+        """
         with self._changed:
-            if self._reserved + len(self._open) < self._limits.total:
-                self._reserved += 1
-                return True
-        self.turn_away(peer, f"{self._limits.total} connections are open, which is the limit")
-        return False
-
-    def turn_away(self, peer: str, why: str) -> None:
-        """Count a connection for which there is no room; the log has one of a minute's."""
-        self.metrics.handshake_failed("full")
-        if self._full.due(time.monotonic()):
-            extra = {"peer": peer, "reason": "full"}
-            log.warning("no room for %s, and perhaps for others: %s", peer, why, extra=extra)
+            if self._reserved + len(self._open) >= self._limits.total:
+                why = f"{self._limits.total} connections are open, which is the limit"
+                raise Refused("full", "as many sessions as the executor allows", why)
+            self._reserved += 1
 
     def release(self) -> None:
         """The room is free: there will be no connection."""
@@ -176,24 +182,43 @@ class Connections:
             self._reserved -= 1
             self._changed.notify_all()
 
-    def reserve_for(self, tenant: str) -> bool:
-        """Whether a tenant may have another; kept, or counted and logged, as by ``reserve``."""
+    def admit(self, token: str | None, tokens: TokenFile, room: ExitStack) -> Admitted:
+        """Whom a token lets in, with room for the tenant until ``start`` or the end of ``room``.
+
+        Raises:
+            Refused: nobody, or the tenant has as many connections as it may.
+        """
+        admitted = identify(token, tokens)
+        self.reserve_for(admitted.tenant)
+        room.callback(self.release_for, admitted.tenant)
+        return admitted
+
+    def reserve_for(self, tenant: str) -> None:
+        """Keep room for another of a tenant's, as ``reserve`` does."""
         with self._changed:
             count = sum(each.tenant == tenant for each in self._open) + self._reserved_for[tenant]
-            if count < self._limits.per_tenant:
-                self._reserved_for[tenant] += 1
-                return True
-        self.metrics.handshake_failed("tenant_full")
-        if self._tenant_full[tenant].due(time.monotonic()):
-            who = {"tenant": tenant}
-            log.warning("tenant %s has %d connections already", tenant, self._limits.per_tenant, extra=who)
-        return False
+            if count >= self._limits.per_tenant:
+                why = f"{tenant} has {self._limits.per_tenant} connections, which is the limit"
+                raise Refused("tenant_full", "this tenant has too many sessions", why, tenant)
+            self._reserved_for[tenant] += 1
 
     def release_for(self, tenant: str) -> None:
         """The tenant's room is free: there will be no connection."""
         with self._changed:
             self._reserved_for[tenant] -= 1
             self._reserved_for += Counter()  # forgets tenants without any
+
+    def refused(self, error: Refused, peer: str) -> None:
+        """Count a peer that got no session, and log why, unless that was logged often enough lately."""
+        reason, tenant = error.reason, error.tenant
+        self.metrics.handshake_failed(reason)
+        times = 1 if reason in ("full", "tenant_full") else FAILURES  # strangers decide how many there are
+        limiter = self._refusals.setdefault((reason, tenant), LogRateLimiter(REMIND_SECONDS, times))
+        if limiter.due(time.monotonic()):
+            why = f" ({error.why})" if error.why else ""
+            who = {"peer": peer, "reason": reason} | ({"tenant": tenant} if tenant else {})
+            level, more = _LEVELS.get(reason, logging.INFO), limiter.more()
+            log.log(level, "no session for %s: %s%s%s", peer, reason, why, more, extra=who)
 
     def start(self, connection: Connection) -> None:
         """Serve it from now on, in the room that was kept for it; in the loop's thread."""
@@ -206,7 +231,7 @@ class Connections:
         self.metrics.connected(1)
         # It reads at once, so it may end here: nothing else may keep it than what ``_ended`` takes it from.
         connection.start(self.loop, partial(self._ended, connection))
-        if self.draining:
+        if self._draining:
             connection.drain()
         elif self._limits.seconds and not self._looks_at_ages:
             self._looks_at_ages = True
@@ -244,10 +269,19 @@ class Connections:
             if (connection.tenant, connection.token) not in valid:
                 self.loop.call_soon_threadsafe(connection.revoke)
 
-    def drain(self, seconds: float) -> bool:
-        """Let every connection answer what has arrived; whether all ended in time."""
-        self.draining = True
+    @property
+    def draining(self) -> bool:
+        """Whether ``begin_drain`` was called."""
+        return self._draining
+
+    def begin_drain(self) -> None:
+        """Let every connection, also those to come, answer what has arrived; from any thread, at once."""
+        self._draining = True
         self.loop.call_soon_threadsafe(self._drain_open)
+
+    def drain(self, seconds: float) -> bool:
+        """``begin_drain``, and wait; whether all ended in time."""
+        self.begin_drain()
         with self._changed:
             return self._changed.wait_for(lambda: not (self._open or self._reserved), seconds)
 

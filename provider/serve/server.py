@@ -9,33 +9,26 @@ import socket
 import ssl
 import threading
 import time
-from collections import defaultdict
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from provider.observe.metrics import Reason
+from provider.serve.admission import Admitted, Refused, refusal
 from provider.serve.certificates import own_certificate
 from provider.serve.connection import DEFAULT_LIMITS, REMIND_SECONDS, ConnectionLimits, Connections
 from provider.serve.descriptors import ReserveDescriptor, explained, none_left
-from provider.serve.handshake import (
-    HANDSHAKE_ERRORS,
-    HandshakeRefused,
-    TooManyConnections,
-    handshake,
-)
+from provider.serve.handshake import HANDSHAKE_ERRORS, handshake, refusal_of
 from provider.serve.listening import bound, listen
 from provider.serve.tokens import TokenFile
 from provider.serve.websocket_connection import OpenSession, WebsocketConnection
-from provider.session.tenant import Send, Service, TenantSession
+from provider.session.tenant import Service
 from shared.atomic import write_atomically
 from shared.errors import ConfigurationError
 from shared.log_rate_limit import LogRateLimiter
 
 log = logging.getLogger(__name__)
-
-FAILURES = 60  # of one kind of handshake that are logged in a minute
 
 
 def key_exchange_groups(openssl: tuple[int, ...]) -> str:
@@ -91,16 +84,15 @@ class Acceptor:
             max_in_flight,
         )
         self._reserve = ReserveDescriptor()
-        self._failures = defaultdict[str, LogRateLimiter](lambda: LogRateLimiter(REMIND_SECONDS, FAILURES))
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
     def _accept(self) -> None:
         reminder = LogRateLimiter(REMIND_SECONDS)
-        while not self._connections.draining:
+        while True:
             try:
                 raw, address = self._listener.accept()
             except OSError as error:
-                if self._connections.draining or error.errno == errno.EINVAL:  # nobody listens any more
+                if error.errno in (errno.EINVAL, errno.EBADF):  # nobody listens any more
                     break
                 if reminder.due(time.monotonic()):
                     log.error("cannot accept connections: %s", explained(error))
@@ -108,76 +100,47 @@ class Acceptor:
                     threading.Event().wait(0.1)  # give some time to close
                     self._reserve.acquire()
                 continue
-            if not self._connections.reserve(address[0]):
+            try:
+                self._connections.reserve()
+            except Refused as error:
                 raw.close()
+                self._connections.refused(error, address[0])
             else:
                 try:
                     threading.Thread(
                         target=self._let_in, args=(raw, address[0]), name="handshake", daemon=True
                     ).start()
-                except RuntimeError:  # no more threads to be had: this connection is one too many
+                except RuntimeError:  # this connection is one too many
                     raw.close()
-                    self._connections.turn_away(address[0], "no more threads to be had")
+                    self._connections.refused(Refused("full", why="no more threads to be had"), address[0])
                     self._connections.release()
             self._reserve.acquire()
         self._reserve.release()
 
     def _let_in(self, raw: socket.socket, peer: str) -> None:
+        connections = self._connections
         try:
-            connection = self._shake_hands(raw, peer)
-            if connection is None:
-                self._connections.release()
-            else:
-                self._connections.loop.call_soon_threadsafe(partial(self._connections.start, connection))
-        except BaseException:
-            self._connections.metrics.handshake_failed("internal")
-            log.exception("a handshake failed")
-            self._connections.release()
-
-    def _shake_hands(self, raw: socket.socket, peer: str) -> WebsocketConnection | None:
-        with raw:
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
-            try:
-                sock, admitted = handshake(raw, self._context, self._tokens)
-            except HANDSHAKE_ERRORS as error:
-                self._failed(error, peer)
-                return None
-            who = {"peer": peer, "tenant": admitted.tenant}
-            try:
-                return WebsocketConnection(
-                    sock, admitted, peer, self._open, self._max_message_bytes, self._max_in_flight
+            with ExitStack() as room, raw:
+                room.callback(connections.release)
+                raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+                sock, admitted = handshake(raw, self._context, partial(self._admit, room))
+                connection = WebsocketConnection(
+                    sock, admitted, peer, self._open_session, self._max_message_bytes, self._max_in_flight
                 )
-            except TooManyConnections as error:
-                limiter = self._failures[f"too many connections of {admitted.tenant}"]
-                if limiter.due(time.monotonic()):
-                    more = limiter.more()
-                    log.info("tenant %s was turned away: %s%s", admitted.tenant, error, more, extra=who)
-            except OSError as error:
-                log.error("tenant %s was turned away: %s", admitted.tenant, explained(error), extra=who)
-                self._connections.metrics.handshake_failed("full")
-            return None
+                connections.loop.call_soon_threadsafe(partial(connections.start, connection))
+                room.pop_all()
+        except HANDSHAKE_ERRORS as error:
+            connections.refused(refusal_of(error), peer)
+        except Exception as error:
+            connections.refused(refusal(error), peer)
 
-    def _failed(self, error: Exception, peer: str) -> None:
-        """Count a handshake that failed, and log why."""
-        reason: Reason = "slow" if isinstance(error, TimeoutError) else "tls"
-        who, more = {"peer": peer}, type(error).__name__
-        if isinstance(error, HandshakeRefused):
-            reason, more = error.reason, error.tenant
-            who |= {"tenant": error.tenant} if error.tenant else {}
-        elif isinstance(error, ssl.SSLError) and error.reason:  # OpenSSL's own name for it
-            more = error.reason
-        self._connections.metrics.handshake_failed(reason)
-        shown = f"{reason} ({more})" if more else reason
-        limiter = self._failures[reason]  # strangers decide how many there are
-        if limiter.due(time.monotonic()):
-            log.info("no session for %s: %s%s", peer, shown, limiter.more(), extra=who | {"reason": reason})
-
-    def _open(self, tenant: str, send: Send, peer: str) -> TenantSession:
+    def _admit(self, room: ExitStack, token: str | None) -> Admitted:
+        admitted = self._connections.admit(token, self._tokens, room)
         if not self._reserve.acquire():  # a session with the last one would leave none to refuse others with
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return self._open_session(tenant, send, peer)
+            raise refusal(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+        return admitted
 
 
 class Server:
@@ -209,7 +172,7 @@ class Server:
             context=context,
             tokens=tokens,
             connections=self.connections,
-            open_session=self._open_session,
+            open_session=service.open,
             max_message_bytes=of_messages.max_message_bytes,
             max_in_flight=of_messages.max_in_flight,
         )
@@ -230,8 +193,7 @@ class Server:
             raise ConfigurationError(f"cannot write the ready file {path}: {error.strerror}") from error
 
     def stop_listening(self) -> None:
-        """Accept nobody any more."""
-        self.connections.draining = True
+        """Accept nobody any more; who is in the handshake still gets a session."""
         try:
             # Closing alone would not wake those who wait in accept().
             self.listener.shutdown(socket.SHUT_RDWR)
@@ -248,12 +210,3 @@ class Server:
     def draining(self) -> bool:
         """Whether it has begun to end."""
         return self.connections.draining
-
-    def _open_session(self, tenant: str, send: Send, peer: str) -> TenantSession:
-        if not self.connections.reserve_for(tenant):
-            raise TooManyConnections("too many connections of this tenant")
-        try:
-            return self.service.open(tenant, send, peer)
-        except BaseException:
-            self.connections.release_for(tenant)
-            raise

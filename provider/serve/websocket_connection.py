@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from provider.engine.loop import READ, WRITE, Loop
+from provider.serve.admission import Admitted
 from provider.serve.connection import (
     ANSWERING,
     CLOSING,
@@ -21,7 +22,7 @@ from provider.serve.connection import (
     OPEN,
     Connection,
 )
-from provider.serve.handshake import LINGER_SECONDS, NO_ROOM, Admitted, TooManyConnections, linger
+from provider.serve.handshake import LINGER_SECONDS
 from provider.serve.tls_socket import BoundedTlsSocket
 from provider.serve.write_queue import WriteQueue
 from provider.session.tenant import Send, TenantSession
@@ -71,9 +72,6 @@ class WebsocketConnection(Connection):
         open_session: makes its session of the tenant, what sends an answer, and ``peer``.
         max_message_bytes: of a payload.
         max_in_flight: requests under way at most; no more are read until one is answered.
-
-    Raises:
-        TooManyConnections, OSError: ``open_session`` did, or something is short; the tenant has been told.
     """
 
     def __init__(
@@ -89,9 +87,6 @@ class WebsocketConnection(Connection):
         self._sock, self._max_in_flight = sock, max_in_flight
         try:
             self._session = open_session(self.tenant, self._send, peer)
-        except (TooManyConnections, OSError) as error:
-            _turn_away(sock, str(error) if isinstance(error, TooManyConnections) else NO_ROOM)
-            raise
         except BaseException:
             sock.close()
             raise
@@ -121,7 +116,7 @@ class WebsocketConnection(Connection):
     def drain(self) -> None:
         """See Connection."""
         if self._stage == OPEN:
-            self._stage = DRAINING
+            self._advance(DRAINING)
         self._resume()
 
     # -- in ---------------------------------------------------------------------------------------
@@ -223,7 +218,7 @@ class WebsocketConnection(Connection):
         if self._stage == OPEN or self._reader.mid_message:
             return
         if self._session.in_flight:
-            self._stage = ANSWERING
+            self._advance(ANSWERING)
             self._set_interest(reading=False)
         else:
             self._close(1001, "")
@@ -280,7 +275,7 @@ class WebsocketConnection(Connection):
         """
         if self._stage >= CLOSING:
             return
-        self._stage = CLOSING
+        self._advance(CLOSING)
         self._events.clear()
         if kept is not None:
             self._outgoing.drop(kept)
@@ -290,7 +285,7 @@ class WebsocketConnection(Connection):
 
     def _say_goodbye(self) -> None:
         """TLS's own end, so that the tenant sees an end and not a cut; then wait for its."""
-        self._stage = LINGERING
+        self._advance(LINGERING)
         self._loop.call_later(LINGER_SECONDS, self._end)
         try:
             self._sock.unwrap()
@@ -360,18 +355,6 @@ class _StallWatch:
         self._seen = moved
         self._slow_looks = self._slow_looks + 1 if slow else 0
         return self._slow_looks >= LOOKS
-
-
-def _turn_away(sock: BoundedTlsSocket, why: str) -> None:
-    """Say that there is no session, and close the socket."""
-    with sock:
-        sock.settimeout(1.0)
-        try:
-            sock.sendall(_close_frame(1013, why))  # try again later
-            sock.unwrap()
-        except (OSError, ValueError):
-            pass  # the peer may be gone
-        linger(sock)
 
 
 def _close_frame(code: int, reason: str) -> bytes:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -90,12 +90,14 @@ class Service:
         self.downloads.shutdown(wait=False, cancel_futures=True)
 
 
-class _AdmittedRequest(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _AdmittedRequest:
     """A request that the quota has admitted, until its answer is sent."""
 
     header: Header
     answer: Header
-    bytes_in_memory: int  # of both
+    rows: int  # in the quota
+    bytes_in_memory: int  # of request and answer
 
 
 class TenantSession:
@@ -118,12 +120,12 @@ class TenantSession:
         self._service, self._tenant, self._send = service, tenant, send
         self._who = {"tenant": tenant, "peer": peer} if peer else {"tenant": tenant}  # for the log
         self._protocol = ExecutorProtocol(service.executor.manifest)
-        self._admitted: dict[int, _AdmittedRequest] = {}  # by ``id`` of their headers
+        self._admitted: set[_AdmittedRequest] = set()
         self._identity = next(_IDENTITIES)  # an ``id`` would be used again
         self._number = service.transcript.opened(tenant) if service.transcript else 0
         self._closed, self._began, self._answered = False, time.monotonic(), 0
         self.logged = service.log_limits[tenant].due(self._began)
-        self._under_way: set[int] = set()  # of those admitted, without an answer
+        self._under_way: set[_AdmittedRequest] = set()  # of those admitted, without an answer
         self._reads: set[Future[torch.Tensor]] = set()  # that wait for their turn, or are under way
 
     @property
@@ -131,8 +133,11 @@ class TenantSession:
         """Requests without an answer."""
         return len(self._under_way)
 
-    def accept(self, header: Header) -> None:
+    def accept(self, header: Header) -> _AdmittedRequest | None:
         """Check a request's header; nothing has been allocated yet.
+
+        Returns:
+            The ticket of its message (``Incoming.ticket``), without which ``answer`` does not know it again.
 
         Raises:
             WireError: what is wrong, or ``overloaded``.
@@ -144,8 +149,14 @@ class TenantSession:
             if header.operation == Operation.SEED_EFFECT:  # the mask is drawn here
                 payload = header._replace(operation=Operation.PRODUCT).payload_bytes
             resident = payload + answer.payload_bytes
-            self._service.quotas.admit(self._tenant, header.rows, resident, received, time.monotonic())
-            self._admitted[id(header)] = _AdmittedRequest(header, answer, resident)
+            return self._admit(_AdmittedRequest(header, answer, header.rows, resident), received)
+        return None
+
+    def _admit(self, request: _AdmittedRequest, received_bytes: int) -> _AdmittedRequest:
+        rows, size = request.rows, request.bytes_in_memory
+        self._service.quotas.admit(self._tenant, rows, size, received_bytes, time.monotonic())
+        self._admitted.add(request)
+        return request
 
     def allocate(self, header: Header) -> torch.Tensor:
         """Where the payload of an accepted request goes."""
@@ -160,24 +171,25 @@ class TenantSession:
         """
         header = message.header
         if self._closed:
-            self._release(id(header))
+            self._release(message.ticket)
             return
         try:
             if message.error is not None:
                 # Not raised: its traceback would have it and the message keep each other.
-                self._failed(header, message.error)
+                self._failed(header, message.ticket, message.error)
             elif message.payload is None:
-                self._failed(header, WireError("payload_length", "the message has no payload"))
+                error = WireError("payload_length", "the message has no payload")
+                self._failed(header, message.ticket, error)
             elif header.operation == Operation.HELLO:
                 self._welcome(header, decode(tensor_bytes(message.payload), Hello))
             elif header.operation in PRODUCTS:
-                self._submit(header, message.payload)
+                self._submit(message.ticket, message.payload)
             else:
-                self._fetch(header, message.payload)
+                self._fetch(message, message.payload)
         except (OSError, EOFError):
             raise  # the connection, not the request
         except Exception as error:
-            self._failed(header, error)
+            self._failed(header, message.ticket, error)
 
     def refuse(self, request_id: int, error: SymbiosisError) -> None:
         """Answer with an error; request id 0 is for the whole session."""
@@ -195,8 +207,8 @@ class TenantSession:
                 "tenant %s left after %.0f s, %d products answered", self._tenant, lasted, count, extra=extra
             )
         self._closed = True
-        for number in self._admitted.keys() - self._under_way:
-            self._release(number)  # the others hold memory until they are back
+        for request in self._admitted - self._under_way:
+            self._release(request)  # the others hold memory until they are back
         self._service.engine.session_ended(self._tenant, self._identity)
         for read in [*self._reads]:  # nobody waits for them any more
             read.cancel()
@@ -213,74 +225,67 @@ class TenantSession:
         answer = Header(Operation.WELCOME, request_id=header.request_id, rows=1, columns=len(welcome))
         self._send(answer, welcome, _nothing)
 
-    def _submit(self, header: Header, payload: torch.Tensor) -> None:
-        service = self._service
+    def _submit(self, request: _AdmittedRequest, payload: torch.Tensor) -> None:
+        service, header = self._service, request.header
         if service.transcript:
             service.transcript.request(self._number, header, payload)
-        self._under_way.add(id(header))
-        service.engine.submit(
-            self._tenant, self._identity, header, payload, partial(self._on_product_done, header)
-        )
+        self._under_way.add(request)
+        done = partial(self._on_product_done, request)
+        service.engine.submit(self._tenant, self._identity, header, payload, done)
 
-    def _on_product_done(self, header: Header, done: Completion | Exception) -> None:
-        if isinstance(done, Exception) or self._closed:
-            self._on_done(header, None, [], done if isinstance(done, Exception) else None)
+    def _on_product_done(self, request: _AdmittedRequest, done: Completion | Exception) -> None:
+        if isinstance(done, Exception):
+            self._on_done(request, [], done)
             return
-        answer = self._admitted[id(header)].answer
-        if not self._on_done(header, answer, done.blocks):
+        if not self._on_done(request, done.blocks):
             return
-        service = self._service
+        service, header, answer = self._service, request.header, request.answer
         self._answered += 1
         if service.transcript:
             service.transcript.answered(self._number, header.request_id, done.reply_seconds)
         times = done._replace(blocks=[])  # the answer is sent, and counted against no quota any more
         service.engine.defer(partial(service.metrics.answered, self._tenant, header, answer, times))
 
-    def _fetch(self, header: Header, payload: torch.Tensor) -> None:
-        service = self._service
+    def _fetch(self, message: Incoming, payload: torch.Tensor) -> None:
+        service, header = self._service, message.header
         answer, read = service.executor.catalog.fetch(decode(tensor_bytes(payload), Fetch), header.request_id)
         size = answer.payload_bytes
-        service.quotas.admit(self._tenant, 0, size, size, time.monotonic())
-        self._admitted[id(header)] = _AdmittedRequest(header, answer, size)
-        self._under_way.add(id(header))
+        request = message.ticket = self._admit(_AdmittedRequest(header, answer, 0, size), size)
+        self._under_way.add(request)
         loop = service.engine.loop
         future = service.downloads.submit_for(self._tenant, read)
         self._reads.add(future)
         future.add_done_callback(
-            lambda future: loop.call_soon_threadsafe(partial(self._read, header, answer, future))
+            lambda future: loop.call_soon_threadsafe(partial(self._read, request, future))
         )
 
-    def _read(self, header: Header, answer: Header, future: Future[torch.Tensor]) -> None:
+    def _read(self, request: _AdmittedRequest, future: Future[torch.Tensor]) -> None:
         self._reads.discard(future)
         error = ConnectionResetError("the session has ended") if future.cancelled() else future.exception()
-        if self._on_done(header, answer, [] if error else [future.result()], error):
-            self._service.metrics.downloaded(self._tenant, header, answer)
+        if self._on_done(request, [] if error else [future.result()], error):
+            self._service.metrics.downloaded(self._tenant, request.header, request.answer)
 
     def _on_done(
-        self,
-        header: Header,
-        answer: Header | None,
-        blocks: list[torch.Tensor],
-        error: BaseException | None = None,
+        self, request: _AdmittedRequest, blocks: list[torch.Tensor], error: BaseException | None = None
     ) -> bool:
         """A request under way is back: answer it, or say why not. Whether it has an answer."""
-        self._under_way.discard(id(header))
+        self._under_way.discard(request)
         if self._closed:
-            self._release(id(header))
+            self._release(request)
             return False
-        if error is not None or answer is None:
-            self._failed(header, error or RuntimeError("no answer"))
+        if error is not None:
+            self._failed(request.header, request, error)
             return False
         try:
-            self._send(answer, blocks, partial(self._release, id(header)))
+            self._send(request.answer, blocks, partial(self._release, request))
         except Exception as failure:  # such as a place for the answer that is none
-            self._failed(header, failure)
+            self._failed(request.header, request, failure)
             return False
         return True
 
-    def _failed(self, header: Header, error: BaseException) -> None:
+    def _failed(self, header: Header, request: _AdmittedRequest | None, error: BaseException) -> None:
         """One request's failure is that request's alone; the peer learns nothing of its cause."""
-        self._release(id(header))
+        self._release(request)
         if not isinstance(error, WireError):
             of = self._who | {"request_class": RequestClass(header.request_class).name.lower()}
             log.error("request of tenant %s failed", self._tenant, exc_info=error, extra=of)
@@ -289,12 +294,11 @@ class TenantSession:
             raise error
         self.refuse(header.request_id, error)
 
-    def _release(self, number: int) -> None:
-        """A request is answered, or never will be; what was not admitted is not in here."""
-        admitted = self._admitted.pop(number, None)
-        if admitted is not None:
-            rows = admitted.header.rows if admitted.header.operation in PRODUCTS else 0
-            self._service.quotas.release(self._tenant, rows, admitted.bytes_in_memory)
+    def _release(self, request: _AdmittedRequest | None) -> None:
+        """A request is answered, or never will be; once, or it was never admitted."""
+        if request in self._admitted:
+            self._admitted.discard(request)
+            self._service.quotas.release(self._tenant, request.rows, request.bytes_in_memory)
 
 
 def _nothing() -> None:

@@ -10,15 +10,7 @@ from pathlib import Path
 
 import zmq
 
-from shared.errors import (
-    AuthenticationError,
-    ConnectError,
-    ConnectionRefused,
-    ProtocolVersionError,
-    WireError,
-    peer_seconds,
-    peer_text,
-)
+from shared.errors import ConnectError, ConnectionRefused, WireError
 from shared.transport import SCHEME
 from shared.transport.colocated import (
     ANSWERS,
@@ -30,6 +22,7 @@ from shared.transport.colocated import (
     directory_of,
     why_not_private,
 )
+from shared.transport.refusal import session_refused
 from shared.wire.header import HEADER_BYTES, SUBPROTOCOL
 from shared.wire.messages import ErrorInfo, decode
 from shared.wire.protocol import MAX_ANSWER_CONTROL_BYTES
@@ -158,14 +151,7 @@ def _request_session(directory: Path, url: str, token: str, timeout: float) -> O
         sock.close()
     if kind == OPENED:
         return decode(body, Opened)
-    info = decode(body, ErrorInfo)
-    message = peer_text(info.message)
-    if info.code == "unauthorized":
-        why = message.partition(";")[0]  # its advice takes it for the provider
-        raise AuthenticationError(f"{url} refused the token: {why}; ask its operator for a new one")
-    if info.code == "protocol_version":
-        raise ProtocolVersionError(f"{url}: {message}; this tenant speaks {SUBPROTOCOL}")
-    raise ConnectError(f"{url} opened no session: {message}", retry_after=peer_seconds(info.retry_after))
+    raise session_refused(url, decode(body, ErrorInfo))
 
 
 def _open_memory(opened: Opened) -> int:

@@ -16,13 +16,14 @@ import enum
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from shared.compat import apply_mask
 from shared.errors import WireError
-from shared.wire.header import HEADER_BYTES, Header, parse_header, request_id_of
+from shared.wire.header import HEADER_BYTES, Header, Operation, parse_header, request_id_of
 from shared.wire.protocol import split_blocks
 
 # One TLS record carries 16 KiB, so a read never returns more.
@@ -53,9 +54,10 @@ class Incoming:
     """
 
     header: Header
-    _payload: torch.Tensor | None
+    _payload: torch.Tensor | None = None
     error: WireError | None = None
     body: bytearray | None = None  # of a message that arrived at once, with its header
+    ticket: Any = None  # what was returned by whoever accepted the header
 
     @property
     def payload(self) -> torch.Tensor | None:
@@ -65,6 +67,10 @@ class Incoming:
             flat = torch.frombuffer(self.body, dtype=header.payload_dtype, offset=HEADER_BYTES)
             self._payload = flat.view(header.payload_shape)
         return self._payload
+
+    @payload.setter
+    def payload(self, value: torch.Tensor | None) -> None:
+        self._payload = value
 
     def blocks(self, widths: tuple[int, ...]) -> list[torch.Tensor]:
         """The blocks of rows that lie one behind the other in the payload: [rows, width], none a view.
@@ -187,6 +193,44 @@ def encode_control(opcode: Opcode, data: bytes = b"", mask: bytes = b"") -> byte
     return frame_header(opcode, len(data), mask) + (apply_mask(data, mask) if mask else data)
 
 
+def check_header(
+    head: bytes | bytearray,
+    accept: Callable[[Header], object],
+    payload_bytes: int | None,
+    elsewhere: frozenset[Operation] = frozenset(),
+) -> Incoming:
+    """The first check of every message, before anything is allocated for its payload.
+
+    Args:
+        head: begins with the header.
+        accept: see ``MessageReader``.
+        payload_bytes: what really follows the header; None: not known yet.
+        elsewhere: operations whose payload does not follow.
+
+    Returns:
+        The message, still without its payload; with its error if it is refused.
+
+    Raises:
+        WireError: fatal.
+    """
+    header: Header | None = None
+    try:
+        header = parse_header(head)
+        expected = 0 if header.operation in elsewhere else header.payload_bytes
+        if payload_bytes is not None and expected != payload_bytes:
+            raise WireError(
+                "payload_length",
+                f"the header says {expected} bytes of payload "
+                f"({header.rows} x {header.columns}), the message has {payload_bytes}",
+            )
+        return Incoming(header, ticket=accept(header))
+    except WireError as error:
+        if error.fatal:
+            raise
+        refused = error.with_traceback(None)  # which would keep the message and who reads it
+        return Incoming(header or Header(0, request_id=request_id_of(head)), error=refused)
+
+
 def new_payload(header: Header) -> torch.Tensor:
     """Memory for a message's payload, of its shape and type."""
     return torch.empty(header.payload_shape, dtype=header.payload_dtype)
@@ -198,8 +242,8 @@ class MessageReader:
     Call ``get_buffer`` and ``received`` in turn (the interface of ``asyncio.BufferedProtocol``).
 
     Args:
-        accept: called with every message's header before anything is allocated for its payload;
-            raises WireError to refuse. A refusal that is not fatal skips the payload.
+        accept: called with every message's header before anything is allocated for its payload; returns the
+            message's ticket, or raises WireError to refuse. A refusal that is not fatal skips the payload.
         masked: whether the peer must mask its frames (tenants must, executors must not).
         max_message_bytes: payloads above this are refused and fatal, because skipping costs too.
         allocate: where the payload of an accepted header goes, if it does not arrive at once.
@@ -212,7 +256,7 @@ class MessageReader:
 
     def __init__(
         self,
-        accept: Callable[[Header], None],
+        accept: Callable[[Header], object],
         *,
         masked: bool,
         max_message_bytes: int,
@@ -234,9 +278,7 @@ class MessageReader:
         # The message being read.
         self._in_message = False
         self._head = b""
-        self._header: Header | None = None
-        self._error: WireError | None = None
-        self._payload: torch.Tensor | None = None
+        self._message: Incoming | None = None  # once its header is complete
         self._view = memoryview(b"")
         self._filled = 0
         self._message_bytes = 0  # length of its frames so far
@@ -249,7 +291,7 @@ class MessageReader:
 
     def drop(self) -> None:
         """Forget what has been read of a message: no more follows."""
-        self._payload, self._view, self._scratch = None, memoryview(b""), memoryview(b"")
+        self._message, self._view, self._scratch = None, memoryview(b""), memoryview(b"")
 
     def get_buffer(self) -> memoryview:
         """Where the next received bytes go; never empty."""
@@ -287,7 +329,7 @@ class MessageReader:
         """Parse one unit from the front of ``data``; how many bytes it used, 0 for "need more"."""
         if self._frame_left:
             piece = data[: self._frame_left]
-            if self._in_message and not self._error and self._header is None:
+            if self._in_message and self._message is None:
                 piece = piece[: HEADER_BYTES - len(self._head)]
             if piece:
                 self._consume(piece, events, in_place=False)
@@ -342,8 +384,7 @@ class MessageReader:
                 events.append(self._whole(data[end : end + length], mask))
                 return end + length
             self._in_message = True
-            self._head, self._header, self._error = b"", None, None
-            self._payload, self._view, self._filled = None, memoryview(b""), 0
+            self._head, self._message, self._view, self._filled = b"", None, memoryview(b""), 0
         if length < HEADER_BYTES and not fin:
             self.idle_frames += 1
         self._frame_left, self._fin, self._mask, self._mask_at = length, fin, mask, 0
@@ -356,50 +397,34 @@ class MessageReader:
         """A small message that arrived at once, as those of decoding do."""
         self.progress += len(data)
         body = bytearray(apply_mask(data, mask) if mask else data)
-        header: Header | None = None
-        try:
-            header = parse_header(body)
-            self._check(header, len(body) - HEADER_BYTES)
-        except WireError as error:
-            if error.fatal:
-                raise
-            refused = error.with_traceback(None)  # which would keep the body
-            return Incoming(header or Header(0, request_id=request_id_of(body)), None, refused)
-        if len(body) == HEADER_BYTES:
-            return Incoming(header, torch.empty(header.payload_shape, dtype=header.payload_dtype))
-        return Incoming(header, None, None, body)
-
-    def _check(self, header: Header, payload_bytes: int | None) -> None:
-        """Refuse a header; ``payload_bytes`` is what really follows, None if not known yet."""
-        if payload_bytes is not None and header.payload_bytes != payload_bytes:
-            raise WireError(
-                "payload_length",
-                f"the header says {header.payload_bytes} bytes of payload "
-                f"({header.rows} x {header.columns}), the message has {payload_bytes}",
-            )
-        self._accept(header)
+        message = check_header(body, self._accept, len(body) - HEADER_BYTES)
+        if message.error is None:
+            if len(body) == HEADER_BYTES:
+                message.payload = new_payload(message.header)
+            else:
+                message.body = body
+        return message
 
     def _consume(self, data: memoryview, events: list[Incoming | Control], *, in_place: bool) -> None:
         """Payload bytes of the current frame: header first, then tensor."""
         count = len(data)
         self.progress += count
-        if self._header is None and self._error is None:
+        if self._message is None:
             head = bytearray(data)
             if self._mask:
                 xor_mask(data, self._mask, memoryview(head), self._mask_at)
             self._head += bytes(head)
             if len(self._head) == HEADER_BYTES:
                 self._open()
-        else:
-            if self._payload is not None:
-                out = self._view[self._filled : self._filled + count]
-                if len(out) < count:
-                    raise WireError("payload_length", "message longer than its header says", fatal=True)
-                if self._mask:
-                    xor_mask(data, self._mask, out, self._mask_at)
-                elif not in_place:
-                    out[:] = data
-                self._filled += count
+        elif self._message.error is None:
+            out = self._view[self._filled : self._filled + count]
+            if len(out) < count:
+                raise WireError("payload_length", "message longer than its header says", fatal=True)
+            if self._mask:
+                xor_mask(data, self._mask, out, self._mask_at)
+            elif not in_place:
+                out[:] = data
+            self._filled += count
         self._mask_at += count
         self._frame_left -= count
         if self._frame_left == 0 and self._fin:
@@ -407,29 +432,20 @@ class MessageReader:
 
     def _open(self) -> None:
         """The header is complete: check it, then allocate."""
-        try:
-            header = self._header = parse_header(self._head)
-            self._check(header, self._message_bytes - HEADER_BYTES if self._fin else None)
-        except WireError as error:
-            if error.fatal:
-                raise
-            self._error = error.with_traceback(None)  # which would keep this reader
-            return
-        self._payload = self._allocate(header)
-        self._view = tensor_bytes(self._payload)
+        follows = self._message_bytes - HEADER_BYTES if self._fin else None
+        message = self._message = check_header(self._head, self._accept, follows)
+        if message.error is None:
+            payload = message.payload = self._allocate(message.header)
+            self._view = tensor_bytes(payload)
 
     def _finish(self, events: list[Incoming | Control]) -> None:
         self._in_message = False
-        if len(self._head) < HEADER_BYTES:  # in several frames; one frame is refused by its length
+        message, self._message, self._view = self._message, None, memoryview(b"")
+        if message is None:  # in several frames; one frame is refused by its length
             raise WireError(
                 "header", f"message of {self._message_bytes} bytes is shorter than its header", fatal=True
             )
-        header = self._header or Header(0, request_id=request_id_of(self._head))
-        error, payload = self._error, self._payload
-        if error is None and (payload is None or self._filled != header.payload_bytes):
-            error, payload = (
-                WireError("payload_length", "message shorter than its header says"),
-                None,
-            )
-        self._payload, self._view, self._error = None, memoryview(b""), None
-        events.append(Incoming(header, payload, error))
+        if message.error is None and self._filled != message.header.payload_bytes:
+            message.payload = None
+            message.error = WireError("payload_length", "message shorter than its header says")
+        events.append(message)

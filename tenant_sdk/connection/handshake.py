@@ -26,10 +26,9 @@ from shared.errors import (
     SymbiosisError,
     TlsError,
     WireError,
-    peer_seconds,
-    peer_text,
 )
 from shared.ownership import check_own, check_secret
+from shared.transport.refusal import session_refused
 from shared.wire.header import SUBPROTOCOL
 from shared.wire.messages import ErrorInfo, decode
 from tenant_sdk.connection.clock import BACK_SECONDS
@@ -248,18 +247,12 @@ def _upgrade(sock: ssl.SSLSocket, url: str, token: str) -> None:
 def _refusal(response: Response, url: str) -> SymbiosisError:
     try:
         info = decode(response.body or b"", ErrorInfo)
-        code, message = info.code, peer_text(info.message)
-        retry_after = peer_seconds(info.retry_after)
     except WireError:
-        code = message = ""
-        retry_after = None
+        info = ErrorInfo("", "")
     if response.status_code == 401:
-        why = message.partition(";")[0] or "unauthorized"  # its advice takes it for the provider
-        return AuthenticationError(f"{url} refused the token: {why}; ask its operator for a new one")
-    if code == "protocol_version":
-        return ProtocolVersionError(f"{url}: {message}; this tenant speaks {SUBPROTOCOL}")
-    if response.status_code == 503 and message:
-        return ConnectError(f"{url}: {message}", retry_after=retry_after)
+        return session_refused(url, ErrorInfo("unauthorized", info.message))
+    if info.code:
+        return session_refused(url, info)
     return ConnectError(f"{url} answered HTTP {response.status_code}; is this an executor's port?")
 
 

@@ -309,8 +309,8 @@ def test_one_of_several_offered_versions_is_chosen(llama: Executor) -> None:
 
 
 def test_another_version_is_a_version_error(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("tenant_sdk.connection.handshake")
-    monkeypatch.setattr(module, "SUBPROTOCOL", "symbiosis.v9")
+    for name in ("tenant_sdk.connection.handshake", "shared.transport.refusal"):
+        monkeypatch.setattr(importlib.import_module(name), "SUBPROTOCOL", "symbiosis.v9")
     said = r"speaks symbiosis\.v4; install a matching version; this tenant speaks symbiosis\.v9"
     with pytest.raises(ProtocolVersionError, match=said):
         llama.connect()

@@ -9,6 +9,7 @@ import logging
 import re
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from conftest import RING, TENANT, Executor
 from lanes import BrokenLane, HeldLane, service_on
 from raw_peers import REPLY, SECONDS, Peer, eventually, header, metric, open_raw, product
 
+import provider.serve.server
 from provider.engine.lanes import ProcessLane
 from provider.executor.base import BaseExecutor
 from provider.observe.admin import AdminServer
@@ -141,7 +143,7 @@ def test_a_tenant_with_too_many_connections_is_turned_away(
     executor = another(limits=ConnectionLimits(per_tenant=2))
     tokens = executor.server.tokens  # type: ignore[union-attr]
     with executor.connect() as first, executor.connect():
-        with pytest.raises(ConnectionLost, match="too many connections") as caught:
+        with pytest.raises(ConnectError, match="too many sessions") as caught:
             executor.connect()
         assert caught.value.retry_after
         other = tokens.add("somebody-else")
@@ -288,6 +290,33 @@ def held(another: Callable[..., Executor], llama: Executor) -> tuple[Executor, S
     executor = another(service)
     assert executor.server is not None
     return executor, executor.server, lane
+
+
+def test_who_is_in_the_handshake_when_nobody_listens_any_more_is_served(
+    another: Callable[..., Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To stop listening is not to drain, which begins later and tells each session."""
+    began, go, shake_hands = threading.Event(), threading.Event(), provider.serve.server.handshake
+
+    def slow(*args: Any) -> Any:
+        began.set()
+        assert go.wait(SECONDS)
+        return shake_hands(*args)
+
+    executor = another()
+    server = executor.server
+    assert server is not None
+    monkeypatch.setattr(provider.serve.server, "handshake", slow)
+    with ThreadPoolExecutor(1) as threads:
+        connecting = threads.submit(executor.connect)
+        assert began.wait(SECONDS)
+        server.stop_listening()
+        go.set()
+        with connecting.result(timeout=SECONDS) as session:
+            ask(session)
+            assert not server.draining
+    with pytest.raises(ConnectError):
+        executor.connect()
 
 
 def test_draining_answers_what_is_under_way(held: tuple[Executor, Server, Any]) -> None:

@@ -234,7 +234,7 @@ def test_a_full_executor_says_so_but_not_each_time(serving: Served) -> None:
             with pytest.raises(ConnectError):
                 Executor(url, token, serving.ca).connect()
     assert failed(serving, "full") == 3
-    (entry,) = serving.entries("no room for 127.0.0.1")
+    (entry,) = serving.entries("no session for 127.0.0.1: full")
     assert (entry.levelname, entry.peer, entry.reason) == ("WARNING", "127.0.0.1", "full")
     assert "2 connections" in entry.getMessage()
 

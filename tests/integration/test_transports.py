@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,16 +22,24 @@ from transports import TRANSPORTS, Start, TransportServers
 import provider.inprocess
 import tenant_sdk
 from provider.executor.base import BaseExecutor
-from provider.session.tenant import Service
+from provider.session.tenant import Service, TenantSession
 from shared.checkpoint import Checkpoint
 from shared.errors import (
     AuthenticationError,
     ConfigurationError,
+    ConnectError,
     ConnectionLost,
     ConnectionRefused,
     RequestRefused,
 )
-from shared.wire.header import DTYPE_CODES, Direction, Header, Operation, RequestClass
+from shared.wire.header import (
+    DTYPE_CODES,
+    Direction,
+    Header,
+    Operation,
+    RequestClass,
+    parse_header,
+)
 from shared.wire.messages import Limits
 from shared.wire.protocol import GroupShape, TenantProtocol
 from tenant_sdk.connection.channel import Channel
@@ -196,13 +205,49 @@ def test_errors_have_their_type_and_leave_the_session_open(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_wrong_token(transport: str, llama_everywhere: TransportServers) -> None:
-    with pytest.raises(AuthenticationError, match="refused the token"):
+    with pytest.raises(AuthenticationError, match="refused the token: missing or unknown bearer token; ask"):
         llama_everywhere.connect(transport, token="not-a-token")
     with llama_everywhere.connect(transport) as session:
         product(session, torch.zeros(1, 64))
     metrics = llama_everywhere.service.metrics
     assert metrics.by_label("symbiosis_tenant_rows_total", "tenant")[TENANT] > 0
     eventually(lambda: llama_everywhere.metric("symbiosis_connections") == 0)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_token_file_that_cannot_be_read(
+    transport: str,
+    llama_everywhere: TransportServers,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """That is no fault of the tenant's, which is told so in the same words everywhere."""
+    tokens = llama_everywhere.server.tokens
+    monkeypatch.setattr(tokens, "path", tmp_path / "missing")
+    monkeypatch.setattr(tokens, "_last", None)  # as if it had never been read
+    said = "opened no session: the executor cannot check tokens; report it to the provider$"
+    with pytest.raises(ConnectError, match=said):
+        llama_everywhere.connect(transport)
+    if transport != "inprocess":  # whose caller has the error itself
+        assert f"internal (cannot check tokens: {tmp_path}" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+def test_a_tenant_with_too_many_sessions(everywhere: Start, checkpoint: Callable[[str], Path]) -> None:
+    """The limit is one for all transports, and so are the words and the time to wait."""
+    few = everywhere(checkpoint("llama"), tenant_connections=1)
+    for at, transport in enumerate(("tls", "colocated"), 1):
+        with few.connect(transport) as session:
+            for other in ("tls", "colocated"):
+                with pytest.raises(
+                    ConnectError, match="opened no session: this tenant has too many"
+                ) as caught:
+                    few.connect(other)
+                assert caught.value.retry_after
+            product(session, torch.zeros(1, 64))
+        eventually(lambda: few.metric("symbiosis_connections") == 0)
+        assert few.metric("symbiosis_handshakes_failed_total", reason="tenant_full") == 2 * at
 
 
 def held(everywhere: Start, folder: Path) -> tuple[TransportServers, HeldLane]:
@@ -261,6 +306,25 @@ def test_an_engine_that_was_closed_answers_nobody_of_this_process(
             with pytest.raises(ConnectionLost, match="broke"):
                 future.result(timeout=SECONDS)
         lane.go.set()
+
+
+def test_a_session_of_this_process_is_refused_in_the_loops_thread(
+    llama_everywhere: TransportServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers come from there, too, and what it keeps of them has no lock."""
+    refused, answers, refuse = list[str](), list[bytes](), TenantSession.refuse
+
+    def noted(self: TenantSession, *args: Any) -> None:
+        refused.append(threading.current_thread().name)
+        refuse(self, *args)
+
+    monkeypatch.setattr(TenantSession, "refuse", noted)
+    session = llama_everywhere.inprocess.open(llama_everywhere.token, lambda head, _: answers.append(head))
+    with pytest.raises(BrokenPipeError, match="unexpected"):  # the first message must be HELLO
+        session.request(Header(Operation.FETCH, rows=1).pack(), torch.empty((1, 0), dtype=torch.uint8))
+    session.close()
+    assert refused == ["executor"]
+    assert [parse_header(head).operation for head in answers] == [Operation.ERROR]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

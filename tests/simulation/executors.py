@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -23,8 +24,8 @@ from provider.engine.loop import READ, WRITE, Loop, LoopTask
 from provider.engine.profiling import shapes_of
 from provider.engine.scheduler import Batch, Opportunistic, Policy, QueuedRequest
 from provider.observe.metrics import Metrics
+from provider.serve.admission import Admitted, Refused
 from provider.serve.connection import ConnectionLimits, Connections
-from provider.serve.handshake import Admitted, TooManyConnections
 from provider.serve.websocket_connection import WebsocketConnection
 from provider.session.quota import Quotas
 from provider.session.tenant import Send, Service, TenantSession
@@ -306,34 +307,33 @@ class Executor:
         """End it as a supervisor does: it answers what has arrived, and starts again after some time."""
         if self.up and not self.connections.draining:
             self.kernel.note(f"{self.name} drains")
-            self.connections.draining = True
-            self.loop.call_soon_threadsafe(self.connections._drain_open)
+            self.connections.begin_drain()
             self.kernel.after(DRAIN_SECONDS, partial(self.restart, seconds))
 
     def accept(self, socket: Socket, tenant: str) -> bool:
         """Let a tenant in, whose handshake has come; whether there is room."""
-        if not self.connections.reserve(tenant):
-            return False
+        with ExitStack() as room:
+            try:
+                self.connections.reserve()
+                room.callback(self.connections.release)
+                self.connections.reserve_for(tenant)
+            except Refused:
+                return False
+            room.pop_all()
         limits = self.served.manifest.limits
         self.loop.adopt(socket)
-        try:
-            connection = WebsocketConnection(
-                socket,  # type: ignore[arg-type]
-                Admitted(tenant, "token"),
-                "192.0.2.2",
-                self._open,
-                limits.max_message_bytes,
-                limits.max_in_flight,
-            )
-        except TooManyConnections:
-            self.connections.release()
-            return True
+        connection = WebsocketConnection(
+            socket,  # type: ignore[arg-type]
+            Admitted(tenant, "token"),
+            "192.0.2.2",
+            self._open,
+            limits.max_message_bytes,
+            limits.max_in_flight,
+        )
         self.loop.call_soon_threadsafe(partial(self.connections.start, connection))
         return True
 
     def _open(self, tenant: str, send: Send, peer: str) -> TenantSession:
-        if not self.connections.reserve_for(tenant):
-            raise TooManyConnections("too many connections of this tenant")
         return self.service.open(tenant, partial(self._lie, tenant, send), peer)
 
     def _lie(self, tenant: str, send: Send, header: Header, blocks: Any, on_sent: Callable[[], None]) -> None:

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 from provider.observe.metrics import Metrics
-from provider.serve.connection import AGES, Connection, ConnectionLimits, Connections
+from provider.serve.connection import (
+    AGES,
+    CLOSING,
+    DRAINING,
+    ENDED,
+    LINGERING,
+    Connection,
+    ConnectionLimits,
+    Connections,
+)
 from shared.errors import WireError
 
 
@@ -59,8 +68,8 @@ class Tried(Connection):
 
 def started(loop: FakeLoop, garbage: bool, limits: ConnectionLimits) -> tuple[Connections, Tried]:
     connections = Connections(Metrics(), loop, limits)  # type: ignore[arg-type]
-    assert connections.reserve("")
-    assert connections.reserve_for("alice")
+    connections.reserve()
+    connections.reserve_for("alice")
     connection = Tried(garbage)
     connections.start(connection)
     return connections, connection
@@ -75,7 +84,7 @@ def test_a_connection_that_ends_while_it_begins_is_not_kept(seconds: float) -> N
     del connection
     gc.collect()
     assert ended() is None
-    assert connections.reserve("")  # there is room again
+    connections.reserve()  # there is room again
 
 
 def test_old_connections_are_drained_once() -> None:
@@ -88,3 +97,26 @@ def test_old_connections_are_drained_once() -> None:
     connection.drained = False
     loop.run_until(1000.0)
     assert not connection.drained
+
+
+def test_a_drain_that_begins_reaches_those_to_come() -> None:
+    """It does not wait, and nothing else makes a connection drain."""
+    loop: Any = FakeLoop()
+    loop.call_soon_threadsafe = lambda call: call()
+    connections, before = started(loop, False, ConnectionLimits(2, 2))
+    assert not before.drained
+    connections.begin_drain()
+    assert connections.draining
+    assert before.drained
+    connections.reserve()
+    connections.reserve_for("alice")
+    connections.start(later := Tried(False))
+    assert later.drained
+
+
+def test_a_stage_only_goes_forward() -> None:
+    connection = Tried(False)
+    for stage in (DRAINING, CLOSING, CLOSING, ENDED):
+        connection._advance(stage)
+    with pytest.raises(AssertionError, match="back to"):
+        connection._advance(LINGERING)

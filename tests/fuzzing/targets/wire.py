@@ -20,7 +20,8 @@ import torch
 from fuzzing.oracle import ROOT, Finding, Target
 from provider.engine.engine import Completion
 from provider.engine.loop import READ
-from provider.serve.handshake import HANDSHAKE_ERRORS, Admitted, _upgrade
+from provider.serve.admission import Admitted, identify
+from provider.serve.handshake import HANDSHAKE_ERRORS, _upgrade
 from provider.serve.websocket_connection import WebsocketConnection
 from provider.session.tenant import Service, TenantSession
 from shared.errors import SymbiosisError, WireError
@@ -330,7 +331,7 @@ def upgrade_of_tenant(data: bytes) -> None:
     """What a tenant sends before it is admitted: refused, or admitted, and only with the token."""
     tokens: Any = SimpleNamespace(tenant_of=lambda token: "alice" if token == _TOKEN else None)
     sock: Any = _ServerSocket(data)
-    _upgrade(sock, tokens, math.inf)
+    _upgrade(sock, lambda token: identify(token, tokens), math.inf)
     if _TOKEN.encode() not in data or not sock.sent.startswith(b"HTTP/1.1 101 "):
         raise Finding("somebody was admitted")
 
@@ -480,7 +481,8 @@ TARGETS: Sequence[Target] = (
         ("tenant_sdk/connection/websocket_channel.py", "tenant_sdk/connection/channel.py"),
     ),
     Target(
-        *("upgrade_of_tenant", upgrade_of_tenant, _upgrade_requests, ("provider/serve/handshake.py",)),
+        *("upgrade_of_tenant", upgrade_of_tenant, _upgrade_requests),
+        ("provider/serve/handshake.py", "provider/serve/admission.py"),
         refusals=HANDSHAKE_ERRORS,
         words=_HTTP_WORDS,
     ),

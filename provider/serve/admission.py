@@ -1,0 +1,86 @@
+"""Who gets a session over any transport, and in which words others are refused one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from provider.observe.metrics import Reason
+from provider.serve.descriptors import explained, none_left
+from provider.serve.tokens import ExpiredToken, TokenFile, sha256_of
+from shared.errors import ConfigurationError
+from shared.wire.header import SUBPROTOCOL
+from shared.wire.messages import ErrorInfo
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 5.0  # after which there may be room
+_CODES = {"expired": "unauthorized", "full": "overloaded", "tenant_full": "overloaded"}
+
+
+class Admitted(NamedTuple):
+    """Whom a token let in; ``token`` is its SHA-256."""
+
+    tenant: str
+    token: str
+
+
+class Refused(Exception):
+    """A peer gets no session.
+
+    Args:
+        reason: for metrics and the log.
+        message: for the peer; empty: it is told nothing.
+        why: more for the log; default: the tenant.
+        tenant: whose session it would be, if that is known.
+    """
+
+    def __init__(self, reason: Reason, message: str = "", why: str = "", tenant: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.message, self.why, self.tenant = reason, message, why or tenant, tenant
+
+    @property
+    def info(self) -> ErrorInfo:
+        """What the peer is told."""
+        code = _CODES.get(self.reason, self.reason)
+        return ErrorInfo(code, self.message, RETRY_SECONDS if code == "overloaded" else None)
+
+
+def check_version(offered: Iterable[str]) -> None:
+    """Refuse a peer that does not offer this version of the protocol; this check is the first."""
+    if SUBPROTOCOL not in offered:
+        said = f"this executor speaks {SUBPROTOCOL}; install a matching version"
+        raise Refused("protocol_version", said)
+
+
+def identify(token: str | None, tokens: TokenFile) -> Admitted:
+    """Whose token it is; None: the peer has none.
+
+    Raises:
+        Refused: nobody's, or that cannot be found out.
+    """
+    try:
+        tenant = None if token is None else tokens.tenant_of(token)
+    except ConfigurationError as error:
+        if none_left(error):
+            raise refusal(error) from error
+        said = "the executor cannot check tokens; report it to the provider"
+        raise Refused("internal", said, f"cannot check tokens: {error}") from error
+    except ExpiredToken as error:
+        raise Refused("expired", error.message, tenant=error.tenant) from error
+    if token is None or tenant is None:
+        said = "missing or unknown bearer token; ask the provider for a token of yours"
+        raise Refused("unauthorized", said)
+    return Admitted(tenant, sha256_of(token))
+
+
+def refusal(error: Exception) -> Refused:
+    """The refusal of a peer for which this happened; what is a fault is logged."""
+    if isinstance(error, Refused):
+        return error
+    if none_left(error):
+        said = "the executor has no room for another session; try again later"
+        return Refused("overloaded", said, explained(error))
+    log.error("a session could not be opened", exc_info=error)
+    return Refused("internal", "the executor failed to open a session; report it")
