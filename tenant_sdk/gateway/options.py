@@ -13,6 +13,7 @@ from shared.options import Option, check_fields
 from shared.secrets import Secret, text_of
 from tenant_sdk.drafts.card import draft_folders
 from tenant_sdk.gateway.admission import LOOPBACK
+from tenant_sdk.products.modes import Privacy
 
 if TYPE_CHECKING:
     from tenant_sdk.session.options import SessionConfig
@@ -225,7 +226,7 @@ class GatewayOptions:
         Raises:
             ConfigurationError: the gateway cannot have such sessions.
         """
-        if self.speculate and config.privacy != "one-time":
+        if self.speculate and not Privacy(config.privacy).hides_zeros:
             raise ConfigurationError(
                 "{speculate} pads requests with rows of zeros, which {privacy} would show; use it with "
                 "one-time masks",

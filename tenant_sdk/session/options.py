@@ -22,9 +22,9 @@ from tenant_sdk.connection.urls import (
     url_of,
 )
 from tenant_sdk.products.bank_options import NoiseBankOptions
+from tenant_sdk.products.modes import Privacy
 from tenant_sdk.trust.operators import ALL, SIGNS, allowed_signs, own_authorities, own_tokens
 
-PRIVACY_MODES = ("one-time", "noise-bank", "plain")
 VERIFY_MODES = ("always", "sampled", "off")
 ANSWERS = ("exact", "half", "auto")
 WIRE_DTYPES = ("float32", "bfloat16")
@@ -178,7 +178,7 @@ class SessionConfig:
             "one-time, noise-bank or plain. With one-time masks, the provider sees uniform random numbers, "
             "unless it colludes with all mask sources. One-time masks need ring numerics. The other modes "
             "protect little or nothing (SECURITY.md).",
-            choices=PRIVACY_MODES,
+            choices=tuple(Privacy),
             unit="MODE",
         ),
     ] = "one-time"
@@ -442,8 +442,8 @@ class SessionConfig:
                 raise ConfigurationError(f"{party_name(party)}: a replica is named twice")
 
     def _check_privacy(self) -> None:
-        sources = self.mask_sources
-        if self.experts == "padded" and self.privacy != "one-time":
+        sources, hides_zeros = self.mask_sources, Privacy(self.privacy).hides_zeros
+        if self.experts == "padded" and not hides_zeros:
             raise ConfigurationError(
                 "{experts} adds rows of zeros, which {privacy} would show: use it with one-time masks, "
                 "or give {}",
@@ -470,7 +470,7 @@ class SessionConfig:
             )
         if len(set(map(replicas_of, sources))) < len(sources):
             raise ConfigurationError("a mask source is named twice, which hides nothing more than once")
-        if self.pad_rows and self.privacy != "one-time":
+        if self.pad_rows and not hides_zeros:
             raise ConfigurationError(
                 "{pad_rows} adds rows of zeros, which {privacy} would show: they would give away its "
                 "masks, or that they are zeros. Use it with one-time masks",
