@@ -311,7 +311,8 @@ class SessionConfig:
         Option(
             CONNECTION,
             "Seconds without progress after which a connection attempt fails, or a request is sent again "
-            "({patience}); with {patience} 0, the request fails.",
+            "({patience}); with {patience} 0, the request fails. A request that an overloaded executor "
+            "refuses is sent again for as long.",
             least=0,
             above=True,
             unit="SECONDS",
