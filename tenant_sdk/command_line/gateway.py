@@ -10,10 +10,8 @@ import typer
 from shared import imports
 from shared.command_line import CommandLine
 from tenant_sdk.command_line import options
-from tenant_sdk.gateway.options import PATIENCE, GatewayOptions
+from tenant_sdk.gateway.options import DECIDED, PATIENCE, GatewayOptions
 from tenant_sdk.session.options import SessionConfig
-
-_DECIDED = ("experts", "fill_masks")  # by the gateway
 
 
 class _Session(options.SessionOptions):
@@ -23,7 +21,7 @@ class _Session(options.SessionOptions):
     def parameters(command_line: CommandLine) -> list[inspect.Parameter]:
         """See SessionOptions."""
         shown = command_line.parameters(SessionConfig, defaults=False, own={"patience": PATIENCE})
-        return [each for each in shown if each.name not in _DECIDED]
+        return [each for each in shown if each.name not in DECIDED]
 
 
 @options.command_line.takes

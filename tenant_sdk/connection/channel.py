@@ -34,7 +34,7 @@ from shared.wire.header import Header, Operation, RequestClass
 from shared.wire.messages import ErrorInfo, decode
 from shared.wire.protocol import TenantProtocol
 from shared.wire.websocket import Incoming
-from tenant_sdk.connection.clock import BACK_SECONDS
+from tenant_sdk.connection.replicas.backoff import BACK_SECONDS
 
 Entropy = Callable[[int], bytes]
 
@@ -68,7 +68,8 @@ class Channel(abc.ABC):
 
     Args:
         peer: the URL, for messages.
-        timeout: seconds without any progress after which requests fail and the channel closes.
+        timeout: seconds without any progress after which requests fail and the channel closes; and for which
+            requests are sent again that an overloaded executor refuses.
     """
 
     key_exchange = ""  # the group that TLS agreed on; empty without TLS

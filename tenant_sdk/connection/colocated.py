@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import os
 import select
-import time
 from collections import deque
 from typing import NamedTuple
 
@@ -23,6 +22,7 @@ from shared.transport.colocated_session import RETRY_SECONDS, SharedMemoryLink, 
 from shared.wire.header import HEADER_BYTES, Header, Operation, parse_header
 from shared.wire.websocket import Incoming
 from tenant_sdk.connection.channel import Channel, Pending
+from tenant_sdk.connection.clock import CLOCK, Clock
 from tenant_sdk.connection.quick_poll import QuickPoll
 
 SPIN_SECONDS = 2.5e-4  # a small product takes less
@@ -69,11 +69,13 @@ class ColocatedChannel(Channel):
     Args:
         link: the open session; closed at the end.
         peer: the URL, for messages.
-        timeout: seconds without any progress after which requests fail and the channel closes.
+        timeout: see Channel.
+        clock: for the timeout.
     """
 
-    def __init__(self, link: SharedMemoryLink, peer: str, timeout: float) -> None:
+    def __init__(self, link: SharedMemoryLink, peer: str, timeout: float, clock: Clock = CLOCK) -> None:
         super().__init__(peer, timeout)
+        self._clock = clock
         # All of these are the leader's.
         self._link, self._sock, self._requests, self._answers = link, link.sock, link.requests, link.answers
         self._max_size = link.opened.max_size
@@ -112,7 +114,7 @@ class ColocatedChannel(Channel):
         self._poll.close()
 
     def _lead(self, pending: Pending) -> None:
-        deadline = time.monotonic() + self.timeout
+        deadline = self._clock.now() + self.timeout
         self._send()
         while not pending.done:
             if self._look:
@@ -128,12 +130,12 @@ class ColocatedChannel(Channel):
             if self._answers in ready:
                 self._read_pipe()
             if self._sock_fd in ready or self._answers in ready:
-                deadline = time.monotonic() + self.timeout
+                deadline = self._clock.now() + self.timeout
             self._send()
 
     def _readable(self, deadline: float) -> set[int]:
         """Descriptors that can be read from, none at the deadline."""
-        return {fd for fd, _ in self._poll.poll(deadline - time.monotonic())}
+        return {fd for fd, _ in self._poll.poll(deadline - self._clock.now())}
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -275,6 +277,6 @@ class ColocatedChannel(Channel):
                 self._give_up(request.header, "overloaded", why, RETRY_SECONDS)
 
 
-def open_colocated(url: str, token: str, timeout: float) -> ColocatedChannel:
+def open_colocated(url: str, token: str, timeout: float, clock: Clock = CLOCK) -> ColocatedChannel:
     """Open a session with an executor on this machine; see ``open_link``."""
-    return ColocatedChannel(open_link(url, token, timeout), url, timeout)
+    return ColocatedChannel(open_link(url, token, timeout), url, timeout, clock)

@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import ssl
-import time
 from pathlib import Path
 
 from websockets.client import ClientProtocol
@@ -31,8 +30,9 @@ from shared.ownership import check_own, check_secret
 from shared.transport.refusal import session_refused
 from shared.wire.header import SUBPROTOCOL
 from shared.wire.messages import ErrorInfo, decode
-from tenant_sdk.connection.clock import BACK_SECONDS
+from tenant_sdk.connection.clock import CLOCK, Clock
 from tenant_sdk.connection.key_exchange import prefer
+from tenant_sdk.connection.replicas.backoff import BACK_SECONDS
 from tenant_sdk.connection.tls_socket import ClientTlsSocket, reads_end
 from tenant_sdk.connection.urls import split_url
 
@@ -41,8 +41,8 @@ _quiet = logging.getLogger("symbiosis.websockets")
 _quiet.setLevel(logging.ERROR)
 
 
-# OpenSSL's X509_V_ERR_*: nobody who is trusted signed it, or only somebody of the same name did.
 _HANDSHAKE_SECONDS = 60.0  # if the socket has no timeout
+# OpenSSL's X509_V_ERR_*: nobody who is trusted signed it, or only somebody of the same name did.
 _UNTRUSTED = {2, 7, 18, 19, 20, 21, 30}
 
 
@@ -186,17 +186,17 @@ def why_untrusted(ca: str | Path | None, option: str) -> OptionText:
     )
 
 
-def upgrade(sock: ssl.SSLSocket, url: str, token: str) -> None:
+def upgrade(sock: ssl.SSLSocket, url: str, token: str, clock: Clock = CLOCK) -> None:
     """The websocket handshake with the bearer token.
 
     Raises:
         AuthenticationError, ProtocolVersionError, ConnectError: the executor refused.
     """
     with reads_end(sock, sock.gettimeout() or _HANDSHAKE_SECONDS):
-        _upgrade(sock, url, token)
+        _upgrade(sock, url, token, clock)
 
 
-def _upgrade(sock: ssl.SSLSocket, url: str, token: str) -> None:
+def _upgrade(sock: ssl.SSLSocket, url: str, token: str, clock: Clock) -> None:
     protocol = ClientProtocol(parse_uri(url), subprotocols=[SUBPROTOCOL], logger=_quiet)  # type: ignore[list-item]
     request = protocol.connect()
     request.headers["Authorization"] = f"Bearer {token}"
@@ -207,9 +207,9 @@ def _upgrade(sock: ssl.SSLSocket, url: str, token: str) -> None:
                 sock.sendall(piece)
         except OSError:
             pass  # an executor that refuses the certificate has said so and left: read what it said
-        deadline = time.monotonic() + (sock.gettimeout() or _HANDSHAKE_SECONDS)
+        deadline = clock.now() + (sock.gettimeout() or _HANDSHAKE_SECONDS)
         while True:
-            if time.monotonic() > deadline:  # bytes that come one by one must not stretch it
+            if clock.now() > deadline:  # bytes that come one by one must not stretch it
                 raise TimeoutError("the handshake took too long")
             data = sock.recv(4096)
             if data:
@@ -271,7 +271,7 @@ def check_token(token: str) -> None:
 
 
 def open_connection(
-    url: str, token: str, context: ssl.SSLContext, timeout: float, address: str = ""
+    url: str, token: str, context: ssl.SSLContext, timeout: float, address: str = "", clock: Clock = CLOCK
 ) -> ssl.SSLSocket:
     """All steps together; TLS checks the URL's host, at whichever ``address`` of it."""
     host, port = split_url(url)
@@ -280,7 +280,7 @@ def open_connection(
     try:
         tls = start_tls(sock, host, context)
         sock = tls
-        upgrade(tls, url, token)
+        upgrade(tls, url, token, clock)
     except BaseException:
         sock.close()
         raise

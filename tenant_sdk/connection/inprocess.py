@@ -13,18 +13,19 @@ from tenant_sdk.connection.channel import Channel, Pending
 
 
 class InprocessChannel(Channel):
-    """See Channel. Whoever leads computes the answers itself, so there is no timeout.
+    """See Channel. Whoever leads computes the answers itself, so there is always progress.
 
     Args:
         endpoint: the executor.
         token: if it asks for one.
+        timeout: see Channel.
 
     Raises:
         ConnectError: it is closed, or refuses the token.
     """
 
-    def __init__(self, endpoint: Endpoint, token: str) -> None:
-        super().__init__(endpoint.url, 0.0)
+    def __init__(self, endpoint: Endpoint, token: str, timeout: float) -> None:
+        super().__init__(endpoint.url, timeout)
         self._session = endpoint.open(token, self._answered)
         register_for_fork(self)
 

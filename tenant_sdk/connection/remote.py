@@ -25,11 +25,13 @@ from shared.wire.messages import Fetch, FileInfo, ParameterInfo, encode
 from shared.wire.protocol import GroupShape, RequestWidths
 from shared.wire.websocket import Incoming, tensor_bytes
 from tenant_sdk.connection.channel import Channel, Pending, copy_error
-from tenant_sdk.connection.clock import CLOCK, Clock
 from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.replicas.parts import PartConnections
-from tenant_sdk.connection.replicas.reconnecting import FindReplicas, ReconnectingConnection
-from tenant_sdk.connection.stats import Stats
+from tenant_sdk.connection.replicas.reconnecting import (
+    ConnectionOptions,
+    FindReplicas,
+    ReconnectingConnection,
+)
 
 FETCH_BYTES = 4 << 20
 PIECE_ROWS = 16  # of a request that is cut, a multiple of this
@@ -82,10 +84,7 @@ class RemoteExecutor:
     Args:
         find: the executor's replicas, and what opens a connection to each, now and again later.
         wire_dtype: float32 or bfloat16: what activations are sent as. On the ring it is int32.
-        stats: the session's, to count in; a session with two executors has one.
-        patience: seconds to wait for an executor that went away. 0: not at all: a request that was under way
-            fails, and the next one tries once to connect again.
-        party, digest, clock: see ``PartConnections``.
+        options: how they are connected to; default: ``ConnectionOptions()``.
 
     Raises:
         ConfigurationError: the executor does not take this dtype.
@@ -96,14 +95,11 @@ class RemoteExecutor:
         self,
         find: FindReplicas,
         wire_dtype: torch.dtype = torch.float32,
-        stats: Stats | None = None,
-        patience: float = 0.0,
-        party: str = "",
-        digest: str = "",
-        clock: Clock = CLOCK,
+        options: ConnectionOptions | None = None,
     ) -> None:
-        self.stats = stats or Stats()
-        self._parts = PartConnections(find, self.stats, patience, party, digest, clock)
+        options = options or ConnectionOptions()
+        self.stats = options.stats
+        self._parts = PartConnections(find, options)
         self.connection, self.manifest = self._parts.all[0], self._parts.manifest
         self.ring = self.manifest.numerics in RINGS
         if self.ring and wire_dtype == torch.float32:

@@ -7,6 +7,7 @@ import ssl
 from collections.abc import Callable
 
 from tenant_sdk.connection.channel import Channel
+from tenant_sdk.connection.clock import CLOCK, Clock
 from tenant_sdk.connection.colocated import open_colocated
 from tenant_sdk.connection.handshake import check_token, open_connection, open_tcp, start_tls
 from tenant_sdk.connection.inprocess import InprocessChannel
@@ -24,6 +25,7 @@ def open_channel(
     timeout: float,
     on_connect: OnConnect,
     opening: float | None = None,
+    clock: Clock = CLOCK,
 ) -> Channel:
     """Connect to an executor.
 
@@ -31,9 +33,10 @@ def open_channel(
         address: ``wss://host:port``, ``ipc://`` and a directory, or an executor in this process.
         token: as the provider printed it.
         context: for TLS.
-        timeout: seconds without progress.
+        timeout: see ``Channel``.
         on_connect: told who is there, the socket after TLS or None for this machine; raises to go no further.
         opening: seconds without progress until it is open; default: ``timeout``.
+        clock: for these times.
 
     Raises:
         ConfigurationError, ConnectError: no session, with the reason.
@@ -41,15 +44,15 @@ def open_channel(
     target = address.target
     if not isinstance(target, str):
         on_connect(None)
-        return InprocessChannel(target, token)
+        return InprocessChannel(target, token, timeout)
     if not over_tls(target):
         check_token(token)
         on_connect(None)
-        return open_colocated(target, token, timeout)
-    sock = open_connection(target, token, context, opening or timeout, address.ip)
+        return open_colocated(target, token, timeout, clock)
+    sock = open_connection(target, token, context, opening or timeout, address.ip, clock)
     try:
         on_connect(sock)
-        return WebsocketChannel(sock, str(address), timeout=timeout, entropy=os.urandom)
+        return WebsocketChannel(sock, str(address), timeout=timeout, entropy=os.urandom, clock=clock)
     except BaseException:
         sock.close()
         raise

@@ -47,7 +47,7 @@ class WebsocketChannel(Channel):
     Args:
         sock: after TLS and websocket handshake.
         peer: the URL, for messages.
-        timeout: seconds without any progress after which requests fail and the channel closes.
+        timeout: see Channel.
         entropy: fresh random bytes for websocket masks (RFC 6455 §5.3).
         clock: for the timeout.
     """

@@ -135,7 +135,7 @@ def next_admissions(
     Args:
         running: sequences that have begun, in the order in which they did.
         waiting: the others, in the order in which they came.
-        max_sequences: that may run at once.
+        max_sequences: that one step computes.
         max_adapters: different ones that may run at once.
         clients: how many there may be.
         several: more than one client has had sequences lately.
@@ -274,10 +274,10 @@ def paused_sampling(sorting: Sequence[tuple[str, str]], vocabulary: int) -> set[
         sorting: name and client of each sequence that has them sorted; those that have waited longest first.
         vocabulary: how many tokens there are.
     """
-    max_sequences, had, paused = max(1, MAX_SORTED // vocabulary), Counter[str](), set[str]()
+    at_once, had, paused = max(1, MAX_SORTED // vocabulary), Counter[str](), set[str]()
     for name, client in sorting:
         had[client] += 1
-        if had[client] > max_sequences:
+        if had[client] > at_once:
             paused.add(name)
     return paused
 

@@ -87,7 +87,7 @@ def open_here(options: Mapping[str, Any]) -> Session:
     if _session is None:
         from tenant_sdk.session.opening import open_session
 
-        _session = open_session(dataclasses.replace(read(options), fill_masks=True))
+        _session = open_session(read(options))
         if _session.kept is not None:
             log.warning("%s", _session.kept)
     return _session

@@ -71,7 +71,7 @@ class GatewaySettings:
         most_rank: of adapters.
         allow_other_base: serve adapters that say they were made for another base.
         authenticator: see ``HttpFrontend``.
-        max_sequences: under way at once, computed or waiting.
+        queue_capacity: sequences under way at once, computed or waiting.
         retry_after: seconds in which a provider that is away may be back.
         about: what the page says at the top.
         address: host and port on which it listens.
@@ -90,7 +90,7 @@ class GatewaySettings:
     most_rank: int
     allow_other_base: bool
     authenticator: Authenticator
-    max_sequences: int
+    queue_capacity: int
     retry_after: int
     about: str
     address: tuple[str, int]
@@ -120,7 +120,7 @@ class Endpoints:
         if self.settings is None:
             raise ConfigurationError("start the gateway with `symbiosis-tenant serve`")
         self._settings = self.settings
-        self._queue = SequenceLimit(self._settings.max_sequences, self._settings.authenticator.clients)
+        self._queue = SequenceLimit(self._settings.queue_capacity, self._settings.authenticator.clients)
         self._parser = RequestParser()
         self._constraint_checker: ConstraintChecker | None = None
         self._samples: deque[dict[str, float]] = deque(maxlen=SAMPLES)

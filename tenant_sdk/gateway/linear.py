@@ -34,6 +34,7 @@ from shared.wire.header import Direction, RequestClass
 from tenant_sdk.gateway.connection import open_here, session_here
 from tenant_sdk.gateway.folder import MARK, METHOD
 from tenant_sdk.model.virtual import RemoteGroup
+from tenant_sdk.products.products import pad_with_zeros
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -171,8 +172,7 @@ class RemoteLinearMethod(LinearMethodBase):  # type: ignore[misc]
             return x.new_zeros((*x.shape[:-1], width))
         rows = non_finite_rows.without(rows)
         how, count = _options.get(), len(rows)
-        if count < how.rows:
-            rows = nn.functional.pad(rows, (0, 0, 0, how.rows - count))
+        rows = pad_with_zeros(rows, how.rows, self._groups[0].group.privacy)
         try:
             pending = [
                 each.group.submit(Direction.FORWARD, each.members, [rows], how.request_class)

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from shared.errors import Argument, ConfigurationError, OptionText
 from shared.options import Option, check_fields
 from shared.secrets import Secret, text_of
 from tenant_sdk.drafts.card import draft_folders
 from tenant_sdk.gateway.admission import LOOPBACK
+from tenant_sdk.products.modes import Privacy
+
+if TYPE_CHECKING:
+    from tenant_sdk.session.options import SessionConfig
 
 _SERVER, _MODEL = "Server", "Model and adapters"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory laid out for
 LOOKUP = "prompt-lookup"
 DRAFT_TOKENS = 4
 PATIENCE = 10.0  # seconds; clients wait as long
+# Options of its sessions that the gateway decides.
+DECIDED: dict[str, Any] = {"experts": "local", "fill_masks": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +219,30 @@ class GatewayOptions:
                     Argument(name, getattr(self, name)),
                     len(self.keys),
                 )
+
+    def session_config(self, config: SessionConfig) -> SessionConfig:
+        """The options of the gateway's sessions.
+
+        Raises:
+            ConfigurationError: the gateway cannot have such sessions.
+        """
+        if self.speculate and not Privacy(config.privacy).hides_zeros:
+            raise ConfigurationError(
+                "{speculate} pads requests with rows of zeros, which {privacy} would show; use it with "
+                "one-time masks",
+                privacy=config.privacy,
+            )
+        if config.experts not in (None, DECIDED["experts"]):
+            raise ConfigurationError(
+                "{experts}: a gateway multiplies experts itself; leave it out, or give local",
+                experts=config.experts,
+            )
+        return dataclasses.replace(config, **DECIDED)
+
+    @property
+    def queue_capacity(self) -> int:
+        """Sequences that are under way at once, computed or waiting."""
+        return self.max_sequences + self.max_waiting
 
     @property
     def drafts(self) -> Sequence[Path]:

@@ -81,17 +81,7 @@ def serve(options: GatewayOptions, config: SessionConfig, say: Callable[[str], N
         ConfigurationError, ConnectError, ModelMismatch: before anything is served.
     """
     installed = check_installed()
-    if options.speculate and config.privacy != "one-time":
-        raise ConfigurationError(
-            "{speculate} pads requests with rows of zeros, which {privacy} would show; use it with "
-            "one-time masks",
-            privacy=config.privacy,
-        )
-    if config.experts not in (None, "local"):
-        raise ConfigurationError(
-            "{experts}: a gateway multiplies experts itself; leave it out, or give local",
-            experts=config.experts,
-        )
+    config = options.session_config(config)
     _check_port(options)
     signal.signal(signal.SIGTERM, _exit)  # until vLLM has its own: the folder goes, however early that is
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` ignores it
@@ -209,7 +199,7 @@ def _set_environment(options: GatewayOptions, folder: Path) -> None:
     os.environ.pop("VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT", None)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_MAX_N_SEQUENCES", str(options.max_sequences))
-    os.environ.setdefault("VLLM_MAX_COMPLETION_PROMPTS", str(options.max_sequences + options.max_waiting))
+    os.environ.setdefault("VLLM_MAX_COMPLETION_PROMPTS", str(options.queue_capacity))
 
 
 def _prepare(
@@ -222,7 +212,7 @@ def _prepare(
     from tenant_sdk.gateway.endpoints import GatewaySettings
     from tenant_sdk.session.opening import open_session
 
-    with open_session(dataclasses.replace(config, experts="local", keep_gib=0.0)) as session:
+    with open_session(dataclasses.replace(config, keep_gib=0.0)) as session:  # it asks for no product
         say("downloading what this side holds: embeddings, norms, the head, and experts if there are any")
         held = write_folder(session, written(config), os.environ[MARK], folder, options.dtype)
         manifest = session.manifest
@@ -242,7 +232,7 @@ def _prepare(
         most_rank=options.max_rank or (largest_rank(options.adapters) if options.adapters else RANKS[0]),
         allow_other_base=options.allow_other_base,
         authenticator=Authenticator(options.keys),
-        max_sequences=options.max_sequences + options.max_waiting,
+        queue_capacity=options.queue_capacity,
         retry_after=max(1, math.ceil(config.patience)),
         about=f"{config.privacy} masks, by way of {party_name(config.provider)}",
         address=("127.0.0.1" if options.host == "0.0.0.0" else options.host, options.port),  # noqa: S104

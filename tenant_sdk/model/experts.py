@@ -20,6 +20,7 @@ from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.model.recording import answered
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.model.virtual import RemoteGroup, check_values, request_class_for, requires_autograd
+from tenant_sdk.products.products import pad_with_zeros
 
 log = logging.getLogger(__name__)
 
@@ -133,10 +134,8 @@ class Experts:
                 experts="padded",
             )
         each = self._padding.rows(counts, tokens) if self._padding else 0
-        parts = [
-            nn.functional.pad(part, (0, 0, 0, each - len(part))) if each else part
-            for part in rows.split(list(counts))
-        ]
+        privacy = self.groups[0].privacy
+        parts = [pad_with_zeros(part, each, privacy) for part in rows.split(list(counts))]
         request = (self, direction, tuple(counts))
         return answered(request, [rows], lambda: [self._ask(direction, parts, counts, request_class)])[0]
 

@@ -26,6 +26,7 @@ from shared.wire.websocket import own
 from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.model.recording import answered
 from tenant_sdk.model.remote_weight import RemoteWeight
+from tenant_sdk.products.modes import Privacy
 from tenant_sdk.products.products import PrivacyMode
 
 DRAFT_TOKENS = 16  # assisted decoding looks at as many of one sequence at once; more are a prompt
@@ -69,6 +70,11 @@ class RemoteGroup:
         self._outputs: dict[int, list[int]] = {}  # widths of members
         self.handle = next(_handles)
         _groups[self.handle] = self
+
+    @property
+    def privacy(self) -> Privacy:
+        """The mode that hides its rows."""
+        return self._products.privacy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteGroup:
         """Copies of a model share the session."""

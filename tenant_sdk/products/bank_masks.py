@@ -19,6 +19,7 @@ from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.products.mask_sources import MaskSource
 from tenant_sdk.products.masks import Mask, MaskGenerator
+from tenant_sdk.products.modes import Privacy
 from tenant_sdk.products.rotating_banks import RotatingBanks
 
 
@@ -36,7 +37,7 @@ class BankMasks(MaskGenerator):
     ``scale`` has no meaning here: a uniform mask has no size.
     """
 
-    sources = 1
+    privacy, sources = Privacy.NOISE_BANK, 1
 
     def __init__(
         self,

@@ -22,6 +22,7 @@ from tenant_sdk.connection.channel import Entropy
 from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.products.forecast import Forecast, PrefetchRequest
 from tenant_sdk.products.mask_sources import SeedSource
+from tenant_sdk.products.modes import Privacy
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ class MaskGenerator(Protocol):
     In a forked child there are none: ``take`` raises ConnectionLost, and ``close`` does nothing.
     """
 
+    privacy: Privacy
+
     def take(
         self,
         key: ProductKey,
@@ -102,7 +105,7 @@ class MaskGenerator(Protocol):
 class NoMasks(MaskGenerator):
     """Privacy mode ``plain``: the mask is zero."""
 
-    sources = 0
+    privacy, sources = Privacy.PLAIN, 0
 
     def __init__(self, shapes: list[GroupShape]) -> None:
         self._shapes, self._fork_guard = shapes, ForkGuard()
@@ -252,6 +255,8 @@ class OneTimeMasks:
         entropy: secret random bytes; the operating system's.
         fill_when_idle: fetch as much as the budget takes while nothing is asked for.
     """
+
+    privacy = Privacy.ONE_TIME
 
     def __init__(
         self,

@@ -22,6 +22,7 @@ from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
 from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.products.mask_sources import MaskSource
+from tenant_sdk.products.modes import Privacy
 from tenant_sdk.products.products import PrivacyMode
 from tenant_sdk.products.rotating_banks import RotatingBanks
 
@@ -53,6 +54,8 @@ class NoiseBank(PrivacyMode):
         entropy: secret random bytes.
         clock: seconds, monotonic.
     """
+
+    privacy = Privacy.NOISE_BANK
 
     def __init__(
         self,

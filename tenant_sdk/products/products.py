@@ -9,6 +9,7 @@ import torch
 from shared.wire.header import Direction, Operation, RequestClass
 from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
+from tenant_sdk.products.modes import Privacy
 
 
 class PrivacyMode(Protocol):
@@ -48,6 +49,11 @@ class PrivacyMode(Protocol):
         ...
 
     @property
+    def privacy(self) -> Privacy:
+        """Which mode it is."""
+        ...
+
+    @property
     def rows_ahead(self) -> int:
         """Rows of masks, of all kinds, whose effects are in store or ordered; 0 if none are fetched ahead."""
         return 0
@@ -59,6 +65,8 @@ class PrivacyMode(Protocol):
 
 class PlainProducts(PrivacyMode):
     """No mask: the executor sees every activation. The baseline for speed, no protection at all."""
+
+    privacy = Privacy.PLAIN
 
     def __init__(self, remote: RemoteExecutor) -> None:
         self._remote = remote
@@ -81,6 +89,11 @@ class WrappedProducts:
 
     def __init__(self, inner: PrivacyMode) -> None:
         self._inner = inner
+
+    @property
+    def privacy(self) -> Privacy:
+        """See PrivacyMode."""
+        return self._inner.privacy
 
     @property
     def rows_ahead(self) -> int:
@@ -114,10 +127,23 @@ class PaddedProducts(WrappedProducts):
     ) -> PendingProduct:
         """See PrivacyMode."""
         count = rows[0].shape[0]
-        more = (1 << (max(count, self._least) - 1).bit_length()) - count
-        sent = [torch.nn.functional.pad(block, (0, 0, 0, more)) for block in rows]
+        padded_count = 1 << (max(count, self._least) - 1).bit_length()
+        sent = [pad_with_zeros(block, padded_count, self.privacy) for block in rows]
         pending = self._inner.submit(group, direction, member_bits, sent, request_class)
         return PendingProduct(lambda: [result[:count] for result in pending.result()])
+
+
+def pad_with_zeros(rows: torch.Tensor, count: int, privacy: Privacy) -> torch.Tensor:
+    """Rows [T, D] with rows of zeros behind them until there are ``count``; themselves if there are as many.
+
+    Raises:
+        RuntimeError: the executor would recognise the zeros.
+    """
+    if count <= len(rows):
+        return rows
+    if not privacy.hides_zeros:
+        raise RuntimeError(f"rows of zeros are about to be sent, which privacy mode {privacy} does not hide")
+    return torch.nn.functional.pad(rows, (0, 0, 0, count - len(rows)))
 
 
 def padded(products: PrivacyMode, pad_rows: int) -> PrivacyMode:

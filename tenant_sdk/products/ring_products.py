@@ -19,6 +19,7 @@ from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor, check_shapes
 from tenant_sdk.products.answer_bits import AnswerBits
 from tenant_sdk.products.masks import MaskGenerator
+from tenant_sdk.products.modes import Privacy
 from tenant_sdk.products.ring_group import RingGroup
 from tenant_sdk.products.ring_requests import ExactRequest, HalfChecks, HalfRequest
 from tenant_sdk.products.verification import transposed
@@ -53,6 +54,11 @@ class RingProducts:
         self._exact_only = set[tuple[int, Direction, int]]()  # kinds of which a right answer seemed wrong
         self._failed: VerificationError | None = None
         self._fork_guard = ForkGuard()
+
+    @property
+    def privacy(self) -> Privacy:
+        """See ``tenant_sdk.products.products.PrivacyMode``."""
+        return self._masks.privacy
 
     def verifying_everything(self) -> RingProducts:
         """The same executor and masks, with exact answers, of which all are checked if any are."""

@@ -24,7 +24,8 @@ from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.urls import replicas_of
 from tenant_sdk.products.kept_groups import KeptProducts, group_weights
 from tenant_sdk.products.products import PrivacyMode
-from tenant_sdk.session.options import TRAINING, SessionConfig
+from tenant_sdk.session.options import TRAINING, SessionConfig, SessionOption
+from tenant_sdk.session.profiles import FIELDS
 from tenant_sdk.session.weight_cache import WeightCache
 from tenant_sdk.trust.operators import SYSTEM
 
@@ -133,19 +134,26 @@ def _cache(config: SessionConfig, executor: RemoteExecutor, dtype: torch.dtype) 
     if config.when_verified == "off" or not named:
         return None
     manifest = executor.manifest
-    return WeightCache([manifest.digest, manifest.numerics, dtype, *parties, *_trust_options(config)])
+    return WeightCache([manifest.digest, manifest.numerics, dtype, *_trust_options(config)])
 
 
 def _trust_options(config: SessionConfig) -> Iterator[str]:
-    """Digests of the files that decide who the parties are, and which weights they must have.
+    """Values of the options that decide who the parties are, and which weights they must have.
 
-    The same URL may lead to others the next time, and fingerprints show what live checks cannot.
+    The same URL may lead to others the next time, and fingerprints show what live checks cannot. Of files
+    counts what they hold.
     """
-    for path in (config.fingerprints, config.ca, *(ca for _, ca in config.credentials)):
-        if path is None or str(path) == SYSTEM:
-            yield str(path)
-        else:
-            yield hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    for name, field in FIELDS.items():
+        if isinstance(field.option, SessionOption) and field.option.decides_trust:
+            value = getattr(config, name)
+            values = value if isinstance(value, list | tuple) else [value]
+            yield str([_digest(each) if field.option.unit == "FILE" else str(each) for each in values])
+
+
+def _digest(path: str | Path | None) -> str:
+    if path is None or str(path) == SYSTEM:
+        return str(path)
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def _shape(info: GroupInfo) -> Shape:

@@ -22,9 +22,9 @@ from tenant_sdk.connection.urls import (
     url_of,
 )
 from tenant_sdk.products.bank_options import NoiseBankOptions
+from tenant_sdk.products.modes import Privacy
 from tenant_sdk.trust.operators import ALL, SIGNS, allowed_signs, own_authorities, own_tokens
 
-PRIVACY_MODES = ("one-time", "noise-bank", "plain")
 VERIFY_MODES = ("always", "sampled", "off")
 ANSWERS = ("exact", "half", "auto")
 WIRE_DTYPES = ("float32", "bfloat16")
@@ -39,12 +39,28 @@ EXECUTORS, TRUST, MASKS, VERIFICATION, CONNECTION, KEPT = (
     "Connection",
     "Kept layers",
 )
+PROVIDER, MASK_SOURCES, NOBODY = "provider", "mask_sources", ""
 _FILE = Placeholder("FILE")
 WEAKER = OptionText(
     "Weaker modes must be selected by name: {} or {}; SECURITY.md describes their limits",
     Argument("privacy", "noise-bank"),
     Argument("privacy", "plain"),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionOption(Option):
+    """An option of a session that is a party's, a secret, a file or a matter of trust.
+
+    Attributes:
+        belongs_to: the option that names its party, ``provider`` or ``mask_sources``, with which it comes and
+            goes: no other party may get it; or ``NOBODY``.
+        decides_trust: it says who the parties are, or which weights they must have: weights on the disk are
+            for sessions with the same alone.
+    """
+
+    belongs_to: str
+    decides_trust: bool
 
 
 @dataclass(frozen=True)
@@ -57,7 +73,7 @@ class SessionConfig:
 
     provider: Annotated[
         Party,
-        Option(
+        SessionOption(
             EXECUTORS,
             "URL of the provider's server, the executor: wss://host:port, or on this machine "
             "ipc:///path/to/directory (that of serve --local-dir). Several URLs, in a list or separated by "
@@ -65,39 +81,47 @@ class SessionConfig:
             "time. If executors serve parts of the model (serve --part k/n), the session uses one executor "
             "of each part. Several addresses of a host name are replicas too.",
             unit="URL",
+            belongs_to=PROVIDER,
+            decides_trust=True,
         ),
     ] = ""
     _: KW_ONLY
     profile: Annotated[
         str | PathLike[str] | None,
-        Option(
+        SessionOption(
             EXECUTORS,
             "TOML file with these options (docs/how-to/profiles.md): a path, or NAME for "
             "~/.config/symbiosis/NAME.toml. Other options override the file. Commands without {provider} "
             "and {profile} use ./symbiosis.toml, if you have approved it (symbiosis-tenant trust).",
             unit="FILE",
+            belongs_to=NOBODY,
+            decides_trust=False,
         ),
     ] = None
     token: Annotated[
         str | Secret,
-        Option(
+        SessionOption(
             EXECUTORS,
             "The token that the provider gave you. An executor in this process needs none.",
             confidential="the provider's token",
+            belongs_to=PROVIDER,
+            decides_trust=False,
         ),
     ] = field(default="", repr=False)
     ca: Annotated[
         str | Path | None,
-        Option(
+        SessionOption(
             EXECUTORS,
             "PEM file of the provider's certificate authority. Default: the authorities of the operating "
             "system. Options for certificates apply to wss:// only.",
             unit="FILE",
+            belongs_to=PROVIDER,
+            decides_trust=True,
         ),
     ] = None
     client_certificate: Annotated[
         tuple[str | Path, str | Path] | None,
-        Option(
+        SessionOption(
             EXECUTORS,
             "PEM files of your certificate and its key, for executors that require one.",
             unit="FILE",
@@ -105,11 +129,13 @@ class SessionConfig:
                 ("client_certificate", "PEM file of your certificate, for executors that require one."),
                 ("client_key", "PEM file of the certificate's key."),
             ),
+            belongs_to=PROVIDER,
+            decides_trust=False,
         ),
     ] = None
     mask_sources: Annotated[
         Sequence[Party],
-        Option(
+        SessionOption(
             EXECUTORS,
             "Party that computes effects, the products of masks with the weights: the URL of an executor "
             "(or its replicas, as above) that another operator runs with the same weights. With "
@@ -119,41 +145,49 @@ class SessionConfig:
             "then sees every mask.",
             unit="URL",
             single="mask_source",
+            belongs_to=MASK_SOURCES,
+            decides_trust=True,
         ),
     ] = ()
     mask_source_token: Annotated[
         str | Secret | Sequence[str | Secret | None] | None,
-        Option(
+        SessionOption(
             EXECUTORS,
             "The token of the mask source. With several mask sources, give one for each.",
             confidential="the mask source's token",
             single="mask_source_token",
+            belongs_to=MASK_SOURCES,
+            decides_trust=False,
         ),
     ] = field(default=None, repr=False)
     mask_source_ca: Annotated[
         str | Path | Sequence[str | Path | None] | None,
-        Option(
+        SessionOption(
             EXECUTORS,
             "PEM file of the mask source's certificate authority, or system: the authorities of the "
             "operating system. With several mask sources, give one for each. Required if {ca} is given. "
             "Default without {ca}: system.",
             unit="FILE",
             single="mask_source_ca",
+            belongs_to=MASK_SOURCES,
+            decides_trust=True,
         ),
     ] = None
     digest: Annotated[
         str | None,
-        Option(
+        SessionOption(
             TRUST,
             "Refuse executors with another digest: the SHA-256 of the list of weights, parameters and files. "
             "The digest covers all downloads. It does not show that products are computed with these "
             "weights; {fingerprints} or a mask source local:... shows this.",
             unit="DIGEST",
+            belongs_to=NOBODY,
+            decides_trust=False,
         ),
     ] = None
     allow_same: Annotated[
         Collection[str],
-        Option(
+        SessionOption(
             TRUST,
             "Accept provider and mask sources that share one of these: host name (host), address, "
             "certificate key (key), machine, certificate authority (authority) or token. Each is a sign that "
@@ -162,13 +196,17 @@ class SessionConfig:
             choices=(*SIGNS, ALL),
             unit="SIGN",
             single="allow_same",
+            belongs_to=NOBODY,
+            decides_trust=False,
         ),
     ] = ()
     allow_transcript: Annotated[
         bool,
-        Option(
+        SessionOption(
             TRUST,
             "Accept executors that announce that they record tenants' messages, for an audit.",
+            belongs_to=NOBODY,
+            decides_trust=False,
         ),
     ] = False
     privacy: Annotated[
@@ -178,7 +216,7 @@ class SessionConfig:
             "one-time, noise-bank or plain. With one-time masks, the provider sees uniform random numbers, "
             "unless it colludes with all mask sources. One-time masks need ring numerics. The other modes "
             "protect little or nothing (SECURITY.md).",
-            choices=PRIVACY_MODES,
+            choices=tuple(Privacy),
             unit="MODE",
         ),
     ] = "one-time"
@@ -265,21 +303,25 @@ class SessionConfig:
     ] = 0.005
     fingerprints: Annotated[
         str | Path | None,
-        Option(
+        SessionOption(
             VERIFICATION,
             "File that symbiosis-tenant fingerprint made from weights that you trust. Default: fingerprints "
             "are computed by the mask source local:... if there is one, and otherwise by the executors, "
             "under masks. Fingerprints that executors compute show any later deviation, but not whether the "
             "weights were right from the start.",
             unit="FILE",
+            belongs_to=NOBODY,
+            decides_trust=True,
         ),
     ] = None
     fingerprint_key: Annotated[
         str | Secret | None,
-        Option(
+        SessionOption(
             VERIFICATION,
             "The key of {fingerprints}, as symbiosis-tenant fingerprint printed it.",
             confidential="the fingerprints' key",
+            belongs_to=NOBODY,
+            decides_trust=False,
         ),
     ] = field(default=None, repr=False)
     answers: Annotated[
@@ -311,7 +353,8 @@ class SessionConfig:
         Option(
             CONNECTION,
             "Seconds without progress after which a connection attempt fails, or a request is sent again "
-            "({patience}); with {patience} 0, the request fails.",
+            "({patience}); with {patience} 0, the request fails. A request that an overloaded executor "
+            "refuses is sent again for as long.",
             least=0,
             above=True,
             unit="SECONDS",
@@ -442,8 +485,8 @@ class SessionConfig:
                 raise ConfigurationError(f"{party_name(party)}: a replica is named twice")
 
     def _check_privacy(self) -> None:
-        sources = self.mask_sources
-        if self.experts == "padded" and self.privacy != "one-time":
+        sources, hides_zeros = self.mask_sources, Privacy(self.privacy).hides_zeros
+        if self.experts == "padded" and not hides_zeros:
             raise ConfigurationError(
                 "{experts} adds rows of zeros, which {privacy} would show: use it with one-time masks, "
                 "or give {}",
@@ -470,7 +513,7 @@ class SessionConfig:
             )
         if len(set(map(replicas_of, sources))) < len(sources):
             raise ConfigurationError("a mask source is named twice, which hides nothing more than once")
-        if self.pad_rows and self.privacy != "one-time":
+        if self.pad_rows and not hides_zeros:
             raise ConfigurationError(
                 "{pad_rows} adds rows of zeros, which {privacy} would show: they would give away its "
                 "masks, or that they are zeros. Use it with one-time masks",

@@ -18,10 +18,11 @@ from shared.errors import (
 )
 from shared.wire.header import DTYPE_NAMES
 from tenant_sdk.connection.channel import Channel
+from tenant_sdk.connection.clock import CLOCK, Clock
 from tenant_sdk.connection.handshake import client_context, why_untrusted
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.replicas.addresses import Address, Resolver
-from tenant_sdk.connection.replicas.reconnecting import OpenChannel
+from tenant_sdk.connection.replicas.reconnecting import ConnectionOptions, OpenChannel
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.connection.transports import OnConnect, open_channel, probe_executor
 from tenant_sdk.connection.urls import Party, replicas_of, url_of
@@ -42,6 +43,7 @@ class ReplicatedExecutor:
         token, ca: for all of its replicas.
         operators: told who is there, at every connection; what one replica shows holds for the party.
         of: in front of the names of this party's options.
+        clock: how time passes.
 
     Raises:
         ConfigurationError: see ``client_context``.
@@ -55,10 +57,11 @@ class ReplicatedExecutor:
         ca: str | Path | None,
         operators: Operators,
         of: str = "",
+        clock: Clock = CLOCK,
     ) -> None:
         self._config, self._token, self._ca, self._operators, self._of = config, token, ca, operators, of
-        self._targets = replicas_of(party)
-        self._resolver = Resolver(self._targets)
+        self._targets, self._clock = replicas_of(party), clock
+        self._resolver = Resolver(self._targets, clock)
         self._context = client_context(ca, config.client_certificate, f"{of}ca")
         self._party = object()  # so that a mask source with the provider's own URL is noticed
 
@@ -74,7 +77,9 @@ class ReplicatedExecutor:
         dtype = DTYPE_NAMES[config.wire_dtype]
         # Of mask sources, all of the manifest is compared with the provider's.
         digest = "" if self._of else config.digest or ""
-        return RemoteExecutor(self._find, dtype, stats, patience, url_of(self._targets[0]), digest)
+        party = url_of(self._targets[0])
+        options = ConnectionOptions(stats, patience, party, digest, self._clock)
+        return RemoteExecutor(self._find, dtype, options)
 
     def probe_replicas(self) -> None:
         """Look at every replica, and send it nothing: one that shows another party's operator ends it here.
@@ -112,9 +117,9 @@ class ReplicatedExecutor:
 
     def _open(self, address: Address, opening: float) -> Channel:
         try:
-            timeout = self._config.timeout
+            timeout, on_connect = self._config.timeout, self._on_connect(address)
             return open_channel(
-                address, self._token, self._context, timeout, self._on_connect(address), opening
+                address, self._token, self._context, timeout, on_connect, opening, self._clock
             )
         except ConnectError as error:
             self._explain(error, address)

@@ -22,7 +22,7 @@ from shared.ownership import check_own
 from shared.secrets import Secret
 from shared.user_folders import configuration_home
 from tenant_sdk.connection.urls import LOCAL, is_local, party_name
-from tenant_sdk.session.options import SessionConfig
+from tenant_sdk.session.options import MASK_SOURCES, PROVIDER, SessionConfig, SessionOption
 from tenant_sdk.storage import disk_errors
 from tenant_sdk.trust.operators import SYSTEM
 
@@ -33,19 +33,26 @@ MAX_APPROVED = 1 << 20  # bytes of a file that is approved
 HERE = Path("symbiosis.toml")  # what command lines use if they are told nothing else, once it is approved
 FIELDS = fields_of(SessionConfig)
 _FILE = Placeholder("FILE")
-# What belongs to a party goes with it.
-PROVIDER = ("provider", "ca", "token", "client_certificate")
+# Of each party, by the option that names it, its options.
+BELONGINGS = {
+    party: [
+        name
+        for name, field in FIELDS.items()
+        if isinstance(field.option, SessionOption) and field.option.belongs_to == party
+    ]
+    for party in (PROVIDER, MASK_SOURCES)
+}
 # A profile has a table for each mask source, with these keys.
-SOURCE_NAMES = {"mask_sources": "url", "mask_source_token": "token", "mask_source_ca": "ca"}
+SOURCE_NAMES = {name: name.removeprefix("mask_source_") for name in BELONGINGS[MASK_SOURCES]}
+SOURCE_NAMES[MASK_SOURCES] = "url"
 SOURCE_KINDS: dict[str, Any] = {"url": str | list[str], "ca": str, **secret_ways("token")}
-SOURCES = tuple(SOURCE_NAMES)
 
 
 def _kinds() -> dict[str, Any]:
     """Of each key of a profile the type of its value."""
     kinds: dict[str, Any] = {}
     for name, field in FIELDS.items():
-        if field.option.python or name == "profile" or name in SOURCES:
+        if field.option.python or name == "profile" or name in SOURCE_NAMES:
             continue
         kinds |= secret_ways(name) if field.option.confidential else {name: field.toml}
     return kinds | {"mask_sources": list[dict[str, Any]]}
@@ -223,10 +230,8 @@ def names_in(
     file = profile_path(profile).name
     names = merged(profile_values, arguments).keys() - arguments.keys()
     # Also what is missing there.
-    if "provider" in names:
-        names |= set(PROVIDER) - arguments.keys()
-    if "mask_sources" in names:
-        names |= set(SOURCES) - arguments.keys()
+    for party in BELONGINGS.keys() & names:
+        names |= set(BELONGINGS[party]) - arguments.keys()
     return {name: _name_in(name, profile_values.get(name), file) for name in names}
 
 
@@ -235,9 +240,9 @@ def _name_in(name: str, value: Any, file: str) -> Callable[[Any], str]:
     if len(secrets) == 1:
         return Flag(secrets[0].given, alone=True)
     way = "_env" if FIELDS[name].option.confidential else ""
-    if name in SOURCES and name != "mask_sources":
+    if name in SOURCE_NAMES and name != MASK_SOURCES:
         return Flag(f"`{SOURCE_NAMES[name]}{way}` of the mask source in {file}", alone=True)
-    if way or name in ("provider", "mask_sources") or FIELDS[name].plain is Path:
+    if way or name in BELONGINGS or FIELDS[name].plain is Path:
         return Flag(f"`{name}{way}` in {file}", alone=True)
     return Key(name, file)
 
@@ -287,14 +292,11 @@ def merged(profile: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str
     What belongs to a party goes with it: who gives another provider, or other mask sources, gives their
     tokens and authorities too. Else one operator would get what is another's.
     """
-    remaining = dict(profile)
-    if "provider" in arguments:
-        for name in PROVIDER:
-            remaining.pop(name, None)
-    if "mask_sources" in arguments or arguments.get("privacy") == "plain":  # which has no use for any
-        for name in SOURCES:
-            remaining.pop(name, None)
-    return {**remaining, **arguments}
+    others = BELONGINGS.keys() & arguments.keys()
+    if arguments.get("privacy") == "plain":  # which has no use for any
+        others.add(MASK_SOURCES)
+    dropped = {name for party in others for name in BELONGINGS[party]}
+    return {name: value for name, value in profile.items() if name not in dropped} | {**arguments}
 
 
 def takes_options(

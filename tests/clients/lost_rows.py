@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from vllm.v1.outputs import ModelRunnerOutput
 
+from shared.wire.header import RequestClass
 from tenant_sdk.gateway import worker
-from tenant_sdk.gateway.linear import RemoteLinearMethod, non_finite_rows
+from tenant_sdk.gateway.linear import RemoteLinearMethod, RequestOptions, non_finite_rows, request_options
 from tenant_sdk.gateway.segmented import SegmentedLora
 from tenant_sdk.gateway.status import GatewayStatus
 from tenant_sdk.gateway.vllm_patches import for_each_draft, if_rows, sort_where_asked
+from tenant_sdk.products.modes import Privacy
 from tenant_sdk.tuning.segmented import Segments
 
 INFINITY = float("inf")
@@ -24,7 +26,7 @@ sent: list[torch.Tensor] = []
 class Products:
     """A group whose product is its input, and which takes finite rows alone, as an executor's."""
 
-    info = SimpleNamespace(inputs=16)
+    info, privacy = SimpleNamespace(inputs=16), Privacy.PLAIN
 
     def submit(self, direction: object, members: int, blocks: list[torch.Tensor], urgency: object) -> Any:
         """Remember what would be sent."""
@@ -57,6 +59,17 @@ assert sent[0].shape == rows.shape
 torch.testing.assert_close(out[:3], x[:3])
 assert out[3:].eq(0).all()
 assert worker._zero_lost_rows(None, None, rows)[3:].eq(0).all()
+
+# Rows of zeros are added where they look like all others, and nowhere else.
+for privacy in Privacy:
+    sent.clear()
+    Products.privacy = privacy
+    try:
+        with request_options(RequestOptions(RequestClass.DECODE, 8)):
+            assert method.apply(torch.nn.Identity(), x).shape == x.shape
+    except RuntimeError:
+        assert not privacy.hides_zeros
+    assert [len(each) for each in sent] == ([8] if privacy.hides_zeros else [])
 
 # A sequence that reads its prompt keeps its generator as it is, and no error of a sampler ends the engine.
 batch = ["first", "second", "third"]

@@ -19,7 +19,11 @@ from shared.errors import RequestRefused
 from shared.wire.header import Direction, Operation
 from tenant_sdk.connection import channel as channel_module
 from tenant_sdk.connection.replicas import reconnecting
-from tenant_sdk.connection.replicas.reconnecting import ReconnectingConnection, single_replica
+from tenant_sdk.connection.replicas.reconnecting import (
+    ConnectionOptions,
+    ReconnectingConnection,
+    single_replica,
+)
 from tenant_sdk.connection.stats import Stats
 
 pytest_plugins = ("ring_fixtures",)
@@ -58,7 +62,9 @@ def test_pauses_are_counted_and_then_it_goes_on(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(reconnecting, "_hello", lambda channel: "model")
     channel: Any = Refusing()
     clock, stats = SimulatedClock(), Stats()
-    connection = ReconnectingConnection(single_replica(lambda: channel), stats, 0.0, clock=clock)
+    connection = ReconnectingConnection(
+        single_replica(lambda: channel), ConnectionOptions(stats=stats, clock=clock)
+    )
     connection.policy.uniform = lambda: 0.5
     assert connection.answer(channel, channel.ask) is channel
     assert clock.waited == pytest.approx([0.075, 0.125, 0.25])

@@ -44,6 +44,7 @@ from shared.wire.messages import Limits
 from shared.wire.protocol import GroupShape, TenantProtocol
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.keys import ProductKey
+from tenant_sdk.connection.replicas import retrying
 
 pytest_plugins = ("transport_fixtures", "wire_fixtures")
 
@@ -390,3 +391,25 @@ def test_the_first_connection_is_not_waited_for_and_says_what_does() -> None:
     """However patient the session is: the URL may be mistyped."""
     with pytest.raises(ConnectionRefused, match=r"`symbiosis-tenant doctor --wait SECONDS` waits for it"):
         tenant_sdk.connect("wss://127.0.0.1:1", token="x", privacy="plain", patience=1e6)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_overloaded_executor_is_asked_again(
+    llama_everywhere: TransportServers, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the session's timeout, also where no product has one."""
+    monkeypatch.setattr(retrying, "retry_delay", lambda *_: 0.0)
+    x, wait = torch.ones(2, 64), Channel.wait
+    refusals = iter([RequestRefused("overloaded", "wait", retry_after=0.0)])
+
+    def refused_once(self: Any, pending: Any) -> Any:
+        answer = wait(self, pending)
+        for error in refusals:
+            raise error
+        return answer
+
+    with llama_everywhere.connect(transport) as session:
+        expected = product(session, x)
+        monkeypatch.setattr(Channel, "wait", refused_once)
+        assert torch.equal(product(session, x)[0], expected[0])
+        assert session.stats.refusals == 1

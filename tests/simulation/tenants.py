@@ -25,6 +25,7 @@ from simulation.substitutes import SimulatedClock
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
+from tenant_sdk.connection.replicas.reconnecting import ConnectionOptions
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
 from tenant_sdk.products.half_checks import FACTOR
@@ -128,13 +129,11 @@ class Tenant:
         options, stats, remotes = self.options, Stats(), list[RemoteExecutor]()
         try:
             for number, party in enumerate(self.parties):
-                find = partial(self._find, party)
-                remotes.append(
-                    RemoteExecutor(
-                        find, stats=stats, patience=options.patience, party=party[0].party,
-                        clock=SimulatedClock(self.kernel),
-                    )
+                how = ConnectionOptions(
+                    stats=stats, patience=options.patience, party=party[0].party,
+                    clock=SimulatedClock(self.kernel),
                 )  # fmt: skip
+                remotes.append(RemoteExecutor(partial(self._find, party), options=how))
                 self._watch(remotes[-1])
                 if number:
                     check_agreement(remotes[-1].url, remotes[-1].manifest, remotes[0].manifest)

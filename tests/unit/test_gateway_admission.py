@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import fcntl
 import json
 import os
@@ -24,7 +25,7 @@ from shared.errors import (
     TlsError,
     VerificationError,
 )
-from tenant_sdk.gateway import http_frontend, serving
+from tenant_sdk.gateway import http_frontend
 from tenant_sdk.gateway.admission import (
     Authenticator,
     Refusal,
@@ -596,11 +597,25 @@ def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
         GatewayOptions(**options)
 
 
-def test_experts_of_a_gateway_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "check_installed", lambda: "vllm 0")
-    config = SessionConfig(provider="wss://here", token="t", privacy="plain", experts="routed")
-    with pytest.raises(ConfigurationError, match="experts='routed'"):
-        serving.serve(GatewayOptions(), config, print)
+def test_a_gateway_decides_some_options_of_its_sessions() -> None:
+    config = SessionConfig(provider="wss://here", token="t", privacy="plain", keep_gib=1.0)
+    expected = dataclasses.replace(config, experts="local", fill_masks=True)
+    assert GatewayOptions().session_config(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "session", "message"),
+    [
+        ({}, {"experts": "routed"}, "experts='routed'"),
+        ({"speculate": "prompt-lookup"}, {}, "speculate pads.*privacy='plain'"),
+    ],
+)
+def test_sessions_that_a_gateway_cannot_have(
+    options: dict[str, Any], session: dict[str, Any], message: str
+) -> None:
+    config = SessionConfig(provider="wss://here", token="t", privacy="plain", **session)
+    with pytest.raises(ConfigurationError, match=message):
+        GatewayOptions(**options).session_config(config)
 
 
 def test_keys_are_not_shown() -> None:

@@ -27,7 +27,11 @@ from shared.errors import (
 )
 from shared.log_rate_limit import LogRateLimiter
 from tenant_sdk.connection.replicas import reconnecting
-from tenant_sdk.connection.replicas.reconnecting import ReconnectingConnection, single_replica
+from tenant_sdk.connection.replicas.reconnecting import (
+    ConnectionOptions,
+    ReconnectingConnection,
+    single_replica,
+)
 from tenant_sdk.connection.replicas.retrying import (
     REMIND_SECONDS,
     GiveUp,
@@ -63,9 +67,7 @@ class World:
         monkeypatch.setattr(reconnecting, "_hello", lambda channel: channel.manifest)
         self.connection: Any = ReconnectingConnection(
             single_replica(self.open, URL),  # type: ignore[arg-type]
-            self.stats,
-            patience,
-            clock=self.clock,
+            ConnectionOptions(stats=self.stats, patience=patience, clock=self.clock),
         )
         self.connection.policy.uniform = lambda: 0.0
 
@@ -261,7 +263,6 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from shared.errors import ConnectionRefused
 from tenant_sdk.connection.replicas import reconnecting
-from tenant_sdk.connection.stats import Stats
 
 reconnecting._hello = lambda channel: "model"
 channels = [SimpleNamespace(peer="wss://executor", key_exchange="", broken=False)]
@@ -273,7 +274,9 @@ def open_channel():
     tried.set()
     raise ConnectionRefused("it is gone")
 
-connection = reconnecting.ReconnectingConnection(reconnecting.single_replica(open_channel), Stats(), 1e6)
+connection = reconnecting.ReconnectingConnection(
+    reconnecting.single_replica(open_channel), reconnecting.ConnectionOptions(patience=1e6)
+)
 connection.latest.broken = True
 ThreadPoolExecutor(1).submit(lambda: connection.channel)
 tried.wait()

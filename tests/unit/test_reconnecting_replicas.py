@@ -21,8 +21,10 @@ from shared.errors import (
 )
 from shared.log_rate_limit import LogRateLimiter
 from shared.wire.messages import Limits, Manifest
-from tenant_sdk.connection.replicas import reconnecting
-from tenant_sdk.connection.replicas.reconnecting import ReconnectingConnection
+from tenant_sdk.connection.handshake import upgrade
+from tenant_sdk.connection.replicas import addresses, reconnecting
+from tenant_sdk.connection.replicas.addresses import LOOK_UP_SECONDS, Resolver
+from tenant_sdk.connection.replicas.reconnecting import ConnectionOptions, ReconnectingConnection
 from tenant_sdk.connection.replicas.retrying import MAX_REPEATS, REMIND_SECONDS, GiveUp, RequestPolicy
 from tenant_sdk.connection.stats import Stats
 
@@ -45,7 +47,10 @@ class World:
         monkeypatch.setattr(reconnecting, "_hello", lambda channel: self.manifests[channel.peer])
 
     def connect(self, patience: float = 600.0) -> Any:
-        made: Any = ReconnectingConnection(self.find, self.stats, patience, "them", clock=self.clock)
+        made: Any = ReconnectingConnection(
+            self.find,
+            ConnectionOptions(stats=self.stats, patience=patience, party="them", clock=self.clock),
+        )
         made.policy.uniform = lambda: 0.0
         return made
 
@@ -222,3 +227,27 @@ def test_new_replicas_are_found(world: Callable[..., World]) -> None:
     here.manifests = {}
     with pytest.raises(ConnectionLost, match="no replicas"):
         lose(connection)
+
+
+def test_a_name_is_looked_up_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, found = SimulatedClock(), [["10.0.0.1", "10.0.0.2"], ["10.0.0.3", "10.0.0.4"]]
+    monkeypatch.setattr(addresses, "addresses_of", lambda url: found.pop(0))
+    resolver = Resolver(["wss://name:1"], clock)
+    for seconds, expected in ((0.0, "10.0.0.1"), (LOOK_UP_SECONDS, "10.0.0.1"), (0.1, "10.0.0.3")):
+        clock.time += seconds
+        assert resolver.resolve()[0].ip == expected
+
+
+def test_a_handshake_that_goes_on_and_on() -> None:
+    """Each byte comes in time, and all together do not."""
+    clock, sent = SimulatedClock(), list[bytes]()
+
+    def receive(_: int) -> bytes:
+        clock.time += 1.0
+        return b"H"
+
+    sock: Any = SimpleNamespace(gettimeout=lambda: 20.0, sendall=sent.append, recv=receive)
+    with pytest.raises(ConnectError, match="took too long"):
+        upgrade(sock, "wss://name:1", "token", clock)
+    assert sent
+    assert clock.time == 1021.0

@@ -23,6 +23,7 @@ from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.model.experts import Experts, Padding, RemoteExperts, _tokens
 from tenant_sdk.model.mixtures import plan_experts
 from tenant_sdk.model.virtual import DRAFT_TOKENS, RemoteGroup
+from tenant_sdk.products.modes import Privacy
 
 EXPERTS, INPUTS, OUTPUTS = 4, 6, 5
 CPU = torch.device("cpu")
@@ -33,7 +34,7 @@ class Memory:
     """A privacy mode without an executor: multiplies here and remembers what happened in which order."""
 
     def __init__(self, weights: torch.Tensor) -> None:
-        self.weights = weights  # [E, O, I]
+        self.weights, self.privacy = weights, Privacy.ONE_TIME  # [E, O, I]
         self.events: list[tuple[Any, ...]] = []
 
     def submit(
@@ -152,6 +153,15 @@ def test_padded_everybody_is_asked_for_as_much(caplog: pytest.LogCaptureFixture)
     asked = [(group, count) for group, count, *_ in mixture.memory.asked()]
     assert sorted(asked[:4]) == sorted(asked[4:]) == [(e, 16) for e in range(4)]  # of nine tokens
     assert [record.getMessage().count("7.1 times") for record in caplog.records] == [1]
+
+
+@pytest.mark.parametrize("privacy", [Privacy.NOISE_BANK, Privacy.PLAIN])
+def test_nothing_is_padded_where_zeros_show(privacy: Privacy) -> None:
+    mixture = Mixture(Padding())
+    mixture.memory.privacy = privacy
+    with pytest.raises(RuntimeError, match=f"mode {privacy} does not hide"):
+        mixture.remote(mixture.x)
+    assert not mixture.memory.events
 
 
 @pytest.mark.parametrize(("most", "bucket"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 16), (1000, 1024)])

@@ -32,7 +32,7 @@ from shared.errors import (
 from shared.log_rate_limit import LogRateLimiter
 from tenant_sdk.connection.replicas import reconnecting
 from tenant_sdk.connection.replicas.backoff import MIN_BACKOFF
-from tenant_sdk.connection.replicas.reconnecting import ReconnectingConnection
+from tenant_sdk.connection.replicas.reconnecting import ConnectionOptions, ReconnectingConnection
 from tenant_sdk.connection.replicas.replica_set import MAX_EJECTION
 from tenant_sdk.connection.replicas.retrying import (
     MAX_REPEATS,
@@ -47,7 +47,6 @@ from tenant_sdk.connection.replicas.retrying import (
     Wait,
     may_come_back,
 )
-from tenant_sdk.connection.stats import Stats
 
 NAMES = ("wss://a", "wss://b", "wss://c")
 URL, TIMEOUT = NAMES[0], 60.0
@@ -290,7 +289,9 @@ def test_whatever_happens_only_the_same_bytes_are_sent(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reconnecting, "_hello", lambda channel: "model")
         world = World(happens, opens)
-        connection: Any = ReconnectingConnection(world.find, Stats(), patience, clock=world.clock)
+        connection: Any = ReconnectingConnection(
+            world.find, ConnectionOptions(patience=patience, clock=world.clock)
+        )
         for request in (b"first", b"second"):
             before, waited = len(world.sent), len(world.clock.waited)
 
@@ -316,7 +317,7 @@ def test_overload_is_waited_for_on_each_channel_anew(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(reconnecting, "_hello", lambda channel: "model")
     overloaded = RequestRefused("overloaded", "wait", retry_after=0.9 * TIMEOUT)
     world = World([overloaded, GONE[0], overloaded, None], [])
-    connection: Any = ReconnectingConnection(world.find, Stats(), 600.0, clock=world.clock)
+    connection: Any = ReconnectingConnection(world.find, ConnectionOptions(patience=600.0, clock=world.clock))
     connection.policy.uniform = lambda: 0.0
     assert connection.answer(connection.channel, lambda channel: object()) is ANSWER
     assert world.clock.waited == [0.9 * TIMEOUT] * 2
@@ -333,7 +334,7 @@ def test_a_request_that_failed_keeps_nothing_in_memory(
     """Without the collector: masked rows would stay until it comes."""
     monkeypatch.setattr(reconnecting, "_hello", lambda channel: "model")
     world = World([error], [])
-    connection: Any = ReconnectingConnection(world.find, Stats(), 0.0, clock=world.clock)
+    connection: Any = ReconnectingConnection(world.find, ConnectionOptions(clock=world.clock))
 
     class Rows:
         pass

@@ -16,12 +16,14 @@ from option_reference import reference
 import tenant_sdk
 from shared.command_line import CommandLine
 from shared.errors import ConfigurationError
+from shared.options import secret_ways
 from shared.secrets import Secret
 from tenant_sdk.connection.urls import is_local, party_name, replicas_of
 from tenant_sdk.gateway.connection import read, written
 from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.products.bank_options import NoiseBankOptions
-from tenant_sdk.session.options import WIRE_DTYPES, SessionConfig
+from tenant_sdk.session.options import EXECUTORS, TRUST, WIRE_DTYPES, SessionConfig, SessionOption
+from tenant_sdk.session.profiles import BELONGINGS, FIELDS, SOURCE_KINDS, SOURCE_NAMES
 
 HERE = {"provider": "wss://a.example:1", "token": "t0k3n", "mask_sources": ["local:folder"]}
 
@@ -197,6 +199,29 @@ def test_a_new_option_is_one_field(tmp_path: Path) -> None:
 def test_the_reference_is_that_of_the_fields() -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "options.md"
     assert page.read_text() == reference(), f"python tests/option_reference.py > {page}"
+
+
+def test_options_that_matter_to_parties_say_whose_they_are() -> None:
+    undeclared = [
+        name
+        for name, field in FIELDS.items()
+        if (
+            field.option.group in (EXECUTORS, TRUST)
+            or field.option.confidential
+            or field.option.unit in ("FILE", "URL")
+        )
+        and not isinstance(field.option, SessionOption)
+    ]
+    assert not undeclared, "declare them with SessionOption: whose they are, and whether they decide trust"
+    assert BELONGINGS == {
+        "provider": ["provider", "token", "ca", "client_certificate"],
+        "mask_sources": ["mask_sources", "mask_source_token", "mask_source_ca"],
+    }
+    assert set(SOURCE_KINDS) == {
+        key
+        for name, key in SOURCE_NAMES.items()
+        for key in (secret_ways(key) if FIELDS[name].option.confidential else [key])
+    }
 
 
 def test_a_gateways_worker_is_given_all_but_secrets(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import torch
 from shared import ownership
 from shared.errors import ConfigurationError
 from shared.wire.messages import GroupInfo, Member
+from tenant_sdk.session.keeping import _trust_options
+from tenant_sdk.session.options import SessionConfig
 from tenant_sdk.session.weight_cache import WeightCache
 
 GROUP = GroupInfo(4, (Member("0.k", 3, "0.k.weight"), Member("0.v", 3, "0.v.weight")))
@@ -87,3 +89,20 @@ def test_a_disk_that_takes_none(
     (tmp_path / "symbiosis").write_text("a file where a folder is wanted")
     WeightCache(["digest"]).write(GROUP, weights)
     assert "kept weights are not written" in caplog.text
+
+
+def test_what_decides_trust_is_told_apart(tmp_path: Path) -> None:
+    """By what files hold, and by which party is whose replica."""
+
+    def trust(provider: list[str], sources: list[str], file: str, content: str) -> tuple[str, ...]:
+        (tmp_path / file).write_text(content)
+        config = SessionConfig(provider, mask_sources=sources, ca=tmp_path / file, mask_source_ca="system")
+        return tuple(_trust_options(config))
+
+    first = trust(["wss://a", "wss://b"], ["wss://c"], "ca.pem", "one")
+    assert trust(["wss://a", "wss://b"], ["wss://c"], "moved.pem", "one") == first
+    others = {
+        trust(["wss://a", "wss://b"], ["wss://c"], "ca.pem", "two"),
+        trust(["wss://a"], ["wss://b", "wss://c"], "ca.pem", "one"),
+    }
+    assert len(others - {first}) == 2

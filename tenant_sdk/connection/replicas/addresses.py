@@ -9,7 +9,7 @@ from contextlib import suppress
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, NamedTuple
 
-from tenant_sdk.connection.clock import CLOCK
+from tenant_sdk.connection.clock import CLOCK, Clock
 from tenant_sdk.connection.urls import over_tls, split_url, url_of
 
 if TYPE_CHECKING:
@@ -34,16 +34,17 @@ class Resolver:
 
     Args:
         targets: its URLs, or executors in this process.
+        clock: of when names were looked up.
     """
 
-    def __init__(self, targets: Sequence[str | Endpoint]) -> None:
-        self._targets = targets
+    def __init__(self, targets: Sequence[str | Endpoint], clock: Clock = CLOCK) -> None:
+        self._targets, self._clock = targets, clock
         self._found: dict[str, list[str]] = {}  # addresses of a URL's name
         self._looked_up = float("-inf")
 
     def resolve(self) -> list[Address]:
         """All that there are now; a name is looked up again, but not all the time."""
-        now = CLOCK.now()
+        now = self._clock.now()
         if now - self._looked_up > LOOK_UP_SECONDS:
             for target in self._targets:
                 if isinstance(target, str) and over_tls(target):

@@ -6,22 +6,25 @@ So hosts of one provider need not talk to each other: a request goes to the one 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
 from shared.errors import ModelMismatch
 from shared.wire.messages import Limits, Manifest
 from shared.wire.protocol import validate_manifest
-from tenant_sdk.connection.clock import CLOCK, Clock
-from tenant_sdk.connection.replicas.reconnecting import FindReplicas, ReconnectingConnection
-from tenant_sdk.connection.stats import Stats
+from tenant_sdk.connection.replicas.reconnecting import (
+    ConnectionOptions,
+    FindReplicas,
+    ReconnectingConnection,
+)
 
 
 class PartConnections:
     """One connection for each part of the groups.
 
     Args:
-        find, stats, patience, party, digest, clock: see ``ReconnectingConnection``. A part may have replicas.
+        find, options: see ``ReconnectingConnection``. A part may have replicas.
 
     Attributes:
         all: the connections.
@@ -31,19 +34,8 @@ class PartConnections:
         SymbiosisError: no executor that can be used serves some group; see ``ReconnectingConnection``.
     """
 
-    def __init__(
-        self,
-        find: FindReplicas,
-        stats: Stats,
-        patience: float,
-        party: str = "",
-        digest: str = "",
-        clock: Clock = CLOCK,
-    ) -> None:
-        def connect(name: str, digest: str, group: int | None = None) -> ReconnectingConnection:
-            return ReconnectingConnection(find, stats, patience, name, digest, group, clock)
-
-        self.all = [connect(party, digest)]
+    def __init__(self, find: FindReplicas, options: ConnectionOptions) -> None:
+        self.all = [ReconnectingConnection(find, options)]
         first = self.all[0].manifest
         if first.part is not None:
             self.all[0].keep_to(first.part[0])
@@ -54,8 +46,9 @@ class PartConnections:
                         f"{', '.join(find())}: nobody there serves group {group} of {len(first.groups)}; "
                         "name all executors of the provider, each of which serves a part of the layers"
                     )
-                name = f"{party}, groups from {group}"
-                self.all.append(connect(name, first.digest, group))
+                party = f"{options.party}, groups from {group}"
+                of_part = replace(options, party=party, digest=first.digest)
+                self.all.append(ReconnectingConnection(find, of_part, group))
             self.manifest = together([connection.manifest for connection in self.all])
         except BaseException:
             self.close()

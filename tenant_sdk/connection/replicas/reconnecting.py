@@ -13,6 +13,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from shared.compat import before_threads_are_joined
 from shared.errors import ConnectionLost, ModelMismatch, SymbiosisError
@@ -53,6 +54,26 @@ def single_replica(open_channel: OpenChannel, name: str = "") -> FindReplicas:
     return lambda: {name: open_channel}
 
 
+@dataclass(frozen=True)
+class ConnectionOptions:
+    """How a party is connected to.
+
+    Attributes:
+        stats: to count in; a session with two executors has one.
+        patience: seconds to wait for an executor that went away. 0: not at all: a request that was under way
+            fails, and the next one tries once to connect again.
+        party: under which ``Stats.replicas`` has the replica in use.
+        digest: refuse replicas whose manifest has another one; empty: any.
+        clock: how time passes.
+    """
+
+    stats: Stats = field(default_factory=Stats)
+    patience: float = 0.0
+    party: str = ""
+    digest: str = ""
+    clock: Clock = CLOCK
+
+
 class ReconnectingConnection:
     """One open channel after the other to the same executor, or to replicas of it.
 
@@ -62,12 +83,8 @@ class ReconnectingConnection:
 
     Args:
         find: the replicas, asked for before each try.
-        stats: to count in.
-        patience: seconds to wait for an executor that went away; 0: not at all, and nothing is sent again.
-        party: under which ``Stats.replicas`` has the replica in use.
-        digest: refuse replicas whose manifest has another one; empty: any.
+        options: how they are connected to.
         group: pass over those that serve a part without this one; None: any part.
-        clock: how time passes.
 
     Attributes:
         manifest: what the executor serves, and every replica of it.
@@ -77,24 +94,15 @@ class ReconnectingConnection:
         SymbiosisError: there is no first channel; of several replicas, none can be used.
     """
 
-    def __init__(
-        self,
-        find: FindReplicas,
-        stats: Stats,
-        patience: float,
-        party: str = "",
-        digest: str = "",
-        group: int | None = None,
-        clock: Clock = CLOCK,
-    ) -> None:
-        self._find, self._stats, self._party, self._digest = find, stats, party, digest
-        self._group, self._clock = group, clock
+    def __init__(self, find: FindReplicas, options: ConnectionOptions, group: int | None = None) -> None:
+        self._find, self._stats, self._clock = find, options.stats, options.clock
+        self._party, self._digest, self._group = options.party, options.digest, group
         self._fork_guard = ForkGuard()
         self._closing = threading.Event()
         _connections.add(self)
         self._reminder = LogRateLimiter(REMIND_SECONDS)  # that requests are put off
         self._reconnecting = threading.Lock()  # the thread that opens a channel holds it; it guards these:
-        self.policy = ReconnectPolicy(patience, random.SystemRandom().random)
+        self.policy = ReconnectPolicy(options.patience, random.SystemRandom().random)
         found = None
         while found is None:
             found = self._try(None, None)
