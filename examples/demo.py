@@ -41,6 +41,7 @@ from demo_model import NotAvailable, chat_model
 from demo_report import Display, draw_losses, print_summary
 
 from shared.launching import Program
+from shared.ownership import check_tree
 from shared.wire.header import SEED_BYTES
 from tenant_sdk.tuning.data import Reader
 from tenant_sdk.tuning.finetuning import TrainingCallbacks, TrainingReport, finetune
@@ -359,6 +360,7 @@ def main() -> None:
     display = Display()
     options = parse_arguments(display)
     options.output.mkdir(parents=True, exist_ok=True)
+    check_tree(options.output)  # a link there would have another file written over
     try:
         summary = run(options, display)
     except BaseException:

@@ -25,7 +25,7 @@ from provider.workers.survey import (
 from shared.errors import ConfigurationError, OptionText
 from shared.wire.header import RINGS, Direction
 from shared.wire.messages import GroupInfo
-from shared.wire.protocol import GroupShape
+from shared.wire.protocol import MAX_WIDTH, GroupShape
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,8 @@ def plan_layout(
     check_stripes(groups, stripes)
     check_lanes(groups, len(names), stripes)
     shapes = shapes_of(groups)
+    if any(max(shape.inputs, sum(shape.outputs)) > MAX_WIDTH for shape in shapes):
+        raise ConfigurationError(f"a layer has a width above {MAX_WIDTH:,}, which no model has")
     widest = OutputStripe(stripes - 1, stripes)
     widest_shapes = [
         GroupShape(shape.inputs, tuple(len(range(width)[widest.of(width)]) for width in shape.outputs))

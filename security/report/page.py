@@ -18,6 +18,7 @@ from security.verdicts.claims import CLAIMS, Verdict
 from security.verdicts.findings import Finding, percent, plain
 from security.verdicts.judges import IMPRINTS, STATISTICAL, against_one_time, surely_found
 from security.verdicts.plan import BOTH, PROVIDER, AuditResult
+from shared.atomic import write_atomically
 from tenant_sdk import NoiseBankOptions
 from tenant_sdk.model.experts import FEW_TOKENS
 
@@ -130,7 +131,7 @@ def write_json(result: AuditResult, verdicts: list[Verdict], path: Path) -> None
         "seeds": dataclasses.asdict(result.seeds) if result.seeds else None,
         "figures": result.figures,
     }
-    path.write_text(json.dumps(plain(data), indent=1))
+    _write(path, json.dumps(plain(data), indent=1))
 
 
 def write_html(result: AuditResult, verdicts: list[Verdict], path: Path) -> None:
@@ -190,7 +191,12 @@ def write_html(result: AuditResult, verdicts: list[Verdict], path: Path) -> None
             "timing": plots.timing(result),
         },
     )
-    path.write_text(page)
+    _write(path, page)
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file; a link there, which may be another user's, is not followed."""
+    write_atomically(path, text.encode(), 0o644)
 
 
 def _grid(result: AuditResult) -> list[tuple[str, list[Cell]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 
@@ -47,4 +48,6 @@ def serve(gateway: GatewayOptions, connection: _Session) -> None:
 
 
 def _say(line: str) -> None:
-    typer.echo(line, err=True)
+    """Tell the operator; a gateway goes on if nobody reads it any more, or the disk with the log is full."""
+    with contextlib.suppress(OSError, ValueError):  # the latter: it is closed
+        typer.echo(line, err=True)

@@ -144,7 +144,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
         return (
             invalid_chat_reason(self.messages, self.tools, self.chat_template_kwargs)
             or self._invalid_choice_reason()
-            or too_large(len(msgspec.json.encode(self.messages)), context)
+            or too_large(len(msgspec.json.encode((self.messages, given(self.tools) or []))), context)
             or self.over_budget(context)
         )
 

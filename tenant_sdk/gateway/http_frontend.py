@@ -27,7 +27,7 @@ from tenant_sdk.gateway.log_redaction import redacted
 from tenant_sdk.gateway.request_limits import text_bytes
 from tenant_sdk.gateway.requests import RESPONSES, ParsedRequest, parse_request
 from tenant_sdk.gateway.reservations import Reservations
-from tenant_sdk.gateway.round_robin import FairLock, current_client
+from tenant_sdk.gateway.round_robin import FairLock, PreparationTurns, current_client
 from tenant_sdk.gateway.status import GatewayStatus, SequenceErrors, request_name
 from tenant_sdk.gateway.status_page import HEADERS, PAGE
 
@@ -121,7 +121,7 @@ class HttpFrontend:
         self._served = served
         self._arriving = Reservations(BODIES_BYTES, authenticator.clients)
         self._client_locks: dict[str, asyncio.Lock] = {}
-        self._parsing_turns = FairLock()
+        self._parsing_turns, self._preparation_turns = FairLock(), PreparationTurns(clock)
         self._unqueued = Reservations.one_each(MAX_UNQUEUED, authenticator.clients)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -217,12 +217,13 @@ class HttpFrontend:
         name, entered = request_name(client, secrets.token_hex(16)), self._clock()
         if scope["path"] == RESPONSES:  # vLLM takes the name of the others from a header
             body = body[:-1] + f',"request_id":"resp_{name}"}}'.encode()
-        await self._run(
-            _with_body(scope, body, name.encode()),
-            _replaying_body(body, receive),
-            self._send_explaining_failures(send, name, entered),
-            lambda: self._step_refusal(name, entered),
-        )
+        async with self._preparation_turns.turn(client):
+            await self._run(
+                _with_body(scope, body, name.encode()),
+                _replaying_body(body, receive),
+                self._send_explaining_failures(send, name, entered),
+                lambda: self._step_refusal(name, entered),
+            )
 
     async def _run(
         self, scope: Message, receive: Receive, send: Send, refusal: Callable[[], Refusal] | None = None

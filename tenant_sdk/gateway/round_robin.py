@@ -15,8 +15,49 @@ from typing import Any
 from shared.fair_threads import FairThreads
 
 TOKENIZING_THREADS = 2
+MOST_PAUSE = 0.05  # seconds between two requests of a client that are prepared
 # The client whose request is answered in this context.
 current_client: ContextVar[str] = ContextVar("current_client", default="")
+
+
+# Says that the engine has the request of this context; the server's threads have no more to do for it.
+given_to_engine: ContextVar[Callable[[], None]] = ContextVar("given_to_engine", default=lambda: None)
+
+
+class PreparationTurns:
+    """Of each client one request at a time is read, checked and rendered, until the engine has it.
+
+    vLLM does this in the thread of all clients, or with the interpreter's lock. It takes up to 40 ms even
+    for a short chat, if that has many messages or tools. A client's next request waits as long as its last
+    one took, so that others have half of the time.
+
+    Args:
+        clock: in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._client_locks = clock, dict[str, asyncio.Lock]()
+
+    @asynccontextmanager
+    async def turn(self, client: str) -> AsyncIterator[None]:
+        """Wait for the client's turn, and hold it until the engine has the request, or to the block's end."""
+        lock = self._client_locks.setdefault(client, asyncio.Lock())
+        await lock.acquire()
+        began, held = self._clock(), True
+
+        def release() -> None:
+            nonlocal held
+            if held:
+                held = False
+                pause = min(self._clock() - began, MOST_PAUSE)
+                asyncio.get_running_loop().call_later(pause, lock.release)
+
+        token = given_to_engine.set(release)
+        try:
+            yield
+        finally:
+            given_to_engine.reset(token)
+            release()
 
 
 class FairLock:

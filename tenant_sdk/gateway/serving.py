@@ -75,7 +75,7 @@ def serve(options: GatewayOptions, config: SessionConfig, say: Callable[[str], N
 
     Args:
         config: of the session, with references to its secrets: the worker opens its own.
-        say: shows a line.
+        say: shows a line; never fails, since it also runs while requests are answered.
 
     Raises:
         ConfigurationError, ConnectError, ModelMismatch: before anything is served.
@@ -87,11 +87,6 @@ def serve(options: GatewayOptions, config: SessionConfig, say: Callable[[str], N
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` ignores it
         signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     remove_abandoned_folders(Path(tempfile.gettempdir()))
-
-    def say_if_possible(line: str) -> None:
-        """What ran before goes on if nobody reads it any more, or the disk with the log is full."""
-        with contextlib.suppress(OSError, ValueError):  # the latter: it is closed
-            say(line)
 
     if options.ready_file is not None:
         options.ready_file.unlink(missing_ok=True)
@@ -108,12 +103,13 @@ def serve(options: GatewayOptions, config: SessionConfig, say: Callable[[str], N
         os.environ["VLLM_RPC_BASE_PATH"] = name if len(name) <= SOCKET_FOLDER else "/tmp"  # noqa: S108
         if len(name) <= SOCKET_FOLDER:
             os.environ["TMPDIR"] = tempfile.tempdir = name  # else vLLM's processes leave files there
-        # What removes old files of temporary folders leaves a locked one alone.
-        fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), fcntl.LOCK_SH)
-        (folder / FOLDER_MARK).touch()
+        # What removes old files of temporary folders leaves a locked one alone. Not every disk has locks.
+        with contextlib.suppress(OSError):
+            fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), fcntl.LOCK_SH)
+            (folder / FOLDER_MARK).touch()
         (folder / "adapters").mkdir()
-        settings = _prepare(options, config, folder, say_if_possible)
-        say_if_possible(f"starting {installed}")
+        settings = _prepare(options, config, folder, say)
+        say(f"starting {installed}")
         _run(_arguments(options, settings), settings)
 
 

@@ -27,7 +27,7 @@ from vllm.platforms import current_platform
 from tenant_sdk.gateway.tool_calls import JSON_CALLS, bounded_parser
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from starlette.datastructures import State
     from vllm.engine.protocol import EngineClient
@@ -142,6 +142,20 @@ def tokenize_in_turns(engine: EngineClient) -> None:
     from tenant_sdk.gateway.round_robin import TOKENIZING_THREADS, FairThreadPool
 
     engine.renderer._executor._inner = FairThreadPool(TOKENIZING_THREADS)
+
+
+def tell_of_requests(engine: EngineClient) -> None:
+    """Have ``given_to_engine`` called when vLLM's engine has a request."""
+    from tenant_sdk.gateway.round_robin import given_to_engine
+
+    add: Callable[..., Awaitable[Any]] = engine.add_request
+
+    async def add_request(*arguments: Any, **options: Any) -> Any:
+        added = await add(*arguments, **options)
+        given_to_engine.get()()
+        return added
+
+    engine.add_request = add_request
 
 
 def leave_constraints_alone() -> None:

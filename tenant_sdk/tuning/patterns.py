@@ -6,8 +6,11 @@ and vLLM does so while all sequences wait.
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,8 @@ SECONDS = 2.0  # for all patterns of a folder
 PATTERN_CHARACTERS = 4 << 10
 MAX_ENTRIES = 4096  # names or patterns of a field
 VALUES = 256  # of a table: each becomes a pattern, and Python keeps 512 of them compiled
+# Characters of a pattern, times all its counts: a library makes as many states of `(?:ab){3}` as of `ababab`.
+_STATES = 1 << 20
 _LISTS = 16  # of layers in a model; PEFT makes an expression of each name for each module
 _FEW = 64  # names, with which PEFT's time is no matter
 # Fields of an adapter's configuration, and what they have: a pattern or names, a table of patterns, names.
@@ -27,6 +32,7 @@ _PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules")
 _TABLES = ("rank_pattern", "alpha_pattern")
 _NAMES = ("modules_to_save", "layers_pattern", "target_parameters", "trainable_token_indices")
 _NAME = re.compile(r"[\w.\-]+")
+_COUNT = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
 _ALL = "all-linear"  # PEFT's word
 
 
@@ -108,12 +114,15 @@ class _ModuleNames:
         what = f"the pattern {pattern[:80]!r} of {self.where}"
         if len(pattern) > PATTERN_CHARACTERS:
             raise ConfigurationError(f"{what} has more than {PATTERN_CHARACTERS} characters")
+        if _states(pattern) > _STATES:
+            raise ConfigurationError(f"{what} repeats too much; give names of modules instead")
         try:
+            _python_takes(pattern)
             # A time of zero is none at all.
             return regex.fullmatch(pattern, name, timeout=max(self._end - self._clock(), 1e-6)) is not None
         except TimeoutError as error:
             raise ConfigurationError(f"{what} takes too long; give names of modules instead") from error
-        except (regex.error, RecursionError) as error:
+        except (regex.error, re.error, OverflowError, RecursionError, MemoryError) as error:
             raise ConfigurationError(f"{what} is no regular expression: {error}") from error
 
     def table(self, field: str, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,6 +151,20 @@ class _ModuleNames:
         if len(same) > VALUES:
             raise ConfigurationError(f"{self.where} has {len(same)} values in {field}; {VALUES} are the most")
         return {f"^(?:{'|'.join(names)})": value for value, names in same.items()}
+
+
+def _states(pattern: str) -> int:
+    """At most so many has a pattern when it is compiled, which has no limit of time or memory."""
+    counts = (max(1, *(int(each or 0) for each in match.groups())) for match in _COUNT.finditer(pattern))
+    return len(pattern) * math.prod(counts)
+
+
+@functools.lru_cache
+def _python_takes(pattern: str) -> None:
+    """Refuse what Python's own expressions, which PEFT uses, lack, such as patterns within themselves."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        re.compile(pattern)
 
 
 def _suffixes(name: str) -> Iterator[str]:

@@ -182,6 +182,17 @@ def test_options_that_are_allowed_arrive() -> None:
             "tokenizer.json",
             changed(pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "invert": False}),
         ),
+        (  # the library compiles 20 kB for each class
+            "tokenizer.json",
+            changed(
+                pre_tokenizer={
+                    "type": "Split",
+                    "pattern": {"Regex": r"\p{L}" * 1000},
+                    "behavior": "Isolated",
+                    "invert": False,
+                }
+            ),
+        ),
     ],
 )
 def test_nonsense_is_a_mismatch(name: str, data: bytes) -> None:

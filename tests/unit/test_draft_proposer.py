@@ -159,7 +159,9 @@ def test_no_step_waits_for_a_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert proposer.propose([[7]]) == [[5, 5]]
     go.set()
     proposer._reader.shutdown()
-    assert [each for each in read if each != "a"] == [*"def"]  # "a" may have begun
+    # One of the others may have begun: the first, if its thread was there in time.
+    assert read[-3:] == [*"def"]
+    assert len(read) <= 4
 
 
 def test_drafts_that_no_sequence_could_use(tmp_path: Path) -> None:

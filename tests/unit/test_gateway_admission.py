@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import fcntl
+import io
 import json
 import os
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from shared.errors import (
     TlsError,
     VerificationError,
 )
+from tenant_sdk.command_line.gateway import _say
 from tenant_sdk.gateway import http_frontend
 from tenant_sdk.gateway.admission import (
     Authenticator,
@@ -522,6 +526,19 @@ def test_a_copy_goes_when_the_requests_that_may_use_it_are_gone() -> None:
         assert copies.removable([new], set()) == []
     queue.leave("", 1, 1.0, last)
     assert [copies.removable([new], set()) for _ in range(2)] == [[], [new]]
+
+
+def test_lines_that_nobody_can_read_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    _say("a line")
+    assert stream.getvalue() == "a line\n"
+    monkeypatch.setattr(stream, "write", full)
+    _say("a line on a full disk")
+    stream.close()
+    _say("a line for nobody")
 
 
 def test_folders_of_gateways_that_were_killed_are_removed(tmp_path: Path) -> None:

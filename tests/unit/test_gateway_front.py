@@ -32,7 +32,14 @@ from tenant_sdk.gateway.http_frontend import (
 from tenant_sdk.gateway.log_redaction import redact_library_logs
 from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.requests import parse_request
-from tenant_sdk.gateway.round_robin import CachedAnswer, FairLock, FairThreadPool, current_client
+from tenant_sdk.gateway.round_robin import (
+    CachedAnswer,
+    FairLock,
+    FairThreadPool,
+    PreparationTurns,
+    current_client,
+    given_to_engine,
+)
 from tenant_sdk.gateway.status import REMEMBERED, SequenceErrors
 
 KEYS = ("a-key-of-enough-letters", "another-key-of-enough")
@@ -171,6 +178,46 @@ def test_an_error_of_vllm_is_not_told(
     asyncio.run(test())
     assert "RuntimeError" in caplog.text
     assert "secret" not in caplog.text
+
+
+@awaited
+async def test_one_request_of_each_client_is_prepared_at_a_time() -> None:
+    """Until the engine has it; then after as long as that took."""
+    now, turns, order = 0.0, PreparationTurns(lambda: now), list[str]()
+    engine_has, ends = dict[str, asyncio.Event](), asyncio.Event()
+
+    async def request(client: str, name: str) -> None:
+        async with turns.turn(client):
+            order.append(name)
+            engine_has[name] = asyncio.Event()
+            await engine_has[name].wait()
+            given_to_engine.get()()
+            await ends.wait()
+
+    tasks = [asyncio.ensure_future(request(name[0], name)) for name in ("a1", "a2", "b1", "a3")]
+    await settled()
+    assert order == ["a1", "b1"]
+    engine_has["a1"].set()
+    await settled()
+    assert order == ["a1", "b1", "a2"]
+    tasks[1].cancel()  # its client left
+    await settled()
+    assert order == ["a1", "b1", "a2", "a3"]
+    now = 10.0
+    engine_has["a3"].set()
+    tasks.append(asyncio.ensure_future(request("a", "a4")))
+    await settled()
+    assert order[4:] == []
+    await asyncio.wait_for(_until(lambda: order[4:] == ["a4"]), 800)
+    for event in engine_has.values():
+        event.set()
+    ends.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _until(done: Callable[[], bool]) -> None:
+    while not done():
+        await asyncio.sleep(0.01)
 
 
 @awaited
@@ -351,7 +398,7 @@ async def test_constraints_can_be_switched_off(tmp_path: Path) -> None:
 async def test_what_ended_one_sequence_is_told_to_its_client_alone(tmp_path: Path) -> None:
     application = Working(status=500)
     there = front(application, tmp_path)
-    one, other = await Client(there).says(BODY), await Client(there).says(BODY)
+    one, other = await Client(there).says(BODY), await Client(there, key=1).says(BODY)
     name = dict(application.scopes[0]["headers"])[b"x-request-id"].decode()
     assert name != "mine"  # or a client could guess another's
     SequenceErrors().add(tmp_path, {f"cmpl-{name}-0-abc": "its adapter made NaN"})

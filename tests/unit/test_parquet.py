@@ -54,6 +54,14 @@ def test_bytes_of_parquet_are_text_or_refused(tmp_path: Path) -> None:
         check_data([path])
 
 
+def test_parquet_that_is_a_hole(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    with (path := tmp_path / "x.parquet").open("wb") as file:
+        file.truncate(1 << 36)
+    with pytest.raises(ConfigurationError, match="is a hole"):
+        read_text(path)
+
+
 @pytest.mark.usefixtures("here")
 def test_parquet_whose_rows_take_all_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A column of one value takes next to nothing in a file."""

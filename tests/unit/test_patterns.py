@@ -63,6 +63,10 @@ def test_what_is_no_pattern_stays() -> None:
         ({"target_modules": "("}, "no regular expression"),
         ({"target_modules": "(" * 4000 + ")" * 4000}, str(PATTERN_CHARACTERS)),
         ({"target_modules": SLOW}, "takes too long"),
+        ({"target_modules": "a{4294967294}"}, "repeats too much"),
+        ({"exclude_modules": "(?:a{0,600}){ 600 }"}, "repeats too much"),
+        ({"rank_pattern": {"(?:a{,60000}){60000}": 4}}, "repeats too much"),
+        ({"target_modules": "(a|(?R))*b"}, "no regular expression"),
         ({"exclude_modules": SLOW}, "takes too long"),
         ({"rank_pattern": {SLOW: 4}}, "takes too long"),
         ({"alpha_pattern": {SLOW: 4}}, "takes too long"),
@@ -75,6 +79,12 @@ def test_what_is_refused(config: dict[str, Any], why: str, monkeypatch: pytest.M
     monkeypatch.setattr(patterns, "SECONDS", 0.2)
     with pytest.raises(ConfigurationError, match=why):
         without_patterns(config, ["model." + "a" * 60, *NAMES], FOLDER)
+
+
+def test_few_repetitions_are_a_pattern() -> None:
+    config = {"target_modules": r"(model\.)?layers\.\d{1,3}\..{0,40}_proj"}
+    name = "model.layers.12.self_attn.q_proj"
+    assert without_patterns(config, [name, "head"], FOLDER) == {"target_modules": [name]}
 
 
 def test_all_patterns_share_a_time() -> None:
