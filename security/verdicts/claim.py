@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from security.verdicts.judges import weak
+from security.verdicts.judges import Control
 from security.verdicts.plan import AuditResult
 
 
@@ -53,7 +53,5 @@ class Claim:
             if self.mode.startswith(mode):
                 return Verdict(self.identity, False, f"skipped: {why}", skipped=True)
         holds, figure = self.judge(result)
-        control = self.identity.startswith("control")
-        return Verdict(
-            self.identity, holds, figure, holds and control and weak(result, self.attack.split(", "))
-        )
+        weak = isinstance(self.judge, Control) and self.judge.weak(result)
+        return Verdict(self.identity, holds, figure, holds and weak)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from security.attacks.masking import Randomness
 from security.attacks.seeds import SeedStatistics
@@ -107,10 +108,26 @@ def none_succeed(attack: str) -> Callable[[AuditResult], tuple[bool, str]]:
     return judge
 
 
-def controlled(least: dict[str, float]) -> Callable[[AuditResult], tuple[bool, str]]:
+@dataclass(frozen=True)
+class Control:
+    """Judges attacks that have to succeed, and names the findings by which it does."""
+
+    judge: Callable[[AuditResult], tuple[bool, str]]
+    findings: Callable[[AuditResult], Iterable[Finding]]
+
+    def __call__(self, result: AuditResult) -> tuple[bool, str]:
+        """Whether they succeed, and the figure."""
+        return self.judge(result)
+
+    def weak(self, result: AuditResult) -> bool:
+        """Whether one of them has so few trials that chance could pass it."""
+        return any(finding.success.trials and _few(finding, result) for finding in self.findings(result))
+
+
+def controlled(least: dict[str, float]) -> Control:
     """With its defence off, each of these attacks by a hostile provider succeeds at least so well.
 
-    Where there are enough trials for it, its interval lies above chance as well; see ``weak``.
+    Where there are enough trials for it, its interval lies above chance as well; see ``Control.weak``.
     """
 
     def judge(result: AuditResult) -> tuple[bool, str]:
@@ -128,13 +145,7 @@ def controlled(least: dict[str, float]) -> Callable[[AuditResult], tuple[bool, s
         )
         return holds, "; ".join(figures) or "not measured"
 
-    return judge
-
-
-def weak(result: AuditResult, attacks: Iterable[str]) -> bool:
-    """Whether the control of one of these attacks has so few trials that chance could pass it."""
-    controls = [hostile.control for hostile in result.hostile if hostile.attack in attacks]
-    return any(control.success.trials and _few(control, result) for control in controls)
+    return Control(judge, lambda result: [each.control for each in result.hostile if each.attack in least])
 
 
 def _few(finding: Finding, result: AuditResult) -> bool:
@@ -146,7 +157,7 @@ def _few(finding: Finding, result: AuditResult) -> bool:
     return not trials or rate(trials, trials, confidence).low <= finding.chance
 
 
-def succeeds(mode: str, sees: str, attack: str, least: float) -> Callable[[AuditResult], tuple[bool, str]]:
+def succeeds(mode: str, sees: str, attack: str, least: float) -> Control:
     """An attack succeeds at least so well."""
 
     def judge(result: AuditResult) -> tuple[bool, str]:
@@ -156,10 +167,10 @@ def succeeds(mode: str, sees: str, attack: str, least: float) -> Callable[[Audit
         worst = min(findings, key=lambda f: f.success.value)
         return worst.success.value >= least, _figure(worst)
 
-    return judge
+    return Control(judge, lambda result: _select(result, mode, sees, (attack,)))
 
 
-def all_succeed(mode: str, least: dict[str, float]) -> Callable[[AuditResult], tuple[bool, str]]:
+def all_succeed(mode: str, least: dict[str, float]) -> Control:
     """Each of these attacks of both parties together succeeds at least so well."""
 
     def judge(result: AuditResult) -> tuple[bool, str]:
@@ -168,7 +179,7 @@ def all_succeed(mode: str, least: dict[str, float]) -> Callable[[AuditResult], t
         holds = all(each and each[0].success.value >= least[attack] for attack, each in findings.items())
         return holds, "; ".join(figures) or "not measured"
 
-    return judge
+    return Control(judge, lambda result: _select(result, mode, BOTH, tuple(least)))
 
 
 def resolved(result: AuditResult) -> tuple[bool, str]:

@@ -26,7 +26,7 @@ from security.trials.hostile import HostileProvider
 from security.verdicts.claims import CLAIMS
 from security.verdicts.findings import Finding, HostileFinding
 from security.verdicts.judges import STATISTICAL
-from security.verdicts.plan import FULL_PLAN, AuditResult
+from security.verdicts.plan import FULL_PLAN, GATEWAY, PROVIDER, AuditResult
 from security.verdicts.statistics import rate
 from tenant_sdk.model import loading as model_loading
 from tenant_sdk.products import masks, verification
@@ -155,6 +155,16 @@ def test_a_control_that_could_pass_by_luck_is_weak(right: int, trials: int, hold
     claim = next(claim for claim in CLAIMS if claim.identity == "control-speculation")
     verdict = claim.verdict(result)
     assert (verdict.holds, verdict.weak) == (holds, weak)
+
+
+@pytest.mark.parametrize(("trials", "weak"), [(8, True), (30, False)])
+def test_controls_that_are_no_attacks_by_a_hostile_party_can_be_weak_too(trials: int, weak: bool) -> None:
+    confidence = 1 - FULL_PLAN.family_error / STATISTICAL
+    finding = Finding("cached prefix", GATEWAY, PROVIDER, "", rate(trials, trials, confidence), 0.5)
+    result = AuditResult(findings=[finding])
+    result.about["confidence_of_one_interval"] = confidence
+    claim = next(claim for claim in CLAIMS if claim.identity == "control-gateway-cache")
+    assert (claim.verdict(result).holds, claim.verdict(result).weak) == (True, weak)
 
 
 def test_a_full_audit_has_trials_enough_for_its_controls() -> None:
