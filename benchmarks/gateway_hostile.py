@@ -273,6 +273,17 @@ class Hostile:
         finally:
             writer.close()
 
+    async def messages(self) -> None:
+        """A small chat of many empty messages, which the template writes one by one."""
+        chat = {"model": "base", "messages": [{"role": "user", "content": ""}] * 450, "max_tokens": 1}
+        await self._post("/v1/chat/completions", chat)
+
+    async def large_tools(self) -> None:
+        """As large as a body may be that is read at once."""
+        function = {"name": "f", "parameters": {"a": [{}] * 15_000}}
+        tools = {"tools": [{"type": "function", "function": function}], "tool_choice": "none"}
+        await self._post("/v1/chat/completions", CHAT | tools | {"max_tokens": 1, "stream": False})
+
     async def bad_requests(self) -> None:
         """Values that do not fit, and bodies of 8 MB."""
         bodies: list[Any] = [{"top_k": 2**70}, {"kv_transfer_params": {}}, {"temperature": "x"}]
@@ -341,6 +352,8 @@ async def measure(hostile: Hostile, url: str, rounds: int, requests: int, words:
         "`padding` in `chat_template_kwargs`": (hostile.padding, 4),
         "`echo` in many answers that are not read": (hostile.repeated, 1),
         "tool calls, required and in the text": (hostile.calls, 8),
+        "small chats of many messages": (hostile.messages, 36),
+        "chats with large tools": (hostile.large_tools, 36),
     }
     async with openai.AsyncOpenAI(
         base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0, timeout=120

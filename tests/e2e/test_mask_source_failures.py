@@ -46,7 +46,7 @@ def second_block(model: nn.Module) -> nn.Module:
 def assert_a_stopped_process_is_a_timeout(provider: Executor, source: Executor) -> None:
     """Its machine still answers, so connections open and nothing comes; later it goes on as before."""
     assert source.process is not None
-    with one_time(provider, source, mask_budget_mib=0, timeout=2.0) as session:
+    with one_time(provider, source, mask_budget_mib=0, timeout=15.0) as session:
         model = session.load_model(progress=False)
         expected = fixed_result(model, token_ids())
         source.process.send_signal(signal.SIGSTOP)
@@ -175,7 +175,7 @@ def test_a_source_that_stalls_is_a_timeout_that_names_it(
     monkeypatch.setattr(Channel, "_no_progress", counted)
     provider, source, _ = executors("llama")
     middle = proxy(source)
-    with one_time(provider, middle.executor, mask_budget_mib=budget, timeout=2.0) as session:
+    with one_time(provider, middle.executor, mask_budget_mib=budget, timeout=15.0) as session:
         model = session.load_model(progress=False)
         fixed_result(model, token_ids())
         middle.gate.clear()

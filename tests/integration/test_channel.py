@@ -89,7 +89,7 @@ def test_an_answer_that_tls_has_decrypted_already(tls_dir: Path) -> None:
         peer.send(data)
         until_the_end(peer)
 
-    with channel_to(tls_dir, script, timeout=5.0) as channel:
+    with channel_to(tls_dir, script) as channel:
         first, second = submit(channel, 1250), submit(channel)
         assert channel.wait(first).payload is not None
         assert channel.wait(second).payload is not None

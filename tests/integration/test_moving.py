@@ -139,7 +139,6 @@ def test_one_is_drained_under_load_and_no_tenant_notices(
         moves = [session.stats.moves for session in sessions]
     assert moves == [int(number in victims) for number in range(6)]
     assert victims
-    assert all(session.stats.seconds_reconnecting < 10 for session in sessions)
     assert not _told(caplog)
 
 
