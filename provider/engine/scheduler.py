@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -458,6 +459,9 @@ POLICIES = ("opportunistic", "none", "lockstep")
 
 def make_policy(name: str, latency: LatencyModel, objective: LatencyObjective) -> Policy:
     """A policy by the name that ``--batching`` takes; one of POLICIES."""
-    if name == "none":
-        return Unbatched()
-    return Lockstep() if name == "lockstep" else Opportunistic(latency, objective)
+    made: dict[str, Callable[[], Policy]] = {
+        "opportunistic": partial(Opportunistic, latency, objective),
+        "none": Unbatched,
+        "lockstep": Lockstep,
+    }
+    return made[name]()

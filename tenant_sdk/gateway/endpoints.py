@@ -29,7 +29,12 @@ from tenant_sdk.gateway.adapter_registry import AdapterRegistry
 from tenant_sdk.gateway.adapters import Adapter
 from tenant_sdk.gateway.admission import Authenticator, Refusal, SequenceLimit
 from tenant_sdk.gateway.constraint_checks import ConstraintChecker
-from tenant_sdk.gateway.http_frontend import GENERATES, TOKENIZES, HttpFrontend, ServedNames
+from tenant_sdk.gateway.http_frontend import (
+    GENERATION_PATHS,
+    TOKENIZING_PATHS,
+    FrontendDependencies,
+    HttpFrontend,
+)
 from tenant_sdk.gateway.log_redaction import redact_library_logs
 from tenant_sdk.gateway.metrics import Collector, rates
 from tenant_sdk.gateway.parsing import RequestParser
@@ -48,7 +53,7 @@ log = logging.getLogger(__name__)
 SAMPLES, SAMPLE_SECONDS = 120, 1.0
 FIGURES_SECONDS = 1.0  # for which metrics and the status are good
 # Of vLLM's paths those that a gateway is for; the others would only be there to be attacked.
-KEPT = GENERATES | TOKENIZES | {"/health", "/version"}
+KEPT_ROUTES = GENERATION_PATHS | TOKENIZING_PATHS | {"/health", "/version"}
 # vLLM's counters and gauges that the page shows.
 _PAGE_METRICS = {
     "vllm:generation_tokens_total": "tokens",
@@ -140,7 +145,7 @@ class Endpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         """Take vLLM's other paths away, and add ours."""
-        app.router.routes[:] = [route for route in app.routes if getattr(route, "path", "") in KEPT]
+        app.router.routes[:] = [route for route in app.routes if getattr(route, "path", "") in KEPT_ROUTES]
         settings = self._settings
         app.add_middleware(
             HttpFrontend,
@@ -148,7 +153,7 @@ class Endpoints:
             queue=self._queue,
             folder=settings.folder,
             retry_after=settings.retry_after,
-            served=ServedNames(
+            served=FrontendDependencies(
                 context=lambda: self.engine.model_config.max_model_len,
                 parser=self._parser,
                 constraint_checker=lambda: self._constraint_checker,

@@ -38,10 +38,10 @@ Send = Callable[[Message], Awaitable[None]]
 Receive = Callable[[], Awaitable[Message]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
-GENERATES = frozenset({"/v1/completions", "/v1/chat/completions", RESPONSES})
-TOKENIZES = frozenset({"/tokenize", "/detokenize"})
+GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", RESPONSES})
+TOKENIZING_PATHS = frozenset({"/tokenize", "/detokenize"})
 # Each is answered at once from what is in memory; all paths that are not named here are closed.
-FREE = frozenset({"/v1/models", "/v1/adapters", "/status.json", "/health", "/version", "/metrics"})
+UNQUEUED_PATHS = frozenset({"/v1/models", "/v1/adapters", "/status.json", "/health", "/version", "/metrics"})
 _NO_CALLS = (
     "tools: this model's chat template writes no tool calls in a form that is read here, so the model "
     "cannot choose to call one. Give tool_choice: required, none, or a function. The gateway's operator can "
@@ -53,7 +53,7 @@ _ELSEWHERE = {
     "/v1/embeddings": ": this gateway serves a model that writes text, and vLLM makes embeddings with others",
     f"{RESPONSES}/": ": this gateway keeps no answers",
 }
-OPEN = frozenset({"/", "/healthz"})  # nothing that tells who uses what
+PUBLIC_PATHS = frozenset({"/", "/healthz"})  # nothing that tells who uses what
 BODY_BYTES = 8 << 20  # however long sequences may be
 SMALL_BODY_BYTES = 64 << 10
 BODIES_BYTES = 64 << 20  # of all that arrive at once
@@ -73,7 +73,7 @@ class ChecksConstraints(Protocol):
         """Why a constraint is refused; or empty."""
 
 
-class ServedNames(NamedTuple):
+class FrontendDependencies(NamedTuple):
     """What ``HttpFrontend`` knows of what is served.
 
     Attributes:
@@ -113,7 +113,7 @@ class HttpFrontend:
         queue: SequenceLimit,
         folder: Path,
         retry_after: int,
-        served: ServedNames,
+        served: FrontendDependencies,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._application, self._authenticator, self._queue = application, authenticator, queue
@@ -133,7 +133,7 @@ class HttpFrontend:
         receive, send = _giving_up_slow_clients(receive, send)
         path = scope["path"]
         client = self._authenticator.admit(scope["headers"])
-        if path in OPEN and (self._authenticator.keys or isinstance(client, str)):
+        if path in PUBLIC_PATHS and (self._authenticator.keys or isinstance(client, str)):
             return await self._serve_public(scope["method"], path, send)
         if self._served.ending():
             return await _refuse(send, shutting_down())
@@ -143,7 +143,7 @@ class HttpFrontend:
         scope = {**scope, "headers": [each for each in scope["headers"] if each[0].lower() in _HEADERS]}
         # A line's end, say, would make it another path here than there.
         named = path.isprintable() and path.startswith((ADAPTER, MODEL))
-        if path not in GENERATES | TOKENIZES | FREE and not named:
+        if path not in GENERATION_PATHS | TOKENIZING_PATHS | UNQUEUED_PATHS and not named:
             reasons = (why for begins, why in _ELSEWHERE.items() if path.startswith(begins))
             why = f"there is no such path{next(reasons, '')}"
             return await _refuse(send, Refusal(404, "not_found_error", why))
@@ -153,7 +153,7 @@ class HttpFrontend:
         async with self._body(client, path, receive) as body:
             if not isinstance(body, bytes):
                 return await _refuse(send, body)
-            if path not in GENERATES | TOKENIZES:
+            if path not in GENERATION_PATHS | TOKENIZING_PATHS:
                 return await self._serve_unqueued(client, scope, _replaying_body(body, receive), send)
             wanted = self._executors_away() or await self._parse(client, path, body)
         if isinstance(wanted, Refusal):
@@ -200,7 +200,7 @@ class HttpFrontend:
     ) -> None:
         """Have a request answered that is in the queue."""
         body = wanted.body
-        if scope["path"] in TOKENIZES:
+        if scope["path"] in TOKENIZING_PATHS:
             await self._serve_one_per_client(
                 client, _with_body(scope, body), _replaying_body(body, receive), send
             )
@@ -287,9 +287,9 @@ class HttpFrontend:
     async def _body(self, client: str, path: str, receive: Receive) -> AsyncIterator[bytes | Refusal | None]:
         """A request's, whole, or why not; None: its client hung up. In this block it counts as arriving."""
         max_bytes, longest = SMALL_BODY_BYTES, text_bytes(self._served.context())
-        if path in GENERATES:
+        if path in GENERATION_PATHS:
             max_bytes = min(BODY_BYTES, max_bytes + longest * self._queue.most)
-        elif path in TOKENIZES:
+        elif path in TOKENIZING_PATHS:
             max_bytes = min(BODY_BYTES, longest)
         body = bytearray()
         try:
@@ -359,7 +359,7 @@ class HttpFrontend:
 
 
 def _methods_of(path: str) -> tuple[str, ...]:
-    if path in GENERATES | TOKENIZES:
+    if path in GENERATION_PATHS | TOKENIZING_PATHS:
         return ("POST",)
     if path == "/v1/adapters":
         return ("GET", "POST")

@@ -25,7 +25,7 @@ class MaskSource(Protocol):
     """Computes bias-free products of masks; shapes as in ``RemoteExecutor.submit``."""
 
     def effect(self, key: ProductKey, masks: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The product of float32 masks."""
+        """The products of masks, float32 or, on a ring, int32."""
         ...
 
     def close(self) -> None:

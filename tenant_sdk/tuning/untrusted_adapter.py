@@ -8,13 +8,15 @@ By these rules a folder is refused:
 - ``storage``: a file is missing, no plain file, larger than an adapter's, or not below the gateway's folder.
 - ``adapter_config``: another method than those that are loaded, weights of the base that training began with
   a change of, a key that is not known, or a value that it cannot have.
-- ``patterns``: a pattern or a table is too large, or a pattern takes too long.
+- ``patterns``: a pattern or a table is too large, or a pattern repeats too much or takes too long.
 - here: a tensor has a long name, no finite floats or another shape, is missing, or belongs to no layer or to
   the base; or the file's header is too large.
 - ``provenance``: the record is damaged, or names another base.
 - ``folders``: PEFT has written over a parameter of the base.
 - ``gateway.adapters``: more than LoRA of linear layers, too high a rank, or no name for a model.
 - ``gateway.worker``: its matrices make absurd numbers.
+
+A tokenizer in the folder is not read (``command_line.opened``).
 """
 
 from __future__ import annotations

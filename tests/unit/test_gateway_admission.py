@@ -40,7 +40,7 @@ from tenant_sdk.gateway.admission import (
 )
 from tenant_sdk.gateway.client_fairness import TimeBudget
 from tenant_sdk.gateway.folder import HeldModel
-from tenant_sdk.gateway.http_frontend import HttpFrontend, ServedNames
+from tenant_sdk.gateway.http_frontend import FrontendDependencies, HttpFrontend
 from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.requests import ParsedRequest, parse_request
@@ -287,8 +287,8 @@ def run(
 
 
 def front(application: Any, folder: Path, most: int = 1, **options: Any) -> HttpFrontend:
-    known = {name: options.pop(name) for name in ServedNames._fields if name in options}
-    served = ServedNames(**{"parser": RequestParser(), "context": lambda: 64} | known)
+    known = {name: options.pop(name) for name in FrontendDependencies._fields if name in options}
+    served = FrontendDependencies(**{"parser": RequestParser(), "context": lambda: 64} | known)
     options = {"clock": lambda: 1.0, "authenticator": Authenticator(), "queue": SequenceLimit(most)} | options
     return HttpFrontend(application, folder=folder, retry_after=3, served=served, **options)
 

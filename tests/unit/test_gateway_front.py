@@ -25,8 +25,8 @@ from tenant_sdk.gateway.helper_process import HelperProcess
 from tenant_sdk.gateway.http_frontend import (
     FLUSHED,
     MAX_UNQUEUED,
+    FrontendDependencies,
     HttpFrontend,
-    ServedNames,
     _is_server_error,
 )
 from tenant_sdk.gateway.log_redaction import redact_library_logs
@@ -68,7 +68,7 @@ class Client:
         self.sent, self._coming = list[dict[str, Any]](), asyncio.Queue[dict[str, Any]]()
         headers = [(b"authorization", f"Bearer {KEYS[key]}".encode()), (b"x-request-id", b"mine")]
         headers += [(b"x-vllm-priority", b"18446744073709551616"), (b"accept", b"*/*")]
-        method = "POST" if path in http_frontend.GENERATES | http_frontend.TOKENIZES else "GET"
+        method = "POST" if path in http_frontend.GENERATION_PATHS | http_frontend.TOKENIZING_PATHS else "GET"
         scope = {"type": "http", "method": method, "path": path, "headers": headers} | more
         self.task = asyncio.ensure_future(there(scope, self._coming.get, self._send))
 
@@ -120,7 +120,7 @@ def front(application: Any, folder: Path, most: int = 4, **options: Any) -> Http
         queue=SequenceLimit(most, authenticator.clients),
         folder=folder,
         retry_after=3,
-        served=ServedNames(lambda: 64, **{"parser": RequestParser()} | options),
+        served=FrontendDependencies(lambda: 64, **{"parser": RequestParser()} | options),
     )
 
 
