@@ -248,10 +248,10 @@ def _refusal(response: Response, url: str) -> SymbiosisError:
     try:
         info = decode(response.body or b"", ErrorInfo)
     except WireError:
-        info = ErrorInfo("", "")
+        info = None
     if response.status_code == 401:
-        return session_refused(url, ErrorInfo("unauthorized", info.message))
-    if info.code:
+        return session_refused(url, ErrorInfo("unauthorized", info.message if info else ""))
+    if info is not None and info.code:
         return session_refused(url, info)
     return ConnectError(f"{url} answered HTTP {response.status_code}; is this an executor's port?")
 
