@@ -131,6 +131,11 @@ class SequenceLimit:
         """Sequences of all clients."""
         return self._shares.total
 
+    @property
+    def clients_under_way(self) -> int:
+        """Clients that have sequences under way."""
+        return sum(count > 0 for count in self._shares.taken.values())
+
     def enter(self, client: str, count: int) -> Refusal | None:
         """A client's request for so many sequences, or why not; who entered leaves."""
         if count > (largest := self._shares.largest):

@@ -121,7 +121,8 @@ class HttpFrontend:
         self._served = served
         self._arriving = Reservations(BODIES_BYTES, authenticator.clients)
         self._client_locks: dict[str, asyncio.Lock] = {}
-        self._parsing_turns, self._preparation_turns = FairLock(), PreparationTurns(clock)
+        self._parsing_turns = FairLock()
+        self._preparation_turns = PreparationTurns(clock, lambda: queue.clients_under_way)
         self._unqueued = Reservations.one_each(MAX_UNQUEUED, authenticator.clients)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:

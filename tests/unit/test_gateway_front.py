@@ -183,7 +183,8 @@ def test_an_error_of_vllm_is_not_told(
 @awaited
 async def test_one_request_of_each_client_is_prepared_at_a_time() -> None:
     """Until the engine has it; then after as long as that took."""
-    now, turns, order = 0.0, PreparationTurns(lambda: now), list[str]()
+    now, clients, order = 0.0, 2, list[str]()
+    turns = PreparationTurns(lambda: now, lambda: clients)
     engine_has, ends = dict[str, asyncio.Event](), asyncio.Event()
 
     async def request(client: str, name: str) -> None:
@@ -209,6 +210,11 @@ async def test_one_request_of_each_client_is_prepared_at_a_time() -> None:
     await settled()
     assert order[4:] == []
     await asyncio.wait_for(_until(lambda: order[4:] == ["a4"]), 800)
+    now, clients = 20.0, 1
+    tasks.append(asyncio.ensure_future(request("a", "a5")))
+    engine_has["a4"].set()
+    await settled()
+    assert order[4:] == ["a4", "a5"]  # nobody else is there
     for event in engine_has.values():
         event.set()
     ends.set()
