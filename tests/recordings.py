@@ -15,7 +15,7 @@ from provider.observe.transcript import TranscriptWriter
 from security.views.public_model import PublicModel
 from shared.ring.fixed_point import exponents, max_row_norm, quantize_rows
 from shared.ring.mask_stream import MaskStream
-from shared.wire.header import BYTES, DTYPE_CODES, Direction, Header, Operation
+from shared.wire.header import DTYPE_CODES, Direction, Header, Operation
 from shared.wire.messages import Manifest
 
 TEXT = "Tue 7 January. Rory Maclean. Wound healed, stitches buried, hair short. Owner advised to ring again."
@@ -67,7 +67,7 @@ class Recording:
         """A seed for so many masks, which a mask source gets; None: a fresh one."""
         seed = seed or os.urandom(32)
         payload = torch.frombuffer(bytearray(seed), dtype=torch.uint8)
-        self._send(session, Operation.SEED_EFFECT, BYTES, rows, columns, payload)
+        self._send(session, Operation.SEED_EFFECT, DTYPE_CODES[torch.int32], rows, columns, payload)
         return seed
 
     def _send(
@@ -75,7 +75,8 @@ class Recording:
     ) -> None:
         self._requests += 1
         header = Header(operation, Direction.FORWARD, code, 0, self._requests, rows, columns, self._members)
-        self.writer.request(session, header, payload)
+        bits = 32 if code == DTYPE_CODES[torch.int32] else 0
+        self.writer.request(session, header._replace(answer_bits=bits), payload)
 
 
 def masked(rows: torch.Tensor, seed: bytes | None = None) -> torch.Tensor:

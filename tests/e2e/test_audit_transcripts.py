@@ -114,11 +114,11 @@ def test_a_few_numbers_tell_nothing(tmp_path: Path) -> None:
 
 def test_seeds(tmp_path: Path) -> None:
     recording = Recording(tmp_path)
+    recording.writer.opened("alice")
+    recording.writer.opened("bob")
     for seed in (None, bytes(32)):  # alice's are fresh, and bob's are always the same
         for _ in range(80):
             recording.seed(1 if seed is None else 2, 4, 256, seed)
-    recording.writer.opened("alice")
-    recording.writer.opened("bob")
     recording.writer.close()
     done = attack(recording.path, "--view", "mask-source")
     assert done.exit_code == 1
