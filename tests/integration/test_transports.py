@@ -231,7 +231,7 @@ def test_a_token_file_that_cannot_be_read(
     with pytest.raises(ConnectError, match=said):
         llama_everywhere.connect(transport)
     if transport != "inprocess":  # whose caller has the error itself
-        assert f"internal (cannot check tokens: {tmp_path}" in caplog.text
+        eventually(lambda: f"internal (cannot check tokens: {tmp_path}" in caplog.text)
     assert "Traceback" not in caplog.text
 
 
