@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
-import fcntl
 import io
 import json
-import os
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -45,10 +43,8 @@ from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.requests import ParsedRequest, parse_request
 from tenant_sdk.gateway.reservations import Reservations
-from tenant_sdk.gateway.serving import FOLDER_MARK, FOLDER_PREFIX, remove_abandoned_folders
-from tenant_sdk.gateway.status import GatewayStatus, SequenceErrors, client_of, request_name
+from tenant_sdk.gateway.status import GatewayStatus, client_of, request_name
 from tenant_sdk.gateway.status_page import PAGE
-from tenant_sdk.gateway.unused_copies import UnusedCopies
 from tenant_sdk.session.options import SessionConfig
 
 KEY = "a-key-of-enough-letters"
@@ -489,45 +485,6 @@ def test_no_status_yet(tmp_path: Path) -> None:
     assert GatewayStatus.read(tmp_path) == GatewayStatus()
 
 
-def test_reasons_that_cannot_be_written_end_nothing(tmp_path: Path) -> None:
-    """All clients' steps would end with them, if the disk is full."""
-    errors = SequenceErrors()
-    assert errors.add(tmp_path / "gone", {"a.1": "too long"}) == (
-        f"cannot write to {tmp_path / 'gone'}: No such file or directory"
-    )
-    assert errors.add(tmp_path, {"b.2": "too slow"}) == ""
-    assert SequenceErrors.reason(tmp_path, "a.1") == "too long"
-
-
-def test_a_copy_goes_when_the_requests_that_may_use_it_are_gone() -> None:
-    queue = SequenceLimit(9)
-    copies, old, new = UnusedCopies(queue), Path("old"), Path("new")
-
-    def enter() -> int:
-        assert queue.enter("", 1) is None
-        return queue.period
-
-    first = enter()
-    assert copies.removable([old], {old}) == []
-    assert copies.removable([old, new], {new}) == []
-    later = enter()  # while others come and go without a pause
-    for _ in range(9):
-        assert copies.removable([old, new], {new}) == []
-    queue.leave("", 1, 1.0, first)
-    assert copies.removable([old, new], {new}) == []  # the worker may not know yet
-    assert copies.removable([old, new], {new}) == [old]
-    assert copies.removable([new], {new}) == []
-    queue.leave("", 1, 1.0, later)
-    # Idle; and one that a name had again within a period.
-    assert copies.removable([new], set()) == []
-    copies.used_again(new)
-    last = enter()
-    for _ in range(9):
-        assert copies.removable([new], set()) == []
-    queue.leave("", 1, 1.0, last)
-    assert [copies.removable([new], set()) for _ in range(2)] == [[], [new]]
-
-
 def test_lines_that_nobody_can_read_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -539,30 +496,6 @@ def test_lines_that_nobody_can_read_end_nothing(monkeypatch: pytest.MonkeyPatch)
     _say("a line on a full disk")
     stream.close()
     _say("a line for nobody")
-
-
-def test_folders_of_gateways_that_were_killed_are_removed(tmp_path: Path) -> None:
-    """At once, and no folder that has such a name by chance."""
-    killed, used, adapters, linked, other = (
-        tmp_path / f"{prefix}{name}"
-        for prefix, name in [
-            *((FOLDER_PREFIX, each) for each in ("killed", "used", "adapters", "linked")),
-            ("", "x"),
-        ]
-    )
-    for each in (killed, used, adapters, other):
-        each.mkdir()
-        (each / "adapter").write_text("weights")
-        if each != adapters:
-            (each / FOLDER_MARK).touch()
-    linked.symlink_to(other)
-    descriptor = os.open(used, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_SH)  # as ``serve`` does
-    remove_abandoned_folders(tmp_path)
-    os.close(descriptor)
-    assert set(tmp_path.iterdir()) == {used, adapters, linked, other}
-    assert (adapters / "adapter").exists()
-    assert (other / "adapter").exists()
 
 
 @pytest.mark.parametrize(

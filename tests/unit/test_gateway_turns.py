@@ -1,0 +1,128 @@
+"""Clients of a gateway take turns with work that one of them has at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from test_gateway_front import awaited, settled
+
+from tenant_sdk.gateway.round_robin import (
+    CachedAnswer,
+    FairLock,
+    FairThreadPool,
+    PreparationTurns,
+    current_client,
+    given_to_engine,
+)
+
+
+@awaited
+async def test_one_request_of_each_client_is_prepared_at_a_time() -> None:
+    """Until the engine has it; then after as long as that took."""
+    now, clients, order = 0.0, 2, list[str]()
+    turns = PreparationTurns(lambda: now, lambda: clients)
+    engine_has, ends = dict[str, asyncio.Event](), asyncio.Event()
+
+    async def request(client: str, name: str) -> None:
+        async with turns.turn(client):
+            order.append(name)
+            engine_has[name] = asyncio.Event()
+            await engine_has[name].wait()
+            given_to_engine.get()()
+            await ends.wait()
+
+    tasks = [asyncio.ensure_future(request(name[0], name)) for name in ("a1", "a2", "b1", "a3")]
+    await settled()
+    assert order == ["a1", "b1"]
+    engine_has["a1"].set()
+    await settled()
+    assert order == ["a1", "b1", "a2"]
+    tasks[1].cancel()  # its client left
+    await settled()
+    assert order == ["a1", "b1", "a2", "a3"]
+    now = 10.0
+    engine_has["a3"].set()
+    tasks.append(asyncio.ensure_future(request("a", "a4")))
+    await settled()
+    assert order[4:] == []
+    await asyncio.wait_for(_until(lambda: order[4:] == ["a4"]), 800)
+    now, clients = 20.0, 1
+    tasks.append(asyncio.ensure_future(request("a", "a5")))
+    engine_has["a4"].set()
+    await settled()
+    assert order[4:] == ["a4", "a5"]  # nobody else is there
+    for event in engine_has.values():
+        event.set()
+    ends.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _until(done: Callable[[], bool]) -> None:
+    while not done():
+        await asyncio.sleep(0.01)
+
+
+@awaited
+async def test_turns_alternate() -> None:
+    turns, order, held = FairLock(), list[str](), asyncio.Event()
+
+    async def wait(client: str) -> None:
+        async with turns.turn(client):
+            order.append(client)
+            await held.wait()
+
+    waiting = [asyncio.ensure_future(wait(client)) for client in "aaaab"]
+    await settled()
+    held.set()
+    await asyncio.gather(*waiting)
+    assert order[:3] in (["a", "b", "a"], ["a", "a", "b"])
+
+
+@awaited
+async def test_figures_are_made_once_for_all_who_ask() -> None:
+    made, now = list[int](), [5.0]
+
+    def make() -> bytes:
+        made.append(1)
+        return b"%d" % len(made)
+
+    figures = CachedAnswer(make, 1.0, lambda: now[0])
+    assert await asyncio.gather(*(figures() for _ in range(50))) == [b"1"] * 50
+    now[0] = 5.99
+    assert await figures() == b"1"
+    now[0] = 6.0
+    assert await figures() == b"2"
+
+
+def test_threads_are_shared_in_turns() -> None:
+    """One client's long work leaves a thread to the others, however much of it waits."""
+    threads, done, go = FairThreadPool(2), list[str](), threading.Event()
+
+    def of(client: str, work: Callable[[], Any]) -> Future[Any]:
+        token = current_client.set(client)
+        try:
+            return threads.submit(work)
+        finally:
+            current_client.reset(token)
+
+    long = [of("hostile", lambda: go.wait(800)) for _ in range(9)]
+    long[5].cancel()
+    plain = [of("plain", lambda: done.append("plain")) for _ in range(3)]
+    last = of("hostile", lambda: done.append("hostile"))
+    for each in plain:
+        each.result(800)
+    assert done == ["plain"] * 3
+    go.set()
+    last.result(800)
+    assert done[-1] == "hostile"
+    assert isinstance(of("plain", lambda: 1 // 0).exception(60), ZeroDivisionError)
+    go.clear()
+    begun, waits = (of("plain", lambda: go.wait(800)) for _ in range(2))
+    threads.shutdown(wait=False)
+    go.set()
+    assert begun.result(800)
+    assert waits.cancelled()
