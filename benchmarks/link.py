@@ -224,7 +224,7 @@ def _measure(
             for kib in piece_kib:
                 WebsocketChannel.piece_bytes = kib << 10
                 if turn and ring:  # effects of rows to come are fetched ahead
-                    session.products._masks.fill(256 << 20, 120)  # type: ignore[attr-defined]
+                    session.products.fill(256 << 20, 120)
                 times[_title(kib)] = seconds(asked, session, group, direction, members, rows)
             for key, value in times.items():
                 if turn:  # the first one warms up

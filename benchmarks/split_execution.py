@@ -130,9 +130,7 @@ def generate(model: Any, ids: torch.Tensor, count: int) -> float:
 
 def fill(session: tenant_sdk.Session | None, budget: int) -> None:
     """Have all effects of the next round there."""
-    masks = session.products._masks
-    masks.batch_rows = 128  # a prompt and its tokens
-    masks.fill(budget, 120)
+    session.products.fill(budget, 120, batch_rows=128)  # a prompt and its tokens
 
 
 def product_seconds(running: Executor) -> float:

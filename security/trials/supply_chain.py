@@ -419,7 +419,7 @@ class SupplyAttacks:
         for _ in range(BEFORE):
             _ask(session, rows[0])
         masks: Any = session.products._masks  # type: ignore[attr-defined]
-        masks.fill(FILL_BYTES, FILL_SECONDS)
+        session.products.fill(FILL_BYTES, FILL_SECONDS)
 
         def child() -> None:
             with suppress(ConnectionLost):  # its copy of the connection is closed; it opens another

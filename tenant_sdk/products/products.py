@@ -58,6 +58,14 @@ class PrivacyMode(Protocol):
         """Rows of masks, of all kinds, whose effects are in store or ordered; 0 if none are fetched ahead."""
         return 0
 
+    def fill(self, budget_bytes: int, timeout: float, batch_rows: int = 0) -> None:
+        """See ``MaskGenerator.fill``."""
+        return  # by default nothing is fetched ahead
+
+    def verifying_everything(self) -> PrivacyMode:
+        """The same executor and masks, with exact answers, of which all are checked if any are."""
+        return self  # by default answers are exact, and none are checked
+
     def close(self) -> None:
         """Stop background work."""
         return  # by default there is nothing to do
@@ -99,6 +107,14 @@ class WrappedProducts:
     def rows_ahead(self) -> int:
         """See PrivacyMode."""
         return self._inner.rows_ahead
+
+    def fill(self, budget_bytes: int, timeout: float, batch_rows: int = 0) -> None:
+        """See PrivacyMode."""
+        self._inner.fill(budget_bytes, timeout, batch_rows)
+
+    def verifying_everything(self) -> PrivacyMode:
+        """See PrivacyMode; that of the mode inside."""
+        return self._inner.verifying_everything()
 
     def close(self) -> None:
         """See PrivacyMode."""

@@ -61,7 +61,7 @@ class RingProducts:
         return self._masks.privacy
 
     def verifying_everything(self) -> RingProducts:
-        """The same executor and masks, with exact answers, of which all are checked if any are."""
+        """See ``tenant_sdk.products.products.PrivacyMode``."""
         verifier = self._verifier.verifying_everything() if self._verifier else None
         return RingProducts(self._remote, self._masks, verifier, self._scales, self._unpredictable)
 
@@ -220,6 +220,10 @@ class RingProducts:
     def rows_ahead(self) -> int:
         """See PrivacyMode."""
         return self._masks.rows_ahead
+
+    def fill(self, budget_bytes: int, timeout: float, batch_rows: int = 0) -> None:
+        """See PrivacyMode."""
+        self._masks.fill(budget_bytes, timeout, batch_rows)
 
     def _widths(self, key: ProductKey) -> list[int]:
         shape = self._remote.shapes[key.group]

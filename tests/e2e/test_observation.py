@@ -81,7 +81,7 @@ def test_usage_is_what_the_tenants_own_session_counted(
     with one_time(provider, source) as session:
         learn_and_speak(session)
         # What is fetched ahead when a session ends, its source may have counted and the tenant not.
-        eventually(lambda: session.products._masks._satisfied)  # type: ignore[attr-defined]
+        eventually(lambda: session.products._masks.idle)  # type: ignore[attr-defined]
     stats = session.stats
     expected = stats.bytes_sent, stats.bytes_received
     eventually(lambda: used(page(provider, "/usage.csv"))["requests"] == stats.requests)

@@ -255,7 +255,7 @@ def test_effects_from_a_store_that_was_used_in_part(executors: ExecutorFactory, 
         before = session.stats.requests
         assert same(product(session, QKV), expected)
         assert session.stats.requests - before == PIECES
-        assert not masks._stock[QKV]
+        assert not masks._store.stock[QKV]
 
 
 def test_threads_that_send_pieces_at_once(

@@ -141,7 +141,7 @@ def test_an_effect_fetched_ahead_is_checked_when_it_is_used(executors: ExecutorF
             return bytes([body[0] ^ 1]) + body[1:]
 
         middle.changes.append(change)
-        session.products._masks.fill(1 << 24, SECONDS)  # type: ignore[attr-defined]
+        session.products.fill(1 << 24, SECONDS)
         middle.changes.clear()
         assert changed
         with pytest.raises(VerificationError):

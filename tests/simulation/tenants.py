@@ -29,14 +29,12 @@ from tenant_sdk.connection.replicas.reconnecting import ConnectionOptions
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
 from tenant_sdk.products.half_checks import FACTOR
-from tenant_sdk.products.mask_sources import ExecutorSource
-from tenant_sdk.products.masks import OneTimeMasks
 from tenant_sdk.products.ring_products import RingProducts
-from tenant_sdk.products.verification import LiveFingerprints
-from tenant_sdk.products.verifier import Verifier
-from tenant_sdk.session.opening import _agreed_scales
+from tenant_sdk.session.assembly import assemble, opened_sources
+from tenant_sdk.session.options import SessionConfig
 from tenant_sdk.trust.attestation import check_agreement
 
+PROVIDER = "wss://simulated"
 KEYS = [
     ProductKey(group, direction, members)
     for group, members in ((0, 0b111), (0, 0b101), (0, 0b010), (1, 1), (2, 1))
@@ -141,26 +139,23 @@ class Tenant:
             for remote in remotes:
                 remote.close()
             raise
-        shapes, entropy = remotes[0].shapes, self.kernel.random.randbytes
-        masks = OneTimeMasks(
-            shapes,
-            [ExecutorSource(remote, owned=True) for remote in remotes[1:]],
-            budget_bytes=options.mask_budget,
-            entropy=entropy,
-            clock=lambda: self.kernel.now,
-        )
-        masks.batch_rows = options.batch_rows
-        verifier = Verifier(
-            LiveFingerprints(shapes, entropy),
-            remotes[0].manifest.groups,
-            rate=options.verify_rate,
+        config = SessionConfig(
+            PROVIDER,
+            token="-",
+            mask_sources=[f"{PROVIDER}/{number}" for number in range(1, len(remotes))],
+            mask_source_token="-",
+            mask_budget_mib=options.mask_budget / 2**20,
+            verify="always" if options.verify_rate == 1.0 else "sampled",
+            verify_rate=options.verify_rate,
             repeat_rate=options.repeat_rate,
-            entropy=entropy,
-            parties="provider or mask source",
+            answers=options.answers,
         )
-        products = RingProducts(
-            remotes[0], masks, verifier, _agreed_scales(remotes, None), answers=options.answers
-        )
+        sources = opened_sources(config, remotes)
+        entropy = self.kernel.random.randbytes
+        products = assemble(config, remotes, sources, None, entropy=entropy, clock=lambda: self.kernel.now)
+        assert isinstance(products, RingProducts)
+        masks: Any = products._masks
+        masks._store.batch_rows = options.batch_rows
         self.opened += 1
         return products
 

@@ -23,7 +23,7 @@ from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.replicas.reconnecting import ReconnectingConnection
 from tenant_sdk.connection.replicas.retrying import GiveUp, Reconnect, RequestPolicy
-from tenant_sdk.products.masks import OneTimeMask, OneTimeMasks
+from tenant_sdk.products.one_time_masks import OneTimeMask, OneTimeMasks
 from tenant_sdk.products.ring_products import RingProducts
 
 

@@ -127,6 +127,7 @@ NO_IO = [
     "tenant_sdk/connection/replicas/replica_set.py",
     "tenant_sdk/products/answer_bits.py",
     "tenant_sdk/products/forecast.py",
+    "tenant_sdk/products/mask_store.py",
     "tenant_sdk/connection/keys.py",
     "tenant_sdk/sequences/planning.py",
     "tenant_sdk/sequences/prefill.py",

@@ -29,7 +29,9 @@ from shared.errors import ConfigurationError, ConnectionLost, RequestTimeout
 from shared.ring.mask_stream import MaskStream
 from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.products.forecast import MIN_ROWS
-from tenant_sdk.products.masks import BATCH_ROWS, ORDERS_AT_ONCE, ORDERS_UNDER_WAY, Mask, OneTimeMasks
+from tenant_sdk.products.mask_store import BATCH_ROWS
+from tenant_sdk.products.masks import Mask
+from tenant_sdk.products.one_time_masks import ORDERS_AT_ONCE, ORDERS_UNDER_WAY, OneTimeMasks
 
 MIB = 1 << 20
 
@@ -66,7 +68,7 @@ def in_store(store: OneTimeMasks, keys: list[ProductKey], rows: int) -> None:
 
     def there() -> bool:
         with store._changed:
-            return store._under_way == 0 and all(store._stock.get(key, 0) >= rows for key in keys)
+            return store._under_way == 0 and all(store._store.stock.get(key, 0) >= rows for key in keys)
 
     eventually(there)
 
@@ -225,7 +227,7 @@ def test_an_interrupted_draw_spoils_its_batch_alone(monkeypatch: pytest.MonkeyPa
         for _ in range(5):
             use(store, key, 2)
         with store._changed:
-            assert store._stock[key] == sum(batch.remaining for batch in store._store[key])
+            assert store._store.stock[key] == sum(batch.remaining for batch in store._store._batches[key])
 
 
 def test_a_mask_across_several_orders() -> None:
@@ -306,69 +308,8 @@ def test_a_few_tokens_fetch_for_a_few_tokens() -> None:
         for _ in range(steps):
             for key in KEYS:
                 use(store, key, 1)
-        eventually(lambda: store._satisfied)
+        eventually(lambda: store.idle)
     assert sum(order.rows for order in source.orders) <= (3 * steps + MIN_ROWS) * len(KEYS)
-
-
-def test_when_idle_the_budget_is_filled_if_asked_for() -> None:
-    """And only then: while requests come, a source is asked for what comes next."""
-    budget = 4 * BATCH_ROWS * sum(map(row_bytes, KEYS))
-    for fill in (False, True):
-        now = [10.0]
-        store = OneTimeMasks(
-            SHAPES,
-            [MemorySource()],
-            budget_bytes=budget,
-            entropy=Entropy(0),
-            fill_when_idle=fill,
-            clock=lambda now=now: now[0],  # type: ignore[misc]
-        )
-        try:
-            for _ in range(2):
-                for key in KEYS:
-                    use(store, key, 1)
-            in_store(store, KEYS, MIN_ROWS)
-            before = store.rows_ahead
-            assert before <= 2 * BATCH_ROWS * len(KEYS)
-            now[0] += 1.0
-            with store._changed:
-                store._satisfied = False
-                store._changed.notify_all()
-            eventually(lambda store=store: store._satisfied)  # type: ignore[misc]
-            assert store.rows_ahead > 3 * BATCH_ROWS * len(KEYS) if fill else store.rows_ahead == before
-            assert store._remaining_bytes >= 0
-        finally:
-            store.close()
-
-
-def test_what_is_fetched_when_idle_replaces_nothing() -> None:
-    """Requests of one kind alone, as when a gateway looks whether its provider is back."""
-    now = [10.0]
-    store = OneTimeMasks(
-        SHAPES,
-        [MemorySource()],
-        budget_bytes=4 * BATCH_ROWS * sum(map(row_bytes, KEYS)),
-        entropy=Entropy(0),
-        fill_when_idle=True,
-        clock=lambda: now[0],
-    )
-    try:
-        for _ in range(2):
-            for key in KEYS:
-                use(store, key, 1)
-        now[0] += 1.0
-        in_store(store, KEYS, 3 * BATCH_ROWS)
-        before = {key: store._stock[key] for key in KEYS[1:]}
-        for _ in range(3):
-            use(store, KEYS[0], 1)
-        now[0] += 1.0
-        with store._changed:
-            store._satisfied = False
-            store._changed.notify_all()
-        eventually(lambda: store._satisfied)
-        assert {key: store._stock[key] for key in KEYS[1:]} == before
-    finally:
-        store.close()
 
 
 @pytest.mark.parametrize("budget", [1000, 10_000, 300_000])
