@@ -40,7 +40,8 @@ class ReadingOptions:
         Option(
             _DATA,
             "Tokens in a block of plain text, and maximum number of tokens in a record. Longer records with "
-            "`text` are split, and other longer records are left out; both are reported.",
+            "`text` are split, and other longer records are left out; both are reported. If memory is short, "
+            "a training computes long sequences in windows (parts of a sequence).",
             least=2,
             unit="TOKENS",
         ),
@@ -78,17 +79,6 @@ class TrainingOptions(ReadingOptions):
         ),
     ]
     _: KW_ONLY
-    sequence_length: Annotated[
-        int,
-        Option(
-            _DATA,
-            "Tokens in a block of plain text, and maximum number of tokens in a record. Longer records with "
-            "`text` are split, and other longer records are left out; both are reported. If memory is short, "
-            "long sequences are computed in windows (parts of a sequence).",
-            least=2,
-            unit="TOKENS",
-        ),
-    ] = LENGTH
     held_out: Annotated[
         Sequence[Path],
         TrainingOption(
