@@ -25,9 +25,11 @@ def test_results_of_other_versions_are_dropped(tmp_path: Path) -> None:
     assert list(sweep.read(file)) == [ONE]
 
 
-@pytest.mark.parametrize("stage", ["build", "local", "serve", "backward"])
-@pytest.mark.parametrize("way", ["late", "dead"])
-def test_the_stage_of_what_does_not_end(stage: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("way", "stage"),
+    [("late", "serve"), ("dead", "build"), ("dead", "local"), ("dead", "serve"), ("dead", "backward")],
+)
+def test_the_stage_of_what_does_not_end(way: str, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def examine(kind: str, model_type: str, class_name: str, tell: Callable[[str], None]) -> Result:
         tell(stage)
         if way == "dead":
