@@ -6,7 +6,7 @@ import gc
 import json
 import logging
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 import tenant_sdk
 from security.attacks.streams import SpeculationWatch, guess_from_labelled
 from shared.errors import SymbiosisError
+from shared.wire.messages import ParameterInfo
 from tenant_sdk.session.session import Session
 
 
@@ -138,7 +139,11 @@ class MemoryBomb:
     TEXT = "banana!"
     RULES, FEWER_RULES = 22, 18  # each makes every a two; the control's are fewer, to stay quick
     TOO_MUCH_MIB = 64
-    ROOM_BYTES = 512 << 20  # of address space, which the loading process may take at most
+
+    @staticmethod
+    def room(parameters: Iterable[ParameterInfo]) -> int:
+        """Bytes of address space that a load may take at most: several copies of all that it downloads."""
+        return (512 << 20) + 8 * sum(each.nbytes for each in parameters)
 
     def files(self, folder: Path, rules: int) -> dict[str, dict[str, bytes]]:
         """What to serve, by what it is."""
@@ -172,15 +177,15 @@ def load_as_transformers(url: str, token: str, ca: Path, folder: Path) -> None:
     transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
 
 
-def measured(load: Callable[..., None], *arguments: Any) -> LoadOutcome:
-    """Run a load with little memory left; for a process of its own, whose address space it bounds."""
+def measured(load: Callable[..., None], room: int, *arguments: Any) -> LoadOutcome:
+    """Run a load that may take ``room`` bytes; for a process of its own, whose address space it bounds."""
     logging.disable()  # what a session says here it says to nobody
     gc.collect()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # native code may end the process
     with suppress(OSError):  # where that is not allowed, growth beyond the former peak is measured
         Path("/proc/self/clear_refs").write_text("5")
     before, limits = _memory("VmHWM"), resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (_memory("VmSize") + MemoryBomb.ROOM_BYTES, limits[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (_memory("VmSize") + room, limits[1]))
     error: BaseException | None = None
     try:
         load(*arguments)

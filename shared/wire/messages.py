@@ -74,6 +74,11 @@ class ParameterInfo(Message, frozen=True):
     sha256: str  # of its dtype and shape, and its bytes as the checkpoint stores them, or as they are made
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all its numbers."""
+        return math.prod(self.shape) * DTYPE_NAMES[self.dtype].itemsize
+
+    @property
     def rows(self) -> tuple[int, int]:
         """By how many rows it is fetched, and how many numbers each has.
 

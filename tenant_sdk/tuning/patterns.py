@@ -33,6 +33,7 @@ _TABLES = ("rank_pattern", "alpha_pattern")
 _NAMES = ("modules_to_save", "layers_pattern", "target_parameters", "trainable_token_indices")
 _NAME = re.compile(r"[\w.\-]+")
 _COUNT = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
+_VERBOSE = re.compile(r"\(\?[a-zA-Z-]*x")  # ``regex`` then passes over spaces and comments within a count
 _ALL = "all-linear"  # PEFT's word
 
 
@@ -116,6 +117,8 @@ class _ModuleNames:
             raise ConfigurationError(f"{what} has more than {PATTERN_CHARACTERS} characters")
         if _states(pattern) > _STATES:
             raise ConfigurationError(f"{what} repeats too much; give names of modules instead")
+        if _VERBOSE.search(pattern):
+            raise ConfigurationError(f"{what} has the flag x (verbose); write the pattern without it")
         try:
             _python_takes(pattern)
             # A time of zero is none at all.

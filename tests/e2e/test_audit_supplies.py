@@ -170,7 +170,7 @@ def _takes() -> None:
 def test_a_load_is_measured() -> None:
     """Its error, and what it took; in a process that has not freed any memory before."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
-        load = processes.submit(hostile_files.measured, _takes).result()
+        load = processes.submit(hostile_files.measured, _takes, 512 << 20).result()
     assert (load.error, load.typed) == ("KeyError", False)
     assert load.grown_mib > 40
 

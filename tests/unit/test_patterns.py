@@ -66,6 +66,8 @@ def test_what_is_no_pattern_stays() -> None:
         ({"target_modules": "a{4294967294}"}, "repeats too much"),
         ({"exclude_modules": "(?:a{0,600}){ 600 }"}, "repeats too much"),
         ({"rank_pattern": {"(?:a{,60000}){60000}": 4}}, "repeats too much"),
+        ({"target_modules": "(?x)a{4 2 9 4 9 6 7 2 9 4}"}, "verbose"),
+        ({"exclude_modules": "(?i-s:b|(?sx:a{9 9 9 9 # \n 9 9 9}))"}, "verbose"),
         ({"target_modules": "(a|(?R))*b"}, "no regular expression"),
         ({"exclude_modules": SLOW}, "takes too long"),
         ({"rank_pattern": {SLOW: 4}}, "takes too long"),
