@@ -73,9 +73,8 @@ class ServeConfig:
         int,
         Option(
             _SERVED,
-            "Threads for one product. 0: without workers, torch's default; with workers, the number of the "
-            "machine's processors divided by the number of workers on the CPU, or of all workers if none is "
-            "on the CPU; with Ray, one.",
+            "Threads for one product. 0: without workers, torch's default; with workers, those on the CPU "
+            "share the machine's processors equally, or all workers if none is on the CPU; with Ray, one.",
             least=0,
         ),
     ] = 0

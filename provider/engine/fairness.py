@@ -2,8 +2,8 @@
 
 A tenant's counter grows with the rows that are multiplied for it: a row through all groups costs one token.
 Who waits and has the smallest is next. A tenant that comes back after a rest is lifted to the smallest of
-those who waited meanwhile, less LEAD: it saves up no more credit than that, and owes none. Counters are
-changed before a product.
+those who wait, or if nobody does to that of the last who did, less LEAD: it saves up no more credit than
+that, and owes none. Counters are changed before a product.
 """
 
 from __future__ import annotations

@@ -177,9 +177,9 @@ class SessionConfig:
         str | None,
         SessionOption(
             TRUST,
-            "Refuse executors with another digest: the SHA-256 of the list of weights, parameters and files. "
-            "The digest covers all downloads. It does not show that products are computed with these "
-            "weights; {fingerprints} or a mask source local:... shows this.",
+            "Refuse executors with another digest: a hash of all weights, parameters and files. The digest "
+            "covers all downloads. It does not show that products are computed with these weights; "
+            "{fingerprints} or a mask source local:... shows this.",
             unit="DIGEST",
             belongs_to=NOBODY,
             decides_trust=False,
@@ -353,8 +353,8 @@ class SessionConfig:
         Option(
             CONNECTION,
             "Seconds without progress after which a connection attempt fails, or a request is sent again "
-            "({patience}); with {patience} 0, the request fails. A request that an overloaded executor "
-            "refuses is sent again for as long.",
+            "({patience}); with {patience} 0, the request fails. If an overloaded executor refuses a "
+            "request, the session repeats it for at most this time.",
             least=0,
             above=True,
             unit="SECONDS",
@@ -377,8 +377,8 @@ class SessionConfig:
         Option(
             KEPT,
             "GiB of memory for the weights of the executor's layers that this machine multiplies by itself. "
-            "At its beginning, the session measures requests and its own products, chooses the layers that "
-            "save most time or bytes, and downloads their weights through the executor. 0: keep none "
+            "When a session begins, it measures its requests and its own products. It chooses the layers "
+            "that save most time or bytes, and downloads their weights from the executor. 0: keep none "
             "(docs/how-to/distance.md).",
             least=0,
             unit="GIB",
