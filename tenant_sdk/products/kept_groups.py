@@ -22,10 +22,10 @@ def group_weights(
     member: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """A member's weight as the executor multiplies with it: its products with unit rows.
+    """Computes a member's weight as the executor multiplies with it, from its products with unit rows.
 
     Args:
-        product: forward, of a bit mask of the group's members and rows float32 [T, D].
+        product: computes forward products, given a bit mask of the group's members and rows float32 [T, D].
 
     Returns:
         W transposed, [D, O], in ``dtype``.
@@ -46,7 +46,7 @@ def group_weights(
 
 
 class KeptProducts(WrappedProducts):
-    """Another mode, without requests for some groups, whose weights are here.
+    """Computes products of groups whose weights are here, and asks another mode for all others.
 
     Args:
         inner: what asks for the products of all other groups.

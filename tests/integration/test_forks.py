@@ -175,7 +175,7 @@ def test_a_child_gets_no_masks_and_uses_none_of_its_parents(kind: str) -> None:
     locks = [getattr(part, name, None) for part in parts for name in ("_lock", "_changed")]
     with locked(*filter(None, locks)):
         in_child(child)
-    assert mask.numbers().shape[0] == 3
+    assert mask.take_values().shape[0] == 3
     assert list(mask.effects())
     assert not stream.draw(1, 4).equal(first)
     masks.close()

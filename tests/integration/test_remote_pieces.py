@@ -249,7 +249,7 @@ def test_effects_from_a_store_that_was_used_in_part(executors: ExecutorFactory, 
         masks = session.products._masks  # type: ignore[attr-defined]
         with masks._changed:
             for rows in (23, 1, 40, 39):
-                masks._order(QKV, rows, RequestClass.FINETUNING)
+                masks._request_effects(QKV, rows, RequestClass.FINETUNING)
         session.products.submit(*QKV.product, [torch.ones((3, 64))]).result()
         cut(True)
         before = session.stats.requests

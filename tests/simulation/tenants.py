@@ -58,7 +58,7 @@ class Options:
     verify_rate: float = 1.0
     repeat_rate: float = 0.1
     mask_budget: int = 1 << 16
-    batch_rows: int = 8
+    chunk_rows: int = 8
     piece_bytes: int = 2048
 
 
@@ -155,7 +155,7 @@ class Tenant:
         products = assemble(config, remotes, sources, None, entropy=entropy, clock=lambda: self.kernel.now)
         assert isinstance(products, RingProducts)
         masks: Any = products._masks
-        masks._store.batch_rows = options.batch_rows
+        masks._store.chunk_rows = options.chunk_rows
         self.opened += 1
         return products
 

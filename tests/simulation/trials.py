@@ -87,8 +87,8 @@ def a_repeated_request_has_other_rows_under_the_old_mask() -> Iterator[None]:
 
 
 @trial("one seed")
-def a_seed_serves_two_orders() -> Iterator[None]:
-    def order(original: Any, self: OneTimeMasks, *args: Any) -> None:
+def a_seed_serves_two_requests() -> Iterator[None]:
+    def request_effects(original: Any, self: OneTimeMasks, *args: Any) -> None:
         entropy, seeds = self._entropy, self.__dict__.setdefault("seeds", [])
 
         def again(count: int) -> bytes:
@@ -101,17 +101,17 @@ def a_seed_serves_two_orders() -> Iterator[None]:
         original(self, *args)
         self._entropy = entropy
 
-    with wrapped(OneTimeMasks, "_order", order):
+    with wrapped(OneTimeMasks, "_request_effects", request_effects):
         yield
 
 
 @trial("without a mask")
 def some_rows_have_no_mask() -> Iterator[None]:
-    def numbers(original: Any, self: OneTimeMask) -> torch.Tensor:
+    def take_values(original: Any, self: OneTimeMask) -> torch.Tensor:
         mask: torch.Tensor = original(self)
         return mask.zero_() if len(mask) == 5 else mask
 
-    with wrapped(OneTimeMask, "numbers", numbers):
+    with wrapped(OneTimeMask, "take_values", take_values):
         yield
 
 
