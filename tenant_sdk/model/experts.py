@@ -16,7 +16,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from shared.compat import transforms_run
 from shared.errors import ConfigurationError
 from shared.wire.header import Direction, RequestClass
-from tenant_sdk.connection.remote import PendingProduct
+from tenant_sdk.connection.remote import LazyResult
 from tenant_sdk.model.recording import answered
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.model.virtual import RemoteGroup, check_values, request_class_for, requires_autograd
@@ -144,7 +144,7 @@ class Experts:
     ) -> torch.Tensor:
         busy = [expert for expert, part in enumerate(parts) if len(part)]
 
-        def submit(expert: int) -> PendingProduct:
+        def submit(expert: int) -> LazyResult:
             return self.groups[expert].submit(direction, 1, [parts[expert]], urgency)
 
         kinds = {(direction, expert) for expert in busy}

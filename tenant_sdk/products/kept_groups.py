@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from shared.errors import ModelMismatch
 from shared.wire.header import Direction, RequestClass, member_indices
 from shared.wire.messages import GroupInfo
-from tenant_sdk.connection.remote import PendingProduct
+from tenant_sdk.connection.remote import LazyResult
 from tenant_sdk.products.products import PrivacyMode, WrappedProducts
 
 ROWS_BYTES = 1 << 22  # of unit rows, or of their products, when a weight is asked for
@@ -64,7 +64,7 @@ class KeptProducts(WrappedProducts):
         member_bits: int,
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
-    ) -> PendingProduct:
+    ) -> LazyResult:
         """See PrivacyMode."""
         weights = self._weights.get(group)
         if weights is None:
@@ -77,4 +77,4 @@ class KeptProducts(WrappedProducts):
             else:
                 parts = [(block @ weight).float() for block, weight in zip(blocks, used, strict=True)]
                 results = [sum(parts[1:], parts[0])]
-        return PendingProduct(lambda: results)
+        return LazyResult(lambda: results)

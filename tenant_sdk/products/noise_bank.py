@@ -19,7 +19,7 @@ from shared.forks import ForkGuard, register_for_fork
 from shared.wire.header import Direction, Operation, RequestClass, member_indices
 from tenant_sdk.connection.channel import Entropy
 from tenant_sdk.connection.keys import ProductKey
-from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
+from tenant_sdk.connection.remote import LazyResult, RemoteExecutor
 from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.products.mask_sources import MaskSource
 from tenant_sdk.products.modes import Privacy
@@ -79,7 +79,7 @@ class NoiseBank(PrivacyMode):
         member_bits: int,
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
-    ) -> PendingProduct:
+    ) -> LazyResult:
         """See ``tenant_sdk.products.products.PrivacyMode``.
 
         Raises:
@@ -112,7 +112,7 @@ class NoiseBank(PrivacyMode):
             self._remote.stats.add(seconds_masking=spent + time.perf_counter() - started)
             return results
 
-        return PendingProduct(finish)
+        return LazyResult(finish)
 
     def _choose(self, blocks: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Chooses the mask of each row, and finds the rows of zeros.

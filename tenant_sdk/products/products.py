@@ -8,7 +8,7 @@ import torch
 
 from shared.wire.header import Direction, Operation, RequestClass
 from tenant_sdk.connection.keys import ProductKey
-from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
+from tenant_sdk.connection.remote import LazyResult, RemoteExecutor
 from tenant_sdk.products.modes import Privacy
 
 
@@ -22,7 +22,7 @@ class PrivacyMode(Protocol):
         member_bits: int,
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
-    ) -> PendingProduct:
+    ) -> LazyResult:
         """Ask for a product of some members of a group; several may be under way at once.
 
         Returns when the request is on its way, or waits for the connection to take it. The first request of
@@ -86,7 +86,7 @@ class PlainProducts(PrivacyMode):
         member_bits: int,
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
-    ) -> PendingProduct:
+    ) -> LazyResult:
         """See PrivacyMode."""
         key = ProductKey(group, direction, member_bits)
         return self._remote.submit(Operation.PRODUCT, key, rows, request_class)
@@ -140,13 +140,13 @@ class PaddedProducts(WrappedProducts):
         member_bits: int,
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
-    ) -> PendingProduct:
+    ) -> LazyResult:
         """See PrivacyMode."""
         count = rows[0].shape[0]
         padded_count = 1 << (max(count, self._min_rows) - 1).bit_length()
         sent = [pad_with_zeros(block, padded_count, self.privacy) for block in rows]
         pending = self._inner.submit(group, direction, member_bits, sent, request_class)
-        return PendingProduct(lambda: [result[:count] for result in pending.result()])
+        return LazyResult(lambda: [result[:count] for result in pending.result()])
 
 
 def pad_with_zeros(rows: torch.Tensor, count: int, privacy: Privacy) -> torch.Tensor:

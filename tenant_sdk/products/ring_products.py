@@ -16,7 +16,7 @@ from shared.wire.header import EXACT, Direction, Operation, RequestClass, member
 from shared.wire.protocol import RequestWidths
 from tenant_sdk.connection.channel import copy_error
 from tenant_sdk.connection.keys import ProductKey
-from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor, check_shapes
+from tenant_sdk.connection.remote import LazyResult, RemoteExecutor, check_shapes
 from tenant_sdk.products.answer_bits import AnswerBits
 from tenant_sdk.products.masks import MaskGenerator
 from tenant_sdk.products.modes import Privacy
@@ -72,7 +72,7 @@ class RingProducts:
         member_bits: int,
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
-    ) -> PendingProduct:
+    ) -> LazyResult:
         """See ``tenant_sdk.products.products.PrivacyMode``.
 
         Raises:
@@ -115,7 +115,7 @@ class RingProducts:
                 self._record_answer(key, count, request_class, time.perf_counter() - started)
             return results
 
-        return PendingProduct(finish)
+        return LazyResult(finish)
 
     def _record_answer(self, key: ProductKey, rows: int, request_class: RequestClass, seconds: float) -> None:
         size = rows * self._request_widths(key).answer_columns * key.answer_bits // 8
@@ -156,7 +156,7 @@ class RingProducts:
         return self._remote.submit(Operation.PRODUCT, key.exact, [request]).result()[0]
 
     def _finish(
-        self, request: ExactRequest, count: int, sent: list[PendingProduct], masking: float
+        self, request: ExactRequest, count: int, sent: list[LazyResult], masking: float
     ) -> list[torch.Tensor]:
         """Take the effects off the answers and check them."""
         results = [torch.empty((count, width)) for width in self._answer_widths(request.key)]

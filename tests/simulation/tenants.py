@@ -24,7 +24,7 @@ from simulation.network import Network
 from simulation.substitutes import SimulatedClock
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.keys import ProductKey
-from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
+from tenant_sdk.connection.remote import LazyResult, RemoteExecutor
 from tenant_sdk.connection.replicas.reconnecting import ConnectionOptions
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
@@ -251,7 +251,7 @@ class Tenant:
 
     def _judged(
         self,
-        pending: PendingProduct,
+        pending: LazyResult,
         key: ProductKey,
         blocks: list[torch.Tensor],
         end: Callable[..., Outcome],

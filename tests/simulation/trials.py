@@ -219,7 +219,7 @@ def a_request_that_waits_for_a_worker_is_forgotten() -> Iterator[None]:
 
 @trial("are promised")
 def nobody_is_told_to_lead_a_channel() -> Iterator[None]:
-    def hand_over(original: Any, self: Channel, pending: Any) -> None:
+    def pass_leadership(original: Any, self: Channel, pending: Any) -> None:
         others = [each for each in self._pending.values() if each.waited]
         for each in others:
             each.waited = False
@@ -227,7 +227,7 @@ def nobody_is_told_to_lead_a_channel() -> Iterator[None]:
         for each in others:
             each.waited = True
 
-    with wrapped(Channel, "_hand_over", hand_over):
+    with wrapped(Channel, "_pass_leadership", pass_leadership):
         yield
 
 

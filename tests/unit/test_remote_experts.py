@@ -19,7 +19,7 @@ from shared.experts import projections
 from shared.wire.header import Direction, RequestClass
 from shared.wire.messages import GroupInfo, Member
 from shared.wire.protocol import MAX_GROUPS
-from tenant_sdk.connection.remote import PendingProduct
+from tenant_sdk.connection.remote import LazyResult
 from tenant_sdk.model.experts import Experts, Padding, RemoteExperts, _tokens
 from tenant_sdk.model.mixtures import plan_experts
 from tenant_sdk.model.virtual import DRAFT_TOKENS, RemoteGroup
@@ -44,7 +44,7 @@ class Memory:
         members: int,
         blocks: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
-    ) -> PendingProduct:
+    ) -> LazyResult:
         (rows,) = blocks
         self.events.append(("asked", group, len(rows), direction, request_class))
 
@@ -53,7 +53,7 @@ class Memory:
             weight = self.weights[group]
             return [rows @ (weight.T if direction == Direction.FORWARD else weight)]
 
-        return PendingProduct(finish)
+        return LazyResult(finish)
 
     def close(self) -> None:
         """Nothing to do."""
@@ -111,7 +111,7 @@ def test_what_first_requests_wait_for_is_waited_for_together(mixture: Mixture) -
     """Such as fingerprints: a round trip for each of hundreds of experts, one after the other, takes long."""
     together, submit = threading.Barrier(3), mixture.memory.submit
 
-    def first(*arguments: Any) -> PendingProduct:
+    def first(*arguments: Any) -> LazyResult:
         together.wait(800)  # passed only when all three are here
         return submit(*arguments)
 

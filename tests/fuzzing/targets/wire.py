@@ -29,7 +29,7 @@ from shared.wire.header import HEADER_BYTES, Direction, Header, Operation, Reque
 from shared.wire.messages import ErrorInfo, Fetch, Hello, Manifest, Message, decode, digest_of, encode
 from shared.wire.protocol import ExecutorProtocol, GroupShape, TenantProtocol, validate_manifest
 from shared.wire.websocket import MessageReader, Opcode, encode_control, encode_message, frame_header
-from tenant_sdk.connection.channel import Channel, Pending
+from tenant_sdk.connection.channel import Channel, ResponseFuture
 from tenant_sdk.connection.handshake import upgrade
 from tenant_sdk.connection.websocket_channel import MAX_ANSWER_BYTES, WebsocketChannel
 
@@ -312,7 +312,7 @@ def tenant_channel(data: bytes) -> None:
     channel._reader = MessageReader(
         channel._protocol.accept, masked=False, max_message_bytes=MAX_ANSWER_BYTES
     )
-    channel._pending = {number: Pending() for number in range(1, 6)}
+    channel._pending = {number: ResponseFuture() for number in range(1, 6)}
     while True:  # until ConnectionLost, which says that nothing is left
         channel._read()
 
