@@ -15,7 +15,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from torch.nn.functional import cross_entropy
 
 from shared.errors import ConfigurationError
-from tenant_sdk.sequences.positions import steady_length
+from tenant_sdk.sequences.positions import rope_stable_length
 from tenant_sdk.trust.attestation import base_model
 from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example, TemplateDate
 from tenant_sdk.tuning.data import Reader, Say, collate, learned_tokens, say_day
@@ -193,12 +193,12 @@ def perplexity(
 
 def _batches(model: Any, ordered: Sequence[Example], size: int) -> Iterator[list[Example]]:
     """Examples for one pass each; of one length where positions depend on the longest text of a pass."""
-    steady = steady_length(base_model(model))
+    stable_length = rope_stable_length(base_model(model))
     virtual = getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None) or 0
     batch = list[Example]()
     for example in ordered:
         length = len(example["input_ids"])
-        apart = steady is not None and length + virtual > steady and batch
+        apart = stable_length is not None and length + virtual > stable_length and batch
         if len(batch) == size or (apart and length != len(batch[-1]["input_ids"])):
             yield batch
             batch = []

@@ -14,7 +14,7 @@ from transformers import set_seed
 
 from shared.errors import ConfigurationError, OptionText, Placeholder, StorageError, counted
 from tenant_sdk.model.naming import base_of
-from tenant_sdk.sequences.positions import steady_length
+from tenant_sdk.sequences.positions import rope_stable_length
 from tenant_sdk.sequences.stack import CannotSplit
 from tenant_sdk.session.session import Session
 from tenant_sdk.storage import check_new_folder, free_megabytes
@@ -176,16 +176,16 @@ def _read(
     examples = reader.read(training.data)
     say_day(day, say)
     held_out = replace(reader, keep_tail=True, day=TemplateDate(day.day)).read(training.held_out)
-    lengths, steady = [len(example["input_ids"]) for example in examples], steady_length(model)
+    lengths, stable_length = [len(example["input_ids"]) for example in examples], rope_stable_length(model)
     if (
-        steady is not None
-        and min(lengths) <= steady < max(lengths)
+        stable_length is not None
+        and min(lengths) <= stable_length < max(lengths)
         and (training.batch_size > 1 or training.packing)
     ):
         say(
-            f"this model has other positions for texts above {steady:,} tokens: shorter records learn with "
-            "these positions if they share a batch with such a text. Train with records of one kind, or one "
-            "record at a time"
+            f"this model has other positions for texts above {stable_length:,} tokens: shorter records learn "
+            "with these positions if they share a batch with such a text. Train with records of one kind, or "
+            "one record at a time"
         )
     known = {tuple(example["input_ids"]) for example in examples}
     if same := sum(tuple(example["input_ids"]) in known for example in held_out):
