@@ -220,14 +220,14 @@ class RemoteExperts(RemoteWeight):
         forwards: bool,
         terms: tuple[_Term, ...] = (),
     ) -> RemoteExperts:
-        """A stand-in for the weights of the given shape."""
+        """A placeholder for the weights of the given shape."""
         model = experts.groups[0].model
         self: RemoteExperts = RemoteWeight.__new__(cls, experts.name, shape, dtype, device, model=model)  # type: ignore[assignment]
         self.experts, self.forwards, self.terms = experts, forwards, terms
         return self
 
     def like(self, dtype: torch.dtype, device: torch.device) -> RemoteExperts:
-        """A stand-in for the same weights."""
+        """A placeholder for the same weights."""
         return RemoteExperts(self.experts, self.shape, dtype, device, self.forwards, self.terms)
 
     @classmethod

@@ -449,8 +449,8 @@ class _Virtual(nn.Module):
         weight = original.weight
         bias = getattr(original, "bias", None)
         device = torch.device("cpu") if weight.is_meta else weight.device
-        stand_in = RemoteWeight(name, weight.shape, weight.dtype, device, model=group.model)
-        self.weight = nn.Parameter(stand_in, requires_grad=False)
+        placeholder = RemoteWeight(name, weight.shape, weight.dtype, device, model=group.model)
+        self.weight = nn.Parameter(placeholder, requires_grad=False)
         self.register_parameter("bias", bias)
         self.train(original.training)
 

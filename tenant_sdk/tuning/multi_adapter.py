@@ -32,7 +32,7 @@ from tenant_sdk.tuning.adapter_config import ALLOWED_INIT_LORA_WEIGHTS, not_plai
 from tenant_sdk.tuning.adapters import without_false_warnings
 from tenant_sdk.tuning.conversations import IGNORE_INDEX
 from tenant_sdk.tuning.folders import save_adapter
-from tenant_sdk.tuning.segmented import segmented_lora
+from tenant_sdk.tuning.segmented_lora import segmented_lora
 
 Batch = Mapping[str, Any]
 _KEYS = {"input_ids", "attention_mask", "labels", "num_items_in_batch"}

@@ -21,7 +21,7 @@ class TrainingOption(Option):
     """An option of a training.
 
     Attributes:
-        may_change: a training that is resumed may have another value; ``settings_of`` has the two exceptions.
+        may_change: a resumed training may have another value; ``resume_settings_of`` has two exceptions.
     """
 
     may_change: bool = False

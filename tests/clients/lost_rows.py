@@ -17,7 +17,7 @@ from tenant_sdk.gateway.segmented import SegmentedLora
 from tenant_sdk.gateway.status import GatewayStatus
 from tenant_sdk.gateway.vllm_patches import for_each_draft, if_rows, sort_where_asked
 from tenant_sdk.products.modes import Privacy
-from tenant_sdk.tuning.segmented import Segments
+from tenant_sdk.tuning.segmented_lora import Segments
 
 INFINITY = float("inf")
 sent: list[torch.Tensor] = []
