@@ -127,7 +127,7 @@ class Engine:
             lane.attach(self.loop, lambda: self.loop.call_soon_threadsafe(_nothing))  # which decides anew
 
     def _make_loop(self) -> Loop:
-        """What a simulation replaces."""
+        """Returns what a simulation replaces."""
         return Loop(self)
 
     @classmethod
@@ -139,7 +139,7 @@ class Engine:
         lane: Callable[[BaseExecutor], Lane] = ProcessLane,
         **options: Any,
     ) -> Self:
-        """An engine with an executor of this process as its lane.
+        """Returns an engine with an executor of this process as its lane.
 
         Args:
             policy: made of the latency model.
@@ -156,7 +156,7 @@ class Engine:
         return len(self._submissions)
 
     def waiting_on(self, lane: int) -> int:
-        """Those of one lane, by its number; from any thread."""
+        """Returns those of one lane, by its number; from any thread."""
         return sum(work.lane == lane for work in list(self._submissions))
 
     def submit(
@@ -217,7 +217,7 @@ class Engine:
 
     # -- the loop's thread -----------------------------------------------------------------------
 
-    def turn(self) -> float | None:
+    def run_once(self) -> float | None:
         """See ``provider.engine.loop.LoopTask``: decide for every lane that has room, once."""
         wait: float | None = None
         try:
@@ -382,7 +382,7 @@ def _at_fault(error: BaseException, batch: Batch) -> BatchResult:
 
 
 def _joined(answers: dict[int, list[torch.Tensor]]) -> list[torch.Tensor]:
-    """A request's payload out of its products: each block's rows, from every product, in order."""
+    """Returns a request's payload out of its products: each block's rows, from every product, in order."""
     if len(answers) == 1:
         return next(iter(answers.values()))
     parts = [answers[start] for start in sorted(answers)]

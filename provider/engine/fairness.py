@@ -46,5 +46,5 @@ class VirtualTokenCounters:
         self._tokens[tenant] = self.of(tenant) + tokens
 
     def least(self) -> float:
-        """The smallest counter of those who wait; somebody must."""
+        """Returns the smallest counter of those who wait; somebody must."""
         return min(self._tokens[tenant] for tenant in self._waiting)

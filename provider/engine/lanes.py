@@ -45,7 +45,7 @@ class BatchResult(NamedTuple):
 
 
 def answer_of(blocks: Sequence[torch.Tensor], answer_bits: int, *, unshared: bool) -> list[torch.Tensor]:
-    """A product's blocks as they are answered.
+    """Returns a product's blocks as they are answered.
 
     Args:
         answer_bits: as in the request's header.
@@ -79,7 +79,7 @@ class Lane(Protocol):
         ...
 
     def multiply(self, batch: Sequence[RowRange]) -> BatchResult:
-        """The same, in this thread."""
+        """Returns the same, in this thread."""
         ...
 
     def attach(self, loop: Loop, changed: Callable[[], None]) -> None:

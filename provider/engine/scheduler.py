@@ -78,7 +78,7 @@ class QueuedRequest:
         return self.request_class == RequestClass.DECODE
 
     def take(self, rows: int) -> QueuedRows:
-        """The next rows, for a product."""
+        """Returns the next rows, for a product."""
         self.taken += rows
         return QueuedRows(self, self.taken - rows, self.taken)
 
@@ -95,12 +95,12 @@ Batch = list[QueuedRows]  # of one key
 
 
 def rows_of(batch: Batch) -> int:
-    """How many rows a batch has."""
+    """Returns how many rows a batch has."""
     return sum(stop - start for _, start, stop in batch)
 
 
 def effective_request_class(declared: int, direction: int, rows: int) -> RequestClass:
-    """The class that a request gets: what was declared, as far as it can be."""
+    """Returns the class that a request gets: what was declared, as far as it can be."""
     if declared == RequestClass.FINETUNING or direction == Direction.BACKWARD:
         return RequestClass.FINETUNING
     if declared == RequestClass.UNDECLARED:
@@ -116,7 +116,7 @@ class Policy(Protocol):
         ...
 
     def next(self, now: float, lane: int = 0) -> Batch | float | None:
-        """A batch for a lane now; or when to ask again, at the latest; or None: nothing waits for it."""
+        """Returns a batch for a lane; or when to ask again, at the latest; or None: nothing waits for it."""
         ...
 
     def drop(self, work: QueuedRequest) -> None:
@@ -313,7 +313,7 @@ class Opportunistic:
         return (not work.decodes, group, not goes_on, served, work.request_class, work.arrived)
 
     def _ready_at(self, work: QueuedRequest) -> float:
-        """When a request has waited long enough for others; one that has begun waits no more."""
+        """Returns when a request has waited long enough for others; one that has begun waits no more."""
         if work.taken:
             return work.arrived
         group, direction, member_bits, _ = work.key
@@ -329,7 +329,7 @@ class Opportunistic:
             self._interactive.seen(work.tenant, now)
 
     def _row_limit(self, work: QueuedRequest, now: float) -> int:
-        """Rows of a product that this request, no decode, may be part of."""
+        """Returns rows of a product that this request, no decode, may be part of."""
         group, direction, member_bits, _ = work.key
         others = self._interactive.latest_of_others({work.tenant}, now)
         seconds = PRODUCT_SECONDS
@@ -343,7 +343,7 @@ class Opportunistic:
         return max(TILE, rows - rows % tile_of(rows))
 
     def _most_rows(self, work: QueuedRequest, now: float) -> int:
-        """Rows that a request can have in one product."""
+        """Returns rows that a request can have in one product."""
         return work.remaining if work.decodes else min(work.remaining, self._row_limit(work, now))
 
     def _batch(
@@ -353,7 +353,7 @@ class Opportunistic:
         limit: float,
         row_limits: dict[tuple[str, BatchKey], int],
     ) -> Batch:
-        """The first, all decodes of its key, and of the others as many rows as the row limit leaves."""
+        """Makes a batch of the first, all decodes of its key, and as many other rows as the limit leaves."""
         batch: Batch = []
         for work in sorted(sharing, key=lambda work: (work is not first, *self._precedence(work))):
             rows = (
@@ -410,7 +410,7 @@ class DecodedTokens:
         return self.met, self.late
 
     def under_way(self, session: Hashable) -> bool:
-        """Whether a token of this session may not be complete."""
+        """Returns whether a token of this session may not be complete."""
         return session in self._under_way
 
     def session_ended(self, session: Hashable) -> None:
@@ -445,7 +445,7 @@ class _Active:
         self._last[tenant] = now
 
     def latest_of_others(self, tenants: set[str], now: float) -> float | None:
-        """When an active tenant that is none of these asked last; None: there is none."""
+        """Returns when an active tenant that is none of these asked last; None: there is none."""
         for tenant, at in reversed(self._last.items()):
             if at + self.seconds <= now:  # as callers add, so that they do not come back too early
                 return None
@@ -458,7 +458,7 @@ POLICIES = ("opportunistic", "none", "lockstep")
 
 
 def make_policy(name: str, latency: LatencyModel, objective: LatencyObjective) -> Policy:
-    """A policy by the name that ``--batching`` takes; one of POLICIES."""
+    """Returns a policy by the name that ``--batching`` takes; one of POLICIES."""
     made: dict[str, Callable[[], Policy]] = {
         "opportunistic": partial(Opportunistic, latency, objective),
         "none": Unbatched,

@@ -110,7 +110,7 @@ class ExecutorProtocol:
         self._ring, self._serves = manifest.numerics in RINGS, manifest.serves
         self._limits = manifest.limits
         self._dtypes = {DTYPE_CODES[DTYPE_NAMES[name]]: name for name in manifest.wire_dtypes}
-        self.greeted = False
+        self.hello_received = False
 
     def accept(self, header: Header) -> None:
         """Check a request's header; nothing has been allocated yet.
@@ -120,9 +120,9 @@ class ExecutorProtocol:
         """
         operation = header.operation
         if operation == Operation.HELLO:
-            if self.greeted:
+            if self.hello_received:
                 raise WireError("unexpected", "HELLO was already said on this connection")
-        elif not self.greeted:
+        elif not self.hello_received:
             raise WireError("unexpected", "the first message must be HELLO", fatal=True)
         if operation == Operation.SEED_EFFECT and not self._ring:
             raise WireError("operation", "only an executor with ring numerics expands seeds")
@@ -133,7 +133,7 @@ class ExecutorProtocol:
                 raise WireError("control_message", "control messages have one row of bytes")
             if header.payload_bytes > MAX_REQUEST_CONTROL_BYTES:
                 raise WireError("too_large", f"control message over {MAX_REQUEST_CONTROL_BYTES} bytes")
-            self.greeted = True
+            self.hello_received = True
         else:
             raise WireError("operation", f"tenants do not send operation {operation}")
 

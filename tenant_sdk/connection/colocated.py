@@ -17,7 +17,7 @@ import zmq
 
 from shared.errors import ConnectionLost, RequestRefused, WireError
 from shared.forks import register_for_fork
-from shared.transport.colocated import END, MAX_IN_FLIGHT, MEMORY, MEMORY_BYTE, PLACES, aligned
+from shared.transport.colocated import END, MAX_IN_FLIGHT, MEMORY, MEMORY_BYTE, OFFSETS, aligned
 from shared.transport.colocated_session import RETRY_SECONDS, SharedMemoryLink, open_link
 from shared.wire.header import HEADER_BYTES, Header, Operation, parse_header
 from shared.wire.websocket import Incoming
@@ -187,11 +187,11 @@ class ColocatedChannel(Channel):
             body = b""
             self._link.memory.write(at, blocks)
         self._places[header.request_id] = at, size, at + request_bytes
-        front = header.pack() + PLACES.pack(at, at + request_bytes)
+        preamble = header.pack() + OFFSETS.pack(at, at + request_bytes)
         if in_line:
-            self._write_out(front + body)
+            self._write_out(preamble + body)
         else:
-            os.write(self._requests, front)
+            os.write(self._requests, preamble)
         return True
 
     def _request_memory(self, size: int) -> None:

@@ -24,7 +24,7 @@ from provider.engine.loop import READ, WRITE, Loop, LoopTask
 from provider.engine.profiling import shapes_of
 from provider.engine.scheduler import Batch, Opportunistic, Policy, QueuedRequest
 from provider.observe.metrics import Metrics
-from provider.serve.admission import Admitted, Refused
+from provider.serve.admission import Identity, Refused
 from provider.serve.connection import ConnectionLimits, Connections
 from provider.serve.websocket_connection import WebsocketConnection
 from provider.session.quota import Quotas
@@ -324,7 +324,7 @@ class Executor:
         self.loop.adopt(socket)
         connection = WebsocketConnection(
             socket,  # type: ignore[arg-type]
-            Admitted(tenant, "token"),
+            Identity(tenant, "token"),
             "192.0.2.2",
             self._open,
             limits.max_message_bytes,

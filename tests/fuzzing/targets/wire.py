@@ -20,7 +20,7 @@ import torch
 from fuzzing.oracle import ROOT, Finding, Target
 from provider.engine.engine import Completion
 from provider.engine.loop import READ
-from provider.serve.admission import Admitted, identify
+from provider.serve.admission import Identity, identify
 from provider.serve.handshake import HANDSHAKE_ERRORS, _upgrade
 from provider.serve.websocket_connection import WebsocketConnection
 from provider.session.tenant import Service, TenantSession
@@ -204,7 +204,7 @@ class _Loop:
 
     call_later = call_later_weak = unregister = nothing
 
-    def take_turn(self, _: str, __: float, read: Callable[[float], None]) -> None:
+    def run_in_time_slice(self, _: str, __: float, read: Callable[[float], None]) -> None:
         self.calls.append(lambda: read(math.inf))
 
 
@@ -271,7 +271,7 @@ def _websocket_connection(data: bytes) -> None:
         return TenantSession(service, tenant, send, peer)
 
     tls: Any = sock
-    connection = WebsocketConnection(tls, Admitted("alice", ""), "somewhere", opened, 65_536, 16)
+    connection = WebsocketConnection(tls, Identity("alice", ""), "somewhere", opened, 65_536, 16)
     ended: list[bool] = []
     connection.start(engine.loop, lambda: ended.append(True))  # type: ignore[arg-type]
     for _ in range(4 * len(data) + 100):
