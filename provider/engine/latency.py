@@ -18,12 +18,12 @@ GUESSED_PRODUCTS_PER_SECOND = 2.5e10
 
 
 class LatencyModel:
-    """Seconds of products by group, direction, members and rows.
+    """Forecasts the seconds of products by group, direction, members and rows.
 
     Groups of equal shape share a line.
 
     Args:
-        shapes: of all groups, in the manifest's order.
+        shapes: the shapes of all groups, in the manifest's order.
     """
 
     def __init__(self, shapes: Sequence[GroupShape]) -> None:
@@ -44,7 +44,7 @@ class LatencyModel:
         self._lines[self.shapes[group], direction] = line
 
     def share(self, group: int, member_bits: int) -> float:
-        """Returns the part of a group's weight that these members are."""
+        """Returns these members' share of their group's weight."""
         outputs = self.shapes[group].outputs
         if member_bits == (1 << len(outputs)) - 1:
             return 1.0

@@ -55,7 +55,7 @@ def profile(
 
 
 def profiled(executor: GroupExecutor, manifest: Manifest, rounds: int = 3) -> LatencyModel:
-    """Returns a latency model of what an executor of all groups that are served takes."""
+    """Returns a measured latency model of an executor."""
     model = LatencyModel(shapes_of(manifest.groups))
     served = {number: info for number, info in enumerate(manifest.groups) if manifest.serves(number)}
     for (group, direction), line in profile(executor, served, rounds).items():

@@ -202,9 +202,9 @@ class WatchedPolicy:
     def __init__(self, policy: Policy, watch: Any) -> None:
         self._policy, self._watch = policy, watch
 
-    def add(self, work: QueuedRequest, now: float) -> None:
-        self._policy.add(work, now)
-        self._watch.added(work)
+    def add(self, request: QueuedRequest, now: float) -> None:
+        self._policy.add(request, now)
+        self._watch.added(request)
 
     def next(self, now: float, lane: int = 0) -> Batch | float | None:
         decision = self._policy.next(now, lane)
@@ -212,9 +212,9 @@ class WatchedPolicy:
             self._watch.taken(decision)
         return decision
 
-    def drop(self, work: QueuedRequest) -> None:
-        self._policy.drop(work)
-        self._watch.dropped(work)
+    def drop(self, request: QueuedRequest) -> None:
+        self._policy.drop(request)
+        self._watch.dropped(request)
 
     def finished(self, batch: Batch, seconds: float, now: float) -> None:
         self._policy.finished(batch, seconds, now)

@@ -183,7 +183,7 @@ def a_row_is_multiplied_wrongly() -> Iterator[None]:
 def quota_of_abandoned_requests_is_not_given_back() -> Iterator[None]:
     def ended(original: Any, self: Engine, tenant: str, session: Any) -> None:
         for submission in self._submissions.values():
-            if submission.work.session == session:
+            if submission.queued.session == session:
                 submission.completed = lambda done: None
         original(self, tenant, session)
 
@@ -210,8 +210,8 @@ def quota_is_not_asked() -> Iterator[None]:
 def a_request_that_waits_for_a_worker_is_forgotten() -> Iterator[None]:
     def turn_away(self: Engine, lane: int, now: float) -> None:
         for submission in [each for each in self._submissions.values() if not each.under_way]:
-            self.policy.drop(submission.work)
-            del self._submissions[submission.work]
+            self.policy.drop(submission.queued)
+            del self._submissions[submission.queued]
 
     with mock.patch.object(Engine, "_refuse_overdue", turn_away):
         yield
