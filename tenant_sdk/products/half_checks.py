@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from shared.ring.mask_stream import MaskStream
-from shared.ring.upper_bits import cut_share
+from shared.ring.upper_bits import truncation_variance
 from shared.wire.header import EXACT, SEED_BYTES
 from tenant_sdk.connection.channel import Entropy
 from tenant_sdk.connection.keys import ProductKey
@@ -64,7 +64,7 @@ def limit_of(challenges: torch.Tensor, sources: int) -> float:
     columns = challenges.double()
     squares = torch.linalg.eigvalsh(columns.T @ columns)
     spread = 2 * math.sqrt(float(squares.square().sum()) * _DOUBTS) + 2 * float(squares.max()) * _DOUBTS
-    return cut_share(sources) * (float(squares.sum()) + spread)
+    return truncation_variance(sources) * (float(squares.sum()) + spread)
 
 
 def make_half_fingerprint(

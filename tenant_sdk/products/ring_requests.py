@@ -217,8 +217,8 @@ class HalfRequest(ExactRequest):
         for part, effects in self._effects(piece.mask):
             for start in range(part.start, part.stop, step):
                 rows = slice(start, min(start + step, part.stop))
-                cut_effects = [effect[start - part.start :][:step] for effect in effects]
-                products = subtract_upper_bits(answer[rows], cut_effects, self.key.answer_bits)
+                truncated_effects = [effect[start - part.start :][:step] for effect in effects]
+                products = subtract_upper_bits(answer[rows], truncated_effects, self.key.answer_bits)
                 if self._checks and sums is not None and wrong_rows(self._checks.half, products, sums[rows]):
                     # At once: the next effects may not come.
                     suspect = self.suspect = self.recheck_pending = True
@@ -242,8 +242,8 @@ class HalfRequest(ExactRequest):
         whole = self._exact_product(unmasked.request)
         effects, bits = unmasked.mask.exact_effects(), self.key.answer_bits
         same = torch.equal(take_upper_bits(whole, bits), unmasked.answer)
-        for part, cut_effects in unmasked.mask.effects():
-            for effect, again in zip(cut_effects, effects, strict=True):
+        for part, truncated_effects in unmasked.mask.effects():
+            for effect, again in zip(truncated_effects, effects, strict=True):
                 same = same and torch.equal(take_upper_bits(again[part], bits), effect)
         for effect in effects:
             whole.sub_(effect)
