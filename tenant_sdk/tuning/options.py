@@ -68,7 +68,7 @@ class TrainingOptions(ReadingOptions):
             "`text`, or `prompt` and `completion`, or `messages`, or ShareGPT's or Alpaca's keys. "
             "`symbiosis-tenant data` shows the learned tokens, which count in the loss.",
             unit="FILE",
-            single="data",
+            cli_singular="data",
         ),
     ]
     output: Annotated[
@@ -96,7 +96,7 @@ class TrainingOptions(ReadingOptions):
             "Data that is not learned. The loss on it is measured before, during and after the training. At "
             "the end, the base model and the adapter answer some of its prompts.",
             unit="FILE",
-            single="held_out",
+            cli_singular="held_out",
             may_change=True,
         ),
     ] = ()
@@ -253,7 +253,7 @@ class TrainingOptions(ReadingOptions):
             "Tracker: tensorboard (files in OUTPUT.runs), wandb or another of transformers' Trainer. The "
             "tracker gets losses, options and the model's configuration, but no text.",
             unit="NAME",
-            single="report_to",
+            cli_singular="report_to",
             may_change=True,
         ),
     ] = ()
