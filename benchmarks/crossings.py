@@ -34,7 +34,7 @@ from shared.errors import ConnectionLost
 from shared.ring.product import group_planes
 from shared.wire.header import Direction, Operation
 from tenant_sdk.connection.keys import ProductKey
-from tenant_sdk.connection.remote import PendingProduct
+from tenant_sdk.connection.remote import LazyResult
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "base_model"
 GROUPS = 4  # as many groups as are asked for, so that requests meet
@@ -45,7 +45,7 @@ console = Console(width=None if sys.stdout.isatty() else 150)
 class Asked(NamedTuple):
     """A request under way, and where its row holds which number."""
 
-    pending: PendingProduct
+    pending: LazyResult
     group: int
     place: int
     secret: int

@@ -323,7 +323,7 @@ def main() -> None:
     if options.adapter:
         model = PeftModel.from_pretrained(model, options.adapter)
     reader = Reader(
-        tokenizer, 512, False, ends=ends_of(model.generation_config, tokenizer), say=console.print
+        tokenizer, 512, False, ends=ends_of(model.generation_config, tokenizer), notify=console.print
     )
     features = collect(model, reader.read([options.data]), 8)
     held_out, learned = features[::HELD_OUT], [each for at, each in enumerate(features) if at % HELD_OUT]

@@ -216,7 +216,7 @@ def train(pair: tuple[Executor, Executor], adapter: Path | None, data: Path, fol
             loaded = tenant_sdk.load_adapter(loaded, adapter, session)
         tokenizer = session.load_tokenizer()
         options = DraftOptions(folder, data=[data])
-        report = make_draft(options, loaded, tokenizer, session, DraftCallbacks(say=console.print))
+        report = make_draft(options, loaded, tokenizer, session, DraftCallbacks(notify=console.print))
     seconds = time.perf_counter() - began
     console.print(
         f"draft: {report.tokens_a_pass:.2f} tokens a pass of held-out text, in {seconds / 60:.1f} minutes; "

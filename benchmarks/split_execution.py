@@ -130,7 +130,7 @@ def generate(model: Any, ids: torch.Tensor, count: int) -> float:
 
 def fill(session: tenant_sdk.Session | None, budget: int) -> None:
     """Have all effects of the next round there."""
-    session.products.fill(budget, 120, batch_rows=128)  # a prompt and its tokens
+    session.products.fill(budget, 120, chunk_rows=128)  # a prompt and its tokens
 
 
 def product_seconds(running: Executor) -> float:

@@ -141,13 +141,13 @@ class CommandLine:
 
     def _of_field(self, field: Field, names: Mapping[str, str], defaults: bool) -> list[inspect.Parameter]:
         option = field.option
-        kind: Any = str if option.confidential else field.plain
+        kind: Any = str if option.confidential else field.scalar_type
         text = option.text.format_map(names).replace("[", r"\[")  # or it would be markup
-        unit = option.unit or _UNITS.get(field.plain)
+        unit = option.unit or _UNITS.get(field.scalar_type)
         more: dict[str, Any] = {"rich_help_panel": option.group or None, "metavar": unit}
         if option.confidential:
             text, more["metavar"] = f"Environment variable that holds {option.confidential}.", "VAR"
-        if option.single:
+        if option.cli_singular:
             kind, text = list[kind], f"{text} Repeat for several."
         default = field.default or None if option.confidential else field.default
         if not defaults:
@@ -165,12 +165,12 @@ class CommandLine:
             kind = Union[kind, None]  # noqa: UP007 - of types that are known at run time only
         parameters = []
         for word, flag, help_ in zip(
-            field.words, field.flags, [text for _, text in option.parts] or [text], strict=True
+            field.cli_names, field.flags, [text for _, text in option.parts] or [text], strict=True
         ):
             if option.argument:
                 declared = self.argument(help=help_, metavar=option.unit or None)
             else:
-                switch = [flag] if field.plain is bool and not option.negative else []
+                switch = [flag] if field.scalar_type is bool and not option.negative else []
                 declared = self.option(*switch, help=help_, **more)
             parameters.append(
                 inspect.Parameter(

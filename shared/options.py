@@ -38,7 +38,7 @@ class Option:
         unit: what stands for a value: ``SECONDS``, ``URL``.
         argument: a command line takes it without a name.
         negative: a command line has ``--no-NAME`` as well.
-        single: of several values, the name of the option that gives one of them on a command line.
+        cli_singular: of several values, the name of the option that gives one of them on a command line.
         confidential: what it is, if nobody else may see it; command lines and files say where it is.
         parts: of a tuple, the name and text of the option that gives each member.
         python: it is an argument in Python alone.
@@ -53,7 +53,7 @@ class Option:
     unit: str = ""
     argument: bool = False
     negative: bool = False
-    single: str = ""
+    cli_singular: str = ""
     confidential: str = ""
     parts: tuple[tuple[str, str], ...] = ()
     python: bool = False
@@ -92,7 +92,7 @@ class Flag:
     alone: bool = False
 
     def __call__(self, value: Any) -> str:
-        """With a value, or with none if it is ``ALONE``."""
+        """Returns the option with a value, or without one if it is ``ALONE``."""
         if self.alone or value is ALONE or value is True:
             return self.name
         values = value if isinstance(value, list | tuple) else [value]
@@ -105,44 +105,44 @@ class Field:
 
     Attributes:
         name: in Python.
-        plain: the type of one value: bool, Path, int, float or str.
-        words: its names on a command line, and in the file of ``--config``, with underscores.
+        scalar_type: the type of one value: bool, Path, int, float or str.
+        cli_names: its names on a command line, and in the file of ``--config``, with underscores.
         toml: the type of its value in TOML.
         default: ``MISSING`` if it must be given.
     """
 
     name: str
     option: Option
-    plain: type
-    words: tuple[str, ...]
+    scalar_type: type
+    cli_names: tuple[str, ...]
     toml: Any
     default: Any
 
     @property
     def flags(self) -> tuple[str, ...]:
         """Its names on a command line, as they are typed."""
-        return tuple(f"--{word.replace('_', '-')}" for word in self.words)
+        return tuple(f"--{word.replace('_', '-')}" for word in self.cli_names)
 
-    def value(self, words: Sequence[Any]) -> Any:
-        """Its value in Python, from those of its words on a command line.
+    def value(self, values: Sequence[Any]) -> Any:
+        """Returns its value in Python, from the values of its names on a command line.
 
         Raises:
             ConfigurationError: it has several, and one is missing.
         """
         if self.option.parts:
-            if None in words:
+            if None in values:
                 raise ConfigurationError(f"{' and '.join(self.flags)} go together: give both")
-            return tuple(words)
-        value, secret = words[0], self.option.confidential
+            return tuple(values)
+        value, secret = values[0], self.option.confidential
         if not secret:
             return value
-        variables = value if self.option.single else [value]
+        variables = value if self.option.cli_singular else [value]
         secrets = [Secret(secret, variable, given=self.flags[0]) for variable in variables]
-        return secrets if self.option.single else secrets[0]
+        return secrets if self.option.cli_singular else secrets[0]
 
     @property
-    def shown(self) -> Flag:
-        """How messages name it on a command line."""
+    def message_flag(self) -> Flag:
+        """The flag by which messages name it on a command line."""
         if self.option.confidential:
             return Flag(f"{self.flags[0]} VAR", alone=True)
         if self.option.parts:
@@ -157,25 +157,25 @@ def fields_of(configuration: Any) -> dict[str, Field]:
     fields = {}
     for each in dataclasses.fields(configuration):
         hint, option = get_args(hints[each.name])
-        plain, is_path = _plain(hint), Path in _members(hint)
-        text: Any = str if is_path else plain
-        words = (option.single or each.name,)
+        scalar_type, is_path = _scalar_type(hint), Path in _members(hint)
+        text: Any = str if is_path else scalar_type
+        cli_names = (option.cli_singular or each.name,)
         if option.parts:
-            words = tuple(name for name, _ in option.parts)
+            cli_names = tuple(name for name, _ in option.parts)
             toml: Any = tuple[(text,) * len(option.parts)]  # type: ignore[misc]
-        elif option.single:
+        elif option.cli_singular:
             toml = list[text]
         else:
             toml = text | list[text] if _several(hint) else text
         if option.confidential:
-            words = (f"{words[0]}_env",)
-        fields[each.name] = Field(each.name, option, plain, words, toml, each.default)
+            cli_names = (f"{cli_names[0]}_env",)
+        fields[each.name] = Field(each.name, option, scalar_type, cli_names, toml, each.default)
     return fields
 
 
 def flags_of(configuration: Any) -> dict[str, Flag]:
     """How messages name the options of a dataclass on a command line."""
-    return {name: field.shown for name, field in fields_of(configuration).items()}
+    return {name: field.message_flag for name, field in fields_of(configuration).items()}
 
 
 def arguments_of(configuration: Any, words: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def arguments_of(configuration: Any, words: Mapping[str, Any]) -> dict[str, Any]
     """
     arguments = {}
     for name, field in fields_of(configuration).items():
-        values = [words.get(word) for word in field.words]
+        values = [words.get(word) for word in field.cli_names]
         if any(value is not None and value != [] for value in values):
             arguments[name] = field.value(values)
     return arguments
@@ -200,13 +200,17 @@ def check_fields(configuration: Any) -> None:
     """
     kind: Any = type(configuration)
     for name, field in fields_of(kind).items():
-        if not field.option.single:
+        if not field.option.cli_singular:
             field.option.check(name, getattr(configuration, name))
 
 
 def shown_default(field: Field) -> str:
     """What a reader is told of a default; empty: nothing, its text says what that means."""
-    if field.option.single or not isinstance(field.default, str | int | float) or field.default is False:
+    if (
+        field.option.cli_singular
+        or not isinstance(field.default, str | int | float)
+        or field.default is False
+    ):
         return ""
     return f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
 
@@ -221,8 +225,8 @@ def described(configuration: Any, indent: int) -> str:
     return f"\n{' ' * indent}".join(map(wrap, texts))
 
 
-def secret_ways(name: str) -> dict[str, Any]:
-    """The keys with which a TOML file says where a secret is, and their types."""
+def secret_reference_keys(name: str) -> dict[str, Any]:
+    """Returns the keys with which a TOML file refers to a secret, and their types."""
     return {f"{name}_env": str, f"{name}_file": str, f"{name}_command": list[str]}
 
 
@@ -232,7 +236,7 @@ def _members(hint: Any) -> set[Any]:
     return {hint}.union(*map(_members, inner)) if inner else {hint}
 
 
-def _plain(hint: Any) -> type:
+def _scalar_type(hint: Any) -> type:
     members = _members(hint)
     return next((kind for kind in (bool, Path, int, float) if kind in members), str)
 

@@ -31,17 +31,17 @@ class Source(NamedTuple):
     Attributes:
         parameter: its name in the model's state dict; of tied ones that which the checkpoint holds.
         keys: the tensors of the checkpoint.
-        made: they are converted; else the only one is the parameter.
+        converted: whether transformers converts them; else the only one is the parameter.
     """
 
     parameter: str
     keys: tuple[str, ...]
-    made: bool
+    converted: bool
 
     @property
     def tensor(self) -> str:
-        """As manifests call it: see ``Member``."""
-        return self.parameter if self.made else self.keys[0]
+        """Its name in manifests: see ``Member``."""
+        return self.parameter if self.converted else self.keys[0]
 
 
 class Stored:
@@ -113,7 +113,9 @@ class Stored:
             CheckpointError: nothing holds it; not what the configuration asks for; an unsupported dtype.
         """
         source, expected = self._known(name), tuple(self._state[name].shape)
-        shape, dtype = self._made_layout(source) if source.made else self._tensors.layout(source.tensor)
+        shape, dtype = (
+            self._converted_layout(source) if source.converted else self._tensors.layout(source.tensor)
+        )
         if dtype not in DTYPE_CODES:
             raise CheckpointError(
                 f"{source.tensor} has dtype {dtype}, which is not supported"
@@ -144,7 +146,7 @@ class Stored:
             if not 0 <= expert < count:
                 raise CheckpointError(f"{self._tensors.folder}: {name} has no expert {expert}, but {count}")
             return self.read(name, slice(expert, expert + 1))[0]
-        if not source.made:
+        if not source.converted:
             return self._tensors.read(source.tensor, rows)
         recipe = self._recipes[source.parameter]
         if rows is not None and self._experts(source.parameter):
@@ -163,7 +165,7 @@ class Stored:
         """
         shape, dtype = self.describe(name)
         source, total = self._known(name), parameter_hash(str(dtype).removeprefix("torch."), shape)
-        count = self._experts(source.parameter) if source.made else 0
+        count = self._experts(source.parameter) if source.converted else 0
         # One expert at a time: all together may be as large as the rest of the model.
         for rows in (slice(at, at + 1) for at in range(count)) if count else (None,):
             total.update(bytes_of(self.read(name, rows)))
@@ -184,7 +186,7 @@ class Stored:
         shape, _ = self.describe(f"{name}.weight")
         outputs, inputs = reversed(shape) if transposed else shape
         name = strip_prefix(name, self.prefix)
-        return Member(name, outputs, source.tensor, transposed, source.made), inputs
+        return Member(name, outputs, source.tensor, transposed, source.converted), inputs
 
     def layers(self) -> Iterator[tuple[Member, int]]:
         """All linear layers whose weights are stored, the head too, and experts, with their inputs."""
@@ -211,7 +213,9 @@ class Stored:
             name = strip_prefix(each.name, self.prefix)
             for expert in range(count):
                 yield (
-                    Member(f"{name}.{expert}", outputs, source.tensor, each.transposed, source.made, expert),
+                    Member(
+                        f"{name}.{expert}", outputs, source.tensor, each.transposed, source.converted, expert
+                    ),
                     inputs,
                 )
 
@@ -242,7 +246,7 @@ class Stored:
             self._alone[name] = self._recipes[name].experts(shape, self._tensors.layout)
         return self._alone[name]
 
-    def _made_layout(self, source: Source) -> Layout:
+    def _converted_layout(self, source: Source) -> Layout:
         """Of what is made of tensors on the meta device."""
 
         def empty(key: str, rows: slice | None) -> torch.Tensor:

@@ -22,7 +22,7 @@ from raw_peers import (
 from shared.wire.header import DTYPE_CODES, Direction, Header, Operation
 from shared.wire.protocol import GroupShape
 from shared.wire.websocket import Incoming
-from tenant_sdk.connection.channel import Channel, Pending
+from tenant_sdk.connection.channel import Channel, ResponseFuture
 from tenant_sdk.connection.clock import CLOCK, Clock
 from tenant_sdk.connection.handshake import client_context, open_connection
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
@@ -30,7 +30,7 @@ from tenant_sdk.connection.websocket_channel import WebsocketChannel
 SHAPE = GroupShape(4, (4,))
 
 
-def submit(channel: Channel, rows: int = 1, value: float = 1.0) -> Pending:
+def submit(channel: Channel, rows: int = 1, value: float = 1.0) -> ResponseFuture:
     """A product of rows of 4 equal values."""
     return channel.submit(
         lambda protocol: protocol.product(

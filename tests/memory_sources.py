@@ -63,7 +63,7 @@ class Entropy:
 
 
 @dataclass(frozen=True)
-class PrefetchRequest:
+class SeedRequest:
     """What a source was asked for."""
 
     key: ProductKey
@@ -78,14 +78,14 @@ class MemorySource:
         limit: ``max_rows`` of every kind.
 
     Attributes:
-        orders: in the order in which they came.
+        requests: in the order in which they came.
         gate: effects wait while it is closed.
         error: raised instead of an effect, if set.
         closed: whether ``close`` was called; what waits at the gate then fails.
     """
 
     def __init__(self, limit: int = 1 << 16) -> None:
-        self.orders: list[PrefetchRequest] = []
+        self.requests: list[SeedRequest] = []
         self.gate = threading.Event()
         self.gate.set()
         self.error: Exception | None = None
@@ -96,7 +96,7 @@ class MemorySource:
         self, key: ProductKey, rows: int, seed: bytes, request_class: RequestClass
     ) -> torch.Tensor:
         """See SeedSource."""
-        self.orders.append(PrefetchRequest(key, rows, seed))
+        self.requests.append(SeedRequest(key, rows, seed))
         assert self.gate.wait(800)
         if self.closed:
             raise ConnectionLost("the source is closed")

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from provider.config import ServeConfig
 from provider.planning.options import PlanOptions
-from shared.options import Field, fields_of, secret_ways, shown_default
+from shared.options import Field, fields_of, secret_reference_keys, shown_default
 from tenant_sdk.command_line.context_options import AnswerOptions, ContextOptions, PromptOptions
 from tenant_sdk.drafts.options import DraftOptions
 from tenant_sdk.gateway.options import GatewayOptions
@@ -74,7 +74,7 @@ def _cells(field: Field) -> Iterator[str]:
     yield "" if option.python else _flags(field)
     keys: tuple[str, ...] = (SOURCE_NAMES.get(field.name, field.name),)
     if option.confidential:
-        keys = tuple(secret_ways(keys[0]))
+        keys = tuple(secret_reference_keys(keys[0]))
     where = " of `mask_sources`" if field.name in SOURCE_NAMES else ""
     yield "" if option.python or field.name == "profile" else ", ".join(f"`{key}`" for key in keys) + where
     yield _default(field)

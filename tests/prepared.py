@@ -37,7 +37,7 @@ _IMPORTED = (
     "provider.workers.batch",
     "tenant_sdk.session.opening",
     "tenant_sdk.tuning.generation",
-    "tenant_sdk.tuning.own",
+    "tenant_sdk.tuning.local_model",
 )
 _READ_BY_LIBRARIES = re.compile("GOMP|HF_|LANG|LC_|LD_|MKL|NUMEXPR|OMP|ONEDNN|PYTHON|TORCH|TRANSFORMERS")
 _LONGEST = 1 << 20  # bytes of a request

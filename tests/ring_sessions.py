@@ -14,7 +14,7 @@ from conftest import Executor, make_model
 import tenant_sdk
 from shared.wire.header import Operation
 from shared.wire.websocket import tensor_bytes
-from tenant_sdk.connection.channel import Channel, Pending
+from tenant_sdk.connection.channel import Channel, ResponseFuture
 from tenant_sdk.trust.attestation import linear_layers
 
 Executors = tuple[Executor, Executor, Executor]  # a provider and two mask sources of the same weights
@@ -68,7 +68,9 @@ def captured_requests() -> Iterator[list[Sent]]:
     sent: list[Sent] = []
     submit = Channel.submit
 
-    def watched(self: Channel, header_of: Callable[..., Any], blocks: list[torch.Tensor] | bytes) -> Pending:
+    def watched(
+        self: Channel, header_of: Callable[..., Any], blocks: list[torch.Tensor] | bytes
+    ) -> ResponseFuture:
         def noted(protocol: Any) -> Any:
             header = header_of(protocol)
             body = blocks if isinstance(blocks, bytes) else b"".join(bytes(tensor_bytes(b)) for b in blocks)

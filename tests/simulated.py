@@ -26,7 +26,7 @@ def model() -> LatencyModel:
     return made
 
 
-def work(
+def queued(
     tenant: str = "a", group: int = 0, rows: int = 1, what: RequestClass = DECODE, now: float = 0.0
 ) -> QueuedRequest:
     """A request of some rows; one row through all groups is one virtual token."""
@@ -57,7 +57,7 @@ class Tenant:
 
     def next(self, now: float) -> QueuedRequest:
         self.group = (self.group + 1) % GROUPS
-        return work(self.name, self.group, self.rows, self.what, now)
+        return queued(self.name, self.group, self.rows, self.what, now)
 
 
 def simulate(policy: Policy, tenants: list[Tenant], seconds: float) -> list[tuple[float, Batch]]:
@@ -81,7 +81,7 @@ def simulate(policy: Policy, tenants: list[Tenant], seconds: float) -> list[tupl
             following = [arrivals[0][0]] if arrivals else []
             now = max(now, min([*following, *([decision] if decision is not None else [])], default=seconds))
             continue
-        assert len({piece.work.key for piece in decision}) == 1
+        assert len({piece.request.key for piece in decision}) == 1
         done.append((now, decision))
         took = FIXED + PER_ROW * rows_of(decision)
         for request, start, stop in decision:

@@ -35,7 +35,7 @@ SECONDS = 60.0  # of a pass, looked at between two operations
 MAX_BYTES = 1 << 28  # of one tensor in it; a larger one is looked at before it is made
 LOOKED_AT = 1 << 20  # bytes that an operation gets: more, and it may make a tensor of MAX_BYTES
 MEL_BINS = ("feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel", "feature_size")
-# What a stand-in for a weight allows as well, by the operation's name.
+# What a placeholder for a weight allows as well, by the operation's name.
 HARMLESS = ("detach", "alias", "_to_copy")
 
 

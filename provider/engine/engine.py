@@ -47,8 +47,8 @@ class Completion(NamedTuple):
     Attributes:
         blocks: the answer's payload, in pieces that lie one behind the other.
         request_class: the class that it was given.
-        queue_seconds: until its first row was multiplied.
-        reply_seconds: until its last was.
+        queue_seconds: from its arrival until its first row was multiplied.
+        reply_seconds: from its arrival until its last row was.
         product_seconds: of its products; of one that it shared with others, a share by its rows.
     """
 
@@ -63,7 +63,7 @@ OnCompletion = Callable[["Completion | Exception"], None]
 
 
 class _Submission:
-    """A request on its way, and who wants the answer."""
+    """A request on its way, and the callback for its answer."""
 
     __slots__ = (
         "abandoned",
@@ -71,14 +71,14 @@ class _Submission:
         "completed",
         "done",
         "first",
+        "queued",
         "request",
         "seconds",
         "under_way",
-        "work",
     )
 
-    def __init__(self, work: QueuedRequest, request: Request, completed: OnCompletion) -> None:
-        self.work, self.request, self.completed = work, request, completed
+    def __init__(self, queued: QueuedRequest, request: Request, completed: OnCompletion) -> None:
+        self.queued, self.request, self.completed = queued, request, completed
         self.answers: dict[int, list[torch.Tensor]] = {}  # by their first row
         self.first = 0.0
         self.done = 0  # rows
@@ -95,10 +95,10 @@ class Engine:
         policy: decides.
         latency: how long products take, as far as is known.
         read_ahead: bring a group's weight nearer until told to stop; while there is nothing to do.
-        on_batch: told rows, seconds and the multiplying thread's processor seconds of every product.
+        on_batch: called with rows, seconds and the multiplying thread's processor seconds of every product.
 
     Attributes:
-        loop: whose thread this belongs to; sessions watch their descriptors there.
+        loop: the loop whose thread uses this; sessions watch their descriptors there.
         policy: see there.
     """
 
@@ -127,7 +127,7 @@ class Engine:
             lane.attach(self.loop, lambda: self.loop.call_soon_threadsafe(_nothing))  # which decides anew
 
     def _make_loop(self) -> Loop:
-        """What a simulation replaces."""
+        """Makes the loop; a simulation replaces this."""
         return Loop(self)
 
     @classmethod
@@ -139,12 +139,12 @@ class Engine:
         lane: Callable[[BaseExecutor], Lane] = ProcessLane,
         **options: Any,
     ) -> Self:
-        """An engine with an executor of this process as its lane.
+        """Returns an engine with an executor of this process as its lane.
 
         Args:
-            policy: made of the latency model.
+            policy: makes the policy from the latency model.
             latency: default: one that knows nothing yet.
-            lane: made of the executor.
+            lane: makes the lane from the executor.
             options: others of the class.
         """
         latency = latency or LatencyModel(shapes_of(executor.manifest.groups))
@@ -156,13 +156,13 @@ class Engine:
         return len(self._submissions)
 
     def waiting_on(self, lane: int) -> int:
-        """Those of one lane, by its number; from any thread."""
-        return sum(work.lane == lane for work in list(self._submissions))
+        """Returns how many requests of one lane, by its number, have no answer; from any thread."""
+        return sum(queued.lane == lane for queued in list(self._submissions))
 
     def submit(
         self, tenant: str, session: Hashable, header: Header, payload: torch.Tensor, completed: OnCompletion
     ) -> None:
-        """Have a request's product computed; in the loop's thread, which calls ``completed`` once.
+        """Compute a request's product; in the loop's thread, which calls ``completed`` once.
 
         Args:
             tenant: for fairness.
@@ -170,30 +170,30 @@ class Engine:
             header: of the accepted request.
             payload: its rows, or a seed; not changed.
         """
-        work = self._work(tenant, session, header)
-        self._submissions[work] = _Submission(work, Request(header, payload), completed)
+        queued = self._queued_request(tenant, session, header)
+        self._submissions[queued] = _Submission(queued, Request(header, payload), completed)
         try:
-            self.policy.add(work, work.arrived)
+            self.policy.add(queued, queued.arrived)
         except Exception as error:
             self._fail(error)
 
     def session_ended(self, tenant: str, session: Hashable) -> None:
-        """A session has ended, and asks no more; in the loop's thread.
+        """Forget a session that has ended; in the loop's thread.
 
-        What no lane has is not multiplied; all of it completes, also what is with a lane, when it is back.
+        Rows that no lane has are not multiplied. All requests complete; those with a lane do when it is done.
         """
         for submission in [
-            a for a in self._submissions.values() if (a.work.tenant, a.work.session) == (tenant, session)
+            a for a in self._submissions.values() if (a.queued.tenant, a.queued.session) == (tenant, session)
         ]:
             submission.abandoned = True
-            self.policy.drop(submission.work)
+            self.policy.drop(submission.queued)
             if not submission.under_way:
-                del self._submissions[submission.work]
+                del self._submissions[submission.queued]
                 self._complete(submission, ConnectionResetError("the session has ended"))
         self.policy.session_ended(tenant, session)
 
     def defer(self, what: Callable[[], None]) -> None:
-        """Do this when nobody waits for it."""
+        """Call this later, when no request waits."""
         self._deferred.append(what)
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class Engine:
         while self._deferred:
             self._deferred.popleft()()
 
-    def _work(self, tenant: str, session: Hashable, header: Header) -> QueuedRequest:
+    def _queued_request(self, tenant: str, session: Hashable, header: Header) -> QueuedRequest:
         key = BatchKey(header.group, header.direction, header.members, header.dtype)
         shape = self._latency.shapes[header.group]
         # Virtual tokens of a row: through all groups it costs one (``provider.engine.fairness``).
@@ -217,7 +217,7 @@ class Engine:
 
     # -- the loop's thread -----------------------------------------------------------------------
 
-    def turn(self) -> float | None:
+    def run_once(self) -> float | None:
         """See ``provider.engine.loop.LoopTask``: decide for every lane that has room, once."""
         wait: float | None = None
         try:
@@ -246,19 +246,24 @@ class Engine:
         return wait
 
     def _refuse_overdue(self, lane: int, now: float) -> float | None:
-        """Refuse what has waited too long for a lane that takes nothing; seconds until the next has.
+        """Refuse requests that have waited too long for a lane that takes nothing.
 
-        Who asks learns what it waits for, and decides for how long.
+        So a tenant learns what it waits for, and decides for how long.
+
+        Returns:
+            Seconds until the next request has waited too long; None: there is none.
         """
-        waiting = [a for a in self._submissions.values() if a.work.lane == lane and not a.under_way]
-        due = [a for a in waiting if a.work.arrived + AWAY_SECONDS <= now]
+        waiting = [a for a in self._submissions.values() if a.queued.lane == lane and not a.under_way]
+        due = [a for a in waiting if a.queued.arrived + AWAY_SECONDS <= now]
         for submission in due:
-            self.policy.drop(submission.work)
-            del self._submissions[submission.work]
+            self.policy.drop(submission.queued)
+            del self._submissions[submission.queued]
         for submission in due:  # a connection that breaks under an answer ends all requests of its session
-            what = f"what has group {submission.work.key.group} is being started again; ask again"
+            what = f"what has group {submission.queued.key.group} is being started again; ask again"
             self._complete(submission, WireError("restarting", what, retry_after=AWAY_SECONDS))
-        later = [a.work.arrived + AWAY_SECONDS - now for a in waiting if a.work.arrived + AWAY_SECONDS > now]
+        later = [
+            a.queued.arrived + AWAY_SECONDS - now for a in waiting if a.queued.arrived + AWAY_SECONDS > now
+        ]
         return min(later, default=None)
 
     def idle(self, stop: Callable[[], bool]) -> None:
@@ -272,11 +277,11 @@ class Engine:
             self._read_ahead(group, stop)
 
     def _start(self, number: int, lane: Lane, batch: Batch) -> None:
-        rows = [RowRange(self._submissions[work].request, start, stop) for work, start, stop in batch]
-        for work, _, _ in batch:
-            self._submissions[work].under_way += 1
+        rows = [RowRange(self._submissions[queued].request, start, stop) for queued, start, stop in batch]
+        for queued, _, _ in batch:
+            self._submissions[queued].under_way += 1
         started = self._clock()
-        key, count = batch[0].work.key, rows_of(batch)
+        key, count = batch[0].request.key, rows_of(batch)
         expected = self._latency.seconds(key.group, key.direction, key.member_bits, count)
         # Rows are made of a payload as a whole, which what is expected of a part of them leaves out.
         whole = all(r.request.blocks is not None or r.stop - r.start == r.request.header.rows for r in rows)
@@ -311,8 +316,8 @@ class Engine:
         answers, processor = multiplied
         complete: list[tuple[_Submission, Completion | Exception]] = []
         row_seconds = (ended - started) / rows_of(batch)
-        for (work, start, stop), answer in zip(batch, answers, strict=True):
-            submission = self._submissions.get(work)
+        for (queued, start, stop), answer in zip(batch, answers, strict=True):
+            submission = self._submissions.get(queued)
             if submission is None:
                 continue  # earlier rows of it failed
             submission.under_way -= 1
@@ -328,29 +333,29 @@ class Engine:
             submission.answers[start] = answer
             submission.done += stop - start
             submission.seconds += (stop - start) * row_seconds
-            if submission.done == work.rows:
+            if submission.done == queued.rows:
                 blocks = _joined(submission.answers)
-                times = submission.first - work.arrived, ended - work.arrived, submission.seconds
-                complete.append((submission, Completion(blocks, work.request_class, *times)))
+                times = submission.first - queued.arrived, ended - queued.arrived, submission.seconds
+                complete.append((submission, Completion(blocks, queued.request_class, *times)))
         fault: Exception | None = None
         for submission, _ in complete:
-            del self._submissions[submission.work]
+            del self._submissions[submission.queued]
         try:
             for submission, done in complete:
                 if isinstance(done, Exception):
-                    self.policy.drop(submission.work)
+                    self.policy.drop(submission.queued)
             if not any(isinstance(answer, Exception) for answer in answers):
                 self.policy.finished(batch, ended - started, ended)
             for submission, _ in complete:
                 if submission.abandoned:  # the policy has just heard of its session again
-                    self.policy.session_ended(submission.work.tenant, submission.work.session)
+                    self.policy.session_ended(submission.queued.tenant, submission.queued.session)
         except Exception as error:
             fault = error
         for submission, done in complete:
             self._complete(submission, done)
         if fault is not None:
             self._fail(fault)
-        last = batch[-1].work
+        last = batch[-1].request
         self._next_group = last.key.group + 1 if last.rows <= READ_AHEAD_ROWS else None
         self.defer(lambda: self._on_batch(rows_of(batch), ended - started, processor))
 
@@ -359,30 +364,30 @@ class Engine:
         try:
             submission.completed(done)
         except Exception:
-            log.exception("after a product of tenant %s", submission.work.tenant)
+            log.exception("after a product of tenant %s", submission.queued.tenant)
 
     def _fail(self, error: Exception) -> None:
-        """A fault of the policy: nobody waits for ever."""
+        """Fail all requests after a fault of the policy, so that no tenant waits for ever."""
         log.error("the scheduler failed", exc_info=error)
         submissions, self._submissions = list(self._submissions.values()), {}
         for submission in submissions:
             with suppress(Exception):
-                self.policy.drop(submission.work)
+                self.policy.drop(submission.queued)
             self._complete(submission, RuntimeError(f"the scheduler failed: {error!r}"))
 
 
 def _nothing() -> None:
-    """To wake the loop."""
+    """Do nothing: the call wakes the loop."""
 
 
 def _at_fault(error: BaseException, batch: Batch) -> BatchResult:
-    """Answers of a lane that has none."""
+    """Returns the answers of a lane that failed: errors."""
     log.error("a lane failed", exc_info=error)
     return BatchResult([RuntimeError(f"a lane failed: {error!r}")] * len(batch))
 
 
 def _joined(answers: dict[int, list[torch.Tensor]]) -> list[torch.Tensor]:
-    """A request's payload out of its products: each block's rows, from every product, in order."""
+    """Joins the products of a request's rows to its payload: each block's rows, in order."""
     if len(answers) == 1:
         return next(iter(answers.values()))
     parts = [answers[start] for start in sorted(answers)]

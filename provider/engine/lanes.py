@@ -19,7 +19,7 @@ from shared.wire.header import EXACT, Header
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """An accepted request; ``blocks`` are its rows, once a lane has made them of the payload."""
+    """An accepted request; ``blocks`` are its rows, once a lane has made them from the payload."""
 
     header: Header
     payload: torch.Tensor
@@ -38,14 +38,14 @@ Answer = list[torch.Tensor] | Exception  # blocks of the rows' answer, with memo
 
 
 class BatchResult(NamedTuple):
-    """An answer for each of a batch's rows, in order, and the processor time of the thread that made them."""
+    """The answers of a batch's row ranges, in order, and the processor time of the thread that made them."""
 
     answers: list[Answer]
     processor_seconds: float = 0.0
 
 
 def answer_of(blocks: Sequence[torch.Tensor], answer_bits: int, *, unshared: bool) -> list[torch.Tensor]:
-    """A product's blocks as they are answered.
+    """Returns a product's blocks as the answer sends them.
 
     Args:
         answer_bits: as in the request's header.
@@ -79,15 +79,15 @@ class Lane(Protocol):
         ...
 
     def multiply(self, batch: Sequence[RowRange]) -> BatchResult:
-        """The same, in this thread."""
+        """Multiply like ``start``, in this thread."""
         ...
 
     def attach(self, loop: Loop, changed: Callable[[], None]) -> None:
-        """The loop in whose thread batches are started; call ``changed`` there when ``depth`` has changed."""
+        """Take the loop in whose thread batches start; call ``changed`` there when ``depth`` has changed."""
         ...
 
     def close(self) -> None:
-        """End what runs, and take no more."""
+        """End batches that run, and take no more."""
         ...
 
 
@@ -95,7 +95,7 @@ class ProcessLane:
     """An executor in this process: one batch at a time, for each may use all processors.
 
     Args:
-        executor: of the groups of this lane.
+        executor: has the groups of this lane.
     """
 
     depth, inline = 1, True
@@ -133,7 +133,7 @@ class ProcessLane:
         return [block[rows.start : rows.stop] for block in request.blocks]
 
     def _products(self, batch: list[RowRange], blocks: list[list[torch.Tensor]]) -> list[Answer]:
-        """As few calls into torch as can be: each lets go of Python's lock, for which others may queue."""
+        """Multiply with few calls into torch: each releases Python's lock, for which others may queue."""
         if not batch:
             return []
         header = batch[0].request.header

@@ -18,12 +18,12 @@ GUESSED_PRODUCTS_PER_SECOND = 2.5e10
 
 
 class LatencyModel:
-    """Seconds of products by group, direction, members and rows.
+    """Forecasts the seconds of products by group, direction, members and rows.
 
     Groups of equal shape share a line.
 
     Args:
-        shapes: of all groups, in the manifest's order.
+        shapes: the shapes of all groups, in the manifest's order.
     """
 
     def __init__(self, shapes: Sequence[GroupShape]) -> None:
@@ -31,7 +31,7 @@ class LatencyModel:
         self._lines: dict[tuple[GroupShape, int], LinearLatency] = {}
 
     def line(self, group: int, direction: int) -> LinearLatency:
-        """The line of a group and direction."""
+        """Returns the line of a group and direction."""
         shape = self.shapes[group]
         if (shape, direction) not in self._lines:
             self._lines[shape, direction] = LinearLatency(
@@ -44,18 +44,18 @@ class LatencyModel:
         self._lines[self.shapes[group], direction] = line
 
     def share(self, group: int, member_bits: int) -> float:
-        """The part of a group's weight that these members are."""
+        """Returns these members' share of their group's weight."""
         outputs = self.shapes[group].outputs
         if member_bits == (1 << len(outputs)) - 1:
             return 1.0
         return sum(outputs[i] for i in member_indices(member_bits)) / sum(outputs)
 
     def seconds(self, group: int, direction: int, member_bits: int, rows: int) -> float:
-        """The forecast for one product."""
+        """Returns the forecast for one product."""
         return self.line(group, direction).seconds(rows) * self.share(group, member_bits)
 
     def rows(self, group: int, direction: int, member_bits: int, seconds: float) -> int:
-        """How many rows can be multiplied within some seconds; may be 0 or less."""
+        """Returns how many rows can be multiplied within some seconds; may be 0 or less."""
         return self.line(group, direction).rows(seconds / self.share(group, member_bits))
 
     def observe(self, group: int, direction: int, member_bits: int, rows: int, seconds: float) -> None:

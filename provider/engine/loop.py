@@ -25,14 +25,14 @@ READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
 
 class LoopTask(Protocol):
-    """Has work besides what is registered."""
+    """A task that has work besides the loop's callbacks."""
 
-    def turn(self) -> float | None:
-        """Do some; seconds after which there is more, 0 for at once, None: not before something happens."""
+    def run_once(self) -> float | None:
+        """Do some work. Returns the seconds until there is more; 0: at once; None: when something happens."""
         ...
 
     def idle(self, stop: Callable[[], bool]) -> None:
-        """There is nothing to do, until ``stop()``."""
+        """Use the time in which there is nothing to do, until ``stop()``."""
         ...
 
 
@@ -52,10 +52,10 @@ class Loop:
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._spent = defaultdict[str, float](float)  # seconds of this round, by who took them
-        self._turns: dict[str, dict[Callable[[float], None], None]] = {}  # by owner: who waits, in order
-        self._late = set[str]()  # owners that go on in the next round
-        self._in_turn = False
+        self._spent = defaultdict[str, float](float)  # seconds of this round, by tenant
+        self._waiting: dict[str, dict[Callable[[float], None], None]] = {}  # that wait, by tenant
+        self._postponed = set[str]()  # tenants that go on in the next round
+        self._in_slice = False
         self._number = itertools.count()
         self._wake, self._woken = socket.socketpair()
         for end in (self._wake, self._woken):
@@ -67,10 +67,10 @@ class Loop:
         self._starting = threading.Lock()
 
     def call_soon_threadsafe(self, callback: Callable[[], None]) -> None:
-        """Have the loop's thread do this soon; from any thread.
+        """Have the loop's thread call this soon; from any thread.
 
         Raises:
-            RuntimeError: there is no thread to be had.
+            RuntimeError: no thread can be started.
         """
         if self._thread is None:
             self._start()
@@ -82,7 +82,7 @@ class Loop:
                 pass  # it has been woken already, or has ended
 
     def close(self, last: Callable[[], None]) -> None:
-        """End the thread, after it has done one thing more; what is registered is forgotten."""
+        """End the thread after a last call; forget what is registered."""
         if self._thread is None:
             self._end()
             self._let_go()
@@ -94,20 +94,20 @@ class Loop:
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended: what it was called for and has not done it never does."""
+        """Whether the loop has ended: it makes no calls that are left."""
         return self._closed
 
     def register(self, descriptor: int, handler: Callable[[int], None], events: int = READ) -> None:
-        """Call this when a descriptor is ready, with what for, again and again until it is forgotten."""
+        """Call ``handler`` with the events whenever a descriptor is ready, until ``unregister``."""
         self._epoll.register(descriptor, events)
         self._handlers[descriptor] = handler
 
     def modify(self, descriptor: int, events: int) -> None:
-        """Wait for something else; for nothing but an error with 0."""
+        """Wait for other events of a descriptor; 0: for nothing but errors."""
         self._epoll.modify(descriptor, events)
 
     def unregister(self, descriptor: int) -> None:
-        """Wait for it no more; before it is closed."""
+        """Wait for a descriptor no more; call this before it is closed."""
         if self._handlers.pop(descriptor, None) is not None:
             self._epoll.unregister(descriptor)
 
@@ -117,11 +117,11 @@ class Loop:
         return self._clock()
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Call this once, after some time."""
+        """Call ``callback`` once, after some time."""
         heapq.heappush(self._timers, (self._clock() + seconds, next(self._number), callback))
 
     def call_later_weak(self, seconds: float, method: Callable[[], None]) -> None:
-        """``call_later`` for a method, unless its object is gone by then: no timer keeps anything."""
+        """Call a method later, unless its object is gone by then: the timer does not keep it alive."""
         kept = weakref.WeakMethod(method)
 
         def call() -> None:
@@ -130,41 +130,42 @@ class Loop:
 
         self.call_later(seconds, call)
 
-    def take_turn(self, owner: str, seconds: float, read: Callable[[float], None]) -> None:
-        """Call ``read(until)`` as soon as an owner has time: at once, or in one of the next rounds.
+    def run_in_time_slice(self, tenant: str, seconds: float, callback: Callable[[float], None]) -> None:
+        """Call ``callback(until)`` as soon as a tenant has time: at once, or in one of the next rounds.
 
-        Those of one owner, such as a tenant's connections, share its seconds of a round, in the order in
-        which they ask. So what one owner sends takes no more of a round because it has more connections.
+        A tenant's time slice is its seconds of a round. Its connections share the slice in the order in
+        which they ask. So a tenant gets no more of a round because it has more connections.
 
         Args:
-            read: of one that asks; once however often it asks before its turn. It may ask again in its turn.
+            seconds: the tenant's time slice.
+            callback: called once, however often it is passed before. It may pass itself again.
         """
-        self._turns.setdefault(owner, {})[read] = None
-        if not self._in_turn:
-            self._run_turns(owner, seconds)
+        self._waiting.setdefault(tenant, {})[callback] = None
+        if not self._in_slice:
+            self._run_slice(tenant, seconds)
 
-    def _run_turns(self, owner: str, seconds: float) -> None:
-        waiting = self._turns.get(owner, {})
-        # If one asks again in its turn, it waits for the next call, so that rounds stay short.
-        for read in list(waiting):
-            if (left := seconds - self._spent[owner]) <= 0:
+    def _run_slice(self, tenant: str, seconds: float) -> None:
+        waiting = self._waiting.get(tenant, {})
+        # If a callback asks again, it waits for the next call, so that rounds stay short.
+        for callback in list(waiting):
+            if (left := seconds - self._spent[tenant]) <= 0:
                 break
-            del waiting[read]
-            began, self._in_turn = self._clock(), True
+            del waiting[callback]
+            began, self._in_slice = self._clock(), True
             try:
-                read(began + left)
+                callback(began + left)
             finally:
-                self._in_turn = False
-                self._spent[owner] += self._clock() - began
+                self._in_slice = False
+                self._spent[tenant] += self._clock() - began
         if not waiting:
-            self._turns.pop(owner, None)
-        elif owner not in self._late:
-            self._late.add(owner)
-            self.call_soon_threadsafe(partial(self._run_late, owner, seconds))
+            self._waiting.pop(tenant, None)
+        elif tenant not in self._postponed:
+            self._postponed.add(tenant)
+            self.call_soon_threadsafe(partial(self._run_postponed, tenant, seconds))
 
-    def _run_late(self, owner: str, seconds: float) -> None:
-        self._late.discard(owner)
-        self._run_turns(owner, seconds)
+    def _run_postponed(self, tenant: str, seconds: float) -> None:
+        self._postponed.discard(tenant)
+        self._run_slice(tenant, seconds)
 
     def _start(self) -> None:
         with self._starting:
@@ -184,7 +185,7 @@ class Loop:
     def _round(self) -> None:
         """Let the task do some work, wait, and do what is due."""
         self._spent.clear()
-        wait = self._guarded(self._task.turn)
+        wait = self._guarded(self._task.run_once)
         if self._calls:
             wait = 0.0
         elif self._timers:
@@ -201,14 +202,14 @@ class Loop:
             each.close()
 
     def _poll(self, wait: float | None) -> list[tuple[int, int]]:
-        """Wait for whatever is watched; if there is nothing to do at once, the task may rest meanwhile."""
+        """Wait for the descriptors; if there is nothing to do at once, the task may use the time."""
         ready = self._epoll.poll(0)
         if ready or wait == 0.0:
             return ready
         self._guarded(lambda: self._task.idle(self._something_to_do))
         self._asleep = True
         try:
-            # Whoever appended before it was true has sent nothing.
+            # A thread that appended a call before this was true has sent nothing.
             return self._epoll.poll(0.0 if self._calls else wait)
         finally:
             self._asleep = False
@@ -233,7 +234,7 @@ class Loop:
 
     @staticmethod
     def _guarded(callback: Callable[[], float | None]) -> float | None:
-        """Nobody's fault may end the loop."""
+        """Call this; no fault of it ends the loop."""
         try:
             return callback()
         except Exception:

@@ -16,7 +16,7 @@ PROFILE_ROWS = 128
 
 
 def shapes_of(groups: Iterable[GroupInfo]) -> list[GroupShape]:
-    """The shapes of groups."""
+    """Returns the shapes of groups."""
     return [GroupShape(group.inputs, tuple(member.outputs for member in group.members)) for group in groups]
 
 
@@ -55,7 +55,7 @@ def profile(
 
 
 def profiled(executor: GroupExecutor, manifest: Manifest, rounds: int = 3) -> LatencyModel:
-    """A latency model of what an executor of all groups that are served takes."""
+    """Returns a measured latency model of an executor."""
     model = LatencyModel(shapes_of(manifest.groups))
     served = {number: info for number, info in enumerate(manifest.groups) if manifest.serves(number)}
     for (group, direction), line in profile(executor, served, rounds).items():

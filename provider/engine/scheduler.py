@@ -14,7 +14,7 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from provider.engine.fairness import LEAD, VirtualTokenCounters
+from provider.engine.fairness import MAX_CREDIT, VirtualTokenCounters
 from provider.engine.latency import LatencyModel
 from provider.executor.tiles import TILE, tile_of
 from shared.wire.header import Direction, RequestClass
@@ -27,14 +27,14 @@ QUIET_SECONDS = 0.25  # after the last decode, fine-tuning need not make room fo
 PRODUCT_SECONDS = 0.25
 SHORT_PRODUCT_SECONDS = 0.05
 # However short: a product had better take so many times as long as its weight's way from memory alone.
-MIN_READINGS = 4.0
+MIN_WEIGHT_LOADS = 4.0
 INTERACTIVE_SECONDS = 2.0  # who waited for a token this recently may soon wait for the next
 MIN_WAIT_SECONDS = 1e-4  # waking up again takes as long
-# Requests of each tenant that a decision looks at, decodes and others apart. Else a decision would take the
+# Requests of each tenant that a decision scans, decodes and others apart. Else a decision would take the
 # longer the more requests one tenant has under way, and all tenants wait while it is made. Of many tenants it
-# looks at fewer each, but at one at least.
-LOOKED_AT = 64
-LOOKED_AT_IN_ALL = 512
+# scans fewer each, but one at least.
+SCAN_LIMIT = 64
+SCAN_LIMIT_TOTAL = 512
 
 
 class BatchKey(NamedTuple):
@@ -52,8 +52,8 @@ class QueuedRequest:
 
     Attributes:
         row_cost: virtual tokens of one row, see ``provider.engine.fairness``.
-        session: of the tenant; the requests of a token come one after the other.
-        lane: where its group's weight is.
+        session: the tenant's session; the requests of a token come one after the other.
+        lane: the lane that has its group's weight.
         taken: rows that products have taken, [0, taken).
     """
 
@@ -74,11 +74,11 @@ class QueuedRequest:
 
     @property
     def decodes(self) -> bool:
-        """Whether somebody waits for a token."""
+        """Whether a person waits for a token."""
         return self.request_class == RequestClass.DECODE
 
     def take(self, rows: int) -> QueuedRows:
-        """The next rows, for a product."""
+        """Takes the next rows, for a product."""
         self.taken += rows
         return QueuedRows(self, self.taken - rows, self.taken)
 
@@ -86,7 +86,7 @@ class QueuedRequest:
 class QueuedRows(NamedTuple):
     """Rows [start, stop) of a request."""
 
-    work: QueuedRequest
+    request: QueuedRequest
     start: int
     stop: int
 
@@ -95,12 +95,12 @@ Batch = list[QueuedRows]  # of one key
 
 
 def rows_of(batch: Batch) -> int:
-    """How many rows a batch has."""
+    """Returns how many rows a batch has."""
     return sum(stop - start for _, start, stop in batch)
 
 
 def effective_request_class(declared: int, direction: int, rows: int) -> RequestClass:
-    """The class that a request gets: what was declared, as far as it can be."""
+    """Returns the class that a request gets: the declared one, as far as it is possible."""
     if declared == RequestClass.FINETUNING or direction == Direction.BACKWARD:
         return RequestClass.FINETUNING
     if declared == RequestClass.UNDECLARED:
@@ -109,51 +109,51 @@ def effective_request_class(declared: int, direction: int, rows: int) -> Request
 
 
 class Policy(Protocol):
-    """What is multiplied next. Not thread-safe: one caller at a time."""
+    """Decides what is multiplied next. Not thread-safe: one caller at a time."""
 
-    def add(self, work: QueuedRequest, now: float) -> None:
-        """A request arrived."""
+    def add(self, request: QueuedRequest, now: float) -> None:
+        """Add a request that has arrived."""
         ...
 
     def next(self, now: float, lane: int = 0) -> Batch | float | None:
-        """A batch for a lane now; or when to ask again, at the latest; or None: nothing waits for it."""
+        """Returns a batch for a lane; or when to ask again, at the latest; or None: nothing waits for it."""
         ...
 
-    def drop(self, work: QueuedRequest) -> None:
+    def drop(self, request: QueuedRequest) -> None:
         """Forget a request, if it is here: a product of it failed."""
         ...
 
     def finished(self, batch: Batch, seconds: float, now: float) -> None:
-        """A batch was multiplied, in so many seconds, until now."""
+        """Record that a batch was multiplied, in so many seconds, until now."""
         return  # by default there is nothing to do
 
     def session_ended(self, tenant: str, session: Hashable) -> None:
-        """A session of a tenant has ended."""
+        """Forget a session of a tenant that has ended."""
         return  # by default there is nothing to do
 
 
 class Unbatched(Policy):
-    """Every request by itself, in the order of arrival: what there is without batching."""
+    """No batching: multiplies every request by itself, in the order of arrival."""
 
     def __init__(self) -> None:
         self._queue: list[QueuedRequest] = []
 
-    def add(self, work: QueuedRequest, now: float) -> None:
+    def add(self, request: QueuedRequest, now: float) -> None:
         """See Policy."""
-        self._queue.append(work)
+        self._queue.append(request)
 
     def next(self, now: float, lane: int = 0) -> Batch | float | None:
         """See Policy."""
-        work = next((work for work in self._queue if work.lane == lane), None)
-        if work is None:
+        request = next((request for request in self._queue if request.lane == lane), None)
+        if request is None:
             return None
-        self._queue.remove(work)
-        return [work.take(work.rows)]
+        self._queue.remove(request)
+        return [request.take(request.rows)]
 
-    def drop(self, work: QueuedRequest) -> None:
+    def drop(self, request: QueuedRequest) -> None:
         """See Policy."""
-        if work in self._queue:
-            self._queue.remove(work)
+        if request in self._queue:
+            self._queue.remove(request)
 
 
 class Lockstep(Unbatched):
@@ -166,23 +166,23 @@ class Lockstep(Unbatched):
         super().__init__()
         self._active = _Active(LOCKSTEP_SECONDS)
 
-    def add(self, work: QueuedRequest, now: float) -> None:
+    def add(self, request: QueuedRequest, now: float) -> None:
         """See Policy."""
-        super().add(work, now)
-        self._active.seen(work.tenant, now)
+        super().add(request, now)
+        self._active.seen(request.tenant, now)
 
     def next(self, now: float, lane: int = 0) -> Batch | float | None:
         """See Policy."""
-        first = next((work for work in self._queue if work.lane == lane), None)
+        first = next((request for request in self._queue if request.lane == lane), None)
         if first is None:
             return None
-        missing = self._active.latest_of_others({work.tenant for work in self._queue}, now)
+        missing = self._active.latest_of_others({request.tenant for request in self._queue}, now)
         if missing is not None:
             return missing + self._active.seconds
         key = first.key
-        batch = [work for work in self._queue if work.key == key]
-        self._queue = [work for work in self._queue if work.key != key]
-        return [work.take(work.rows) for work in batch]
+        batch = [request for request in self._queue if request.key == key]
+        self._queue = [request for request in self._queue if request.key != key]
+        return [request.take(request.rows) for request in batch]
 
 
 @dataclass(frozen=True)
@@ -205,11 +205,11 @@ class LatencyObjective:
 
 
 class Opportunistic:
-    """Decode first, then the least served tenant; whoever shares the weight comes along.
+    """Decode first, then the least served tenant; requests that share the weight come along.
 
     Batches without padding or lockstep (Symbiosis §3.7); limits on rows that nobody waits for, set
     by a latency model (FlexLLM §6.2); virtual token counters (FlexLLM, appendix C). Among tenants that
-    wait, none gets further ahead of the least served than the largest product or LEAD tokens cost,
+    wait, none gets further ahead of the least served than the largest product or MAX_CREDIT tokens cost,
     whatever it declares: FlexLLM's lemma 1 with that cost as the bound.
 
     Of decodes those in the first groups go first. They catch up with the ones further on, and from
@@ -237,204 +237,215 @@ class Opportunistic:
         self._interactive = _Active(INTERACTIVE_SECONDS)
         self.counters = VirtualTokenCounters()
 
-    def add(self, work: QueuedRequest, now: float) -> None:
+    def add(self, request: QueuedRequest, now: float) -> None:
         """See Policy."""
-        if work.decodes:
-            if self._decoding[work.tenant] + work.rows > self._objective.decode_rows:
-                work.request_class = RequestClass.PREFILL
+        if request.decodes:
+            if self._decoding[request.tenant] + request.rows > self._objective.decode_rows:
+                request.request_class = RequestClass.PREFILL
             else:
-                self._decoding[work.tenant] += work.rows
-        self.counters.started_waiting(work.tenant)
-        self._queues.setdefault(_queue_of(work), {})[work] = None
-        self._active.seen(work.tenant, now)
+                self._decoding[request.tenant] += request.rows
+        self.counters.started_waiting(request.tenant)
+        self._queues.setdefault(_queue_of(request), {})[request] = None
+        self._active.seen(request.tenant, now)
 
     def next(self, now: float, lane: int = 0) -> Batch | float | None:
         """See Policy."""
         queues = [queue.keys() for key, queue in self._queues.items() if key[0] == lane]
-        each = max(1, min(LOOKED_AT, LOOKED_AT_IN_ALL // max(1, len(queues))))
-        waiting = [work for queue in queues for work in islice(queue, each)]
+        each = max(1, min(SCAN_LIMIT, SCAN_LIMIT_TOTAL // max(1, len(queues))))
+        waiting = [request for queue in queues for request in islice(queue, each)]
         if not waiting:
             return None
-        for work in waiting:
-            self._note_activity(work, now)
-        alone = self._active.latest_of_others({tenant for _, tenant, _ in self._queues}, now) is None
-        if alone and len(waiting) == 1 and len(self._queues) == 1:  # nobody to be fair to, no time to lose
+        for request in waiting:
+            self._record_activity(request, now)
+        uncontended = self._active.latest_of_others({tenant for _, tenant, _ in self._queues}, now) is None
+        if (
+            uncontended and len(waiting) == 1 and len(self._queues) == 1
+        ):  # nobody to be fair to, no time to lose
             return [self._take(waiting[0], self._most_rows(waiting[0], now))]
         row_limits: dict[tuple[str, BatchKey], int] = {}  # the same for many
-        for work in waiting:
-            if not work.decodes and (work.tenant, work.key) not in row_limits:
-                row_limits[work.tenant, work.key] = self._row_limit(work, now)
+        for request in waiting:
+            if not request.decodes and (request.tenant, request.key) not in row_limits:
+                row_limits[request.tenant, request.key] = self._row_limit(request, now)
         costs = {
-            work: min(work.remaining, row_limits.get((work.tenant, work.key), work.remaining)) * work.row_cost
-            for work in waiting
+            request: min(request.remaining, row_limits.get((request.tenant, request.key), request.remaining))
+            * request.row_cost
+            for request in waiting
         }
         # Nobody who is further ahead than this is multiplied before the least served has caught up.
-        limit = min(self.counters.of(work.tenant) for work in waiting) + max(LEAD, *costs.values())
-        fair = [work for work in waiting if self.counters.of(work.tenant) + costs[work] <= limit]
-        ready_at = {work: now if alone else self._ready_at(work) for work in fair}
-        candidates = [work for work in fair if ready_at[work] <= now]
+        limit = min(self.counters.of(request.tenant) for request in waiting) + max(
+            MAX_CREDIT, *costs.values()
+        )
+        eligible = [
+            request for request in waiting if self.counters.of(request.tenant) + costs[request] <= limit
+        ]
+        ready_at = {request: now if uncontended else self._ready_at(request) for request in eligible}
+        candidates = [request for request in eligible if ready_at[request] <= now]
         if not candidates:
             return min(ready_at.values())
         first = min(candidates, key=self._precedence)
-        sharing = [work for work in fair if work.key == first.key]
-        return self._batch(first, sharing, limit, row_limits)
+        batchable = [request for request in eligible if request.key == first.key]
+        return self._batch(first, batchable, limit, row_limits)
 
-    def drop(self, work: QueuedRequest) -> None:
+    def drop(self, request: QueuedRequest) -> None:
         """See Policy."""
-        key = _queue_of(work)
+        key = _queue_of(request)
         queue = self._queues.get(key, {})
-        if work in queue:
-            del queue[work]
+        if request in queue:
+            del queue[request]
             if not queue:
                 del self._queues[key]
-            self.counters.stopped_waiting(work.tenant)
-            if work.decodes:
-                self._decoding[work.tenant] -= work.rows
-                if not self._decoding[work.tenant]:
-                    del self._decoding[work.tenant]
+            self.counters.stopped_waiting(request.tenant)
+            if request.decodes:
+                self._decoding[request.tenant] -= request.rows
+                if not self._decoding[request.tenant]:
+                    del self._decoding[request.tenant]
 
     def finished(self, batch: Batch, seconds: float, now: float) -> None:
         """See Policy."""
-        group, direction, member_bits, _ = batch[0].work.key
+        group, direction, member_bits, _ = batch[0].request.key
         self._latency.observe(group, direction, member_bits, rows_of(batch), seconds)
-        for work, _, stop in batch:
-            self._note_activity(work, now)
-            if work.decodes and stop == work.rows:
-                self.tokens.answered((work.tenant, work.session), group, now - work.arrived)
+        for request, _, stop in batch:
+            self._record_activity(request, now)
+            if request.decodes and stop == request.rows:
+                self.tokens.answered((request.tenant, request.session), group, now - request.arrived)
 
     def session_ended(self, tenant: str, session: Hashable) -> None:
         """See Policy."""
         self.tokens.session_ended((tenant, session))
 
-    def _precedence(self, work: QueuedRequest) -> tuple[bool, int, bool, float, int, float]:
-        group = work.key.group if work.decodes else 0
-        goes_on = work.taken > 0 and work.request_class == RequestClass.PREFILL
-        served = self.counters.of(work.tenant)
-        return (not work.decodes, group, not goes_on, served, work.request_class, work.arrived)
+    def _precedence(self, request: QueuedRequest) -> tuple[bool, int, bool, float, int, float]:
+        group = request.key.group if request.decodes else 0
+        goes_on = request.taken > 0 and request.request_class == RequestClass.PREFILL
+        served = self.counters.of(request.tenant)
+        return (not request.decodes, group, not goes_on, served, request.request_class, request.arrived)
 
-    def _ready_at(self, work: QueuedRequest) -> float:
-        """When a request has waited long enough for others; one that has begun waits no more."""
-        if work.taken:
-            return work.arrived
-        group, direction, member_bits, _ = work.key
-        wait = self._objective.wait_share * self._latency.seconds(group, direction, member_bits, work.rows)
+    def _ready_at(self, request: QueuedRequest) -> float:
+        """Returns when a request has waited long enough for others; one that has begun waits no more."""
+        if request.taken:
+            return request.arrived
+        group, direction, member_bits, _ = request.key
+        wait = self._objective.wait_share * self._latency.seconds(group, direction, member_bits, request.rows)
         wait = min(wait, self._objective.wait_seconds)
-        return work.arrived + (wait if wait > MIN_WAIT_SECONDS else 0.0)
+        return request.arrived + (wait if wait > MIN_WAIT_SECONDS else 0.0)
 
-    def _note_activity(self, work: QueuedRequest, now: float) -> None:
-        """Somebody waits, or waited just now, for a token that this request is for; if it is for one."""
-        if work.decodes:
+    def _record_activity(self, request: QueuedRequest, now: float) -> None:
+        """Record that a person waits, or waited just now, for the token of this request, if it is for one."""
+        if request.decodes:
             self._last_decode = now
-        if work.request_class != RequestClass.FINETUNING:
-            self._interactive.seen(work.tenant, now)
+        if request.request_class != RequestClass.FINETUNING:
+            self._interactive.seen(request.tenant, now)
 
-    def _row_limit(self, work: QueuedRequest, now: float) -> int:
-        """Rows of a product that this request, no decode, may be part of."""
-        group, direction, member_bits, _ = work.key
-        others = self._interactive.latest_of_others({work.tenant}, now)
+    def _row_limit(self, request: QueuedRequest, now: float) -> int:
+        """Returns the most rows of a product that this request, no decode, may be part of."""
+        group, direction, member_bits, _ = request.key
+        others = self._interactive.latest_of_others({request.tenant}, now)
         seconds = PRODUCT_SECONDS
         if others is not None:
-            reading = self._latency.seconds(group, direction, member_bits, 0)
-            seconds = min(seconds, max(SHORT_PRODUCT_SECONDS, MIN_READINGS * reading))
+            weight_load_seconds = self._latency.seconds(group, direction, member_bits, 0)
+            seconds = min(seconds, max(SHORT_PRODUCT_SECONDS, MIN_WEIGHT_LOADS * weight_load_seconds))
         if now - self._last_decode <= QUIET_SECONDS:
             seconds_of_decode = self._latency.seconds(group, Direction.FORWARD, member_bits, 1)
-            seconds = min(seconds, self.tokens.decode_slack * self._request_seconds - seconds_of_decode)
+            seconds = min(
+                seconds, self.tokens.product_time_factor * self._request_seconds - seconds_of_decode
+            )
         rows = self._latency.rows(group, direction, member_bits, seconds)
         return max(TILE, rows - rows % tile_of(rows))
 
-    def _most_rows(self, work: QueuedRequest, now: float) -> int:
-        """Rows that a request can have in one product."""
-        return work.remaining if work.decodes else min(work.remaining, self._row_limit(work, now))
+    def _most_rows(self, request: QueuedRequest, now: float) -> int:
+        """Returns how many rows of a request one product can have."""
+        return request.remaining if request.decodes else min(request.remaining, self._row_limit(request, now))
 
     def _batch(
         self,
         first: QueuedRequest,
-        sharing: list[QueuedRequest],
+        batchable: list[QueuedRequest],
         limit: float,
         row_limits: dict[tuple[str, BatchKey], int],
     ) -> Batch:
-        """The first, all decodes of its key, and of the others as many rows as the row limit leaves."""
+        """Makes a batch of the first, all decodes of its key, and as many other rows as the limit leaves."""
         batch: Batch = []
-        for work in sorted(sharing, key=lambda work: (work is not first, *self._precedence(work))):
+        for request in sorted(
+            batchable, key=lambda request: (request is not first, *self._precedence(request))
+        ):
             rows = (
-                work.remaining
-                if work.decodes
-                else min(work.remaining, row_limits[work.tenant, work.key] - rows_of(batch))
+                request.remaining
+                if request.decodes
+                else min(request.remaining, row_limits[request.tenant, request.key] - rows_of(batch))
             )
-            cost = rows * work.row_cost
-            if rows <= 0 or (work is not first and self.counters.of(work.tenant) + cost > limit):
+            cost = rows * request.row_cost
+            if rows <= 0 or (request is not first and self.counters.of(request.tenant) + cost > limit):
                 continue  # passed over, not waited for
-            batch.append(self._take(work, rows))
+            batch.append(self._take(request, rows))
         return batch
 
-    def _take(self, work: QueuedRequest, rows: int) -> QueuedRows:
-        self.counters.charge(work.tenant, rows * work.row_cost)
-        queued_rows = work.take(rows)
-        if not work.remaining:
-            self.drop(work)
+    def _take(self, request: QueuedRequest, rows: int) -> QueuedRows:
+        self.counters.charge(request.tenant, rows * request.row_cost)
+        queued_rows = request.take(rows)
+        if not request.remaining:
+            self.drop(request)
         return queued_rows
 
 
-def _queue_of(work: QueuedRequest) -> tuple[int, str, bool]:
-    return work.lane, work.tenant, work.decodes
+def _queue_of(request: QueuedRequest) -> tuple[int, str, bool]:
+    return request.lane, request.tenant, request.decodes
 
 
 class DecodedTokens:
-    """Decoded tokens, told from requests by their groups, and whether they met the objective.
+    """Counts decoded tokens that met the objective, and adapts the time of products to it.
 
     A token's requests pass the groups in order, so a session's next token begins where the groups begin
-    again. ``decode_slack`` follows what tokens take, since no model tells how often a decode finds others at
-    work: it grows while they take less than they are meant to and shrinks while they take more. What
-    they are meant to take is as much of the objective as leaves LATE of them late, for they differ.
+    again. Two controllers follow what tokens take, since no model tells how often a decode finds others at
+    work. ``product_time_factor`` grows while tokens take less than a target, and shrinks while they take
+    more. The target is such a share of the objective that LATE of the tokens are late, for they differ.
 
     Attributes:
         met, late: counts.
-        decode_slack: factor of the time that a product nobody waits for may take.
+        product_time_factor: factor of the time that a product nobody waits for may take.
     """
 
     LATE = 0.02
-    STEP, AIM_STEP = 0.05, 0.3
-    MIN_AIM, MAX_AIM = 0.1, 0.8
+    STEP, TARGET_STEP = 0.05, 0.3
+    MIN_TARGET, MAX_TARGET = 0.1, 0.8
     MIN_FACTOR, MAX_FACTOR = 0.1, 2.0
 
     def __init__(self, objective: float) -> None:
         self._objective = objective
         self._under_way: dict[Hashable, tuple[int, float]] = {}  # last group, seconds so far
-        self._aim = self.MAX_AIM  # of the objective
+        self._target_share = self.MAX_TARGET  # of the objective
         self.met = self.late = 0
-        self.decode_slack = 1.0
+        self.product_time_factor = 1.0
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Tokens met and late."""
+        """How many tokens met the objective, and how many were late."""
         return self.met, self.late
 
     def under_way(self, session: Hashable) -> bool:
-        """Whether a token of this session may not be complete."""
+        """Returns whether a token of this session may not be complete."""
         return session in self._under_way
 
     def session_ended(self, session: Hashable) -> None:
-        """A session has ended."""
+        """Forget a session that has ended."""
         self._under_way.pop(session, None)
 
     def answered(self, session: Hashable, group: int, seconds: float) -> None:
-        """A decode of a session has its answer."""
+        """Record that a decode of a session has its answer."""
         last, spent = self._under_way.get(session, (-1, 0.0))
         if group <= last:
             late = spent > self._objective
             self.late += late
             self.met += not late
-            aim = self._aim * math.exp(self.AIM_STEP * (self.LATE - late))
-            self._aim = min(self.MAX_AIM, max(self.MIN_AIM, aim))
+            target_share = self._target_share * math.exp(self.TARGET_STEP * (self.LATE - late))
+            self._target_share = min(self.MAX_TARGET, max(self.MIN_TARGET, target_share))
             spent = max(spent, self._objective / 8)  # what is no token must not count for many
-            factor = self.decode_slack * (self._aim * self._objective / spent) ** self.STEP
-            self.decode_slack = min(self.MAX_FACTOR, max(self.MIN_FACTOR, factor))
+            factor = self.product_time_factor * (self._target_share * self._objective / spent) ** self.STEP
+            self.product_time_factor = min(self.MAX_FACTOR, max(self.MIN_FACTOR, factor))
             spent = 0.0
         self._under_way[session] = (group, spent + seconds)
 
 
 class _Active:
-    """Tenants that asked within the last ``seconds``."""
+    """Remembers the tenants that asked within the last ``seconds``."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -445,7 +456,7 @@ class _Active:
         self._last[tenant] = now
 
     def latest_of_others(self, tenants: set[str], now: float) -> float | None:
-        """When an active tenant that is none of these asked last; None: there is none."""
+        """Returns when an active tenant other than these asked last; None: there is none."""
         for tenant, at in reversed(self._last.items()):
             if at + self.seconds <= now:  # as callers add, so that they do not come back too early
                 return None
@@ -458,7 +469,7 @@ POLICIES = ("opportunistic", "none", "lockstep")
 
 
 def make_policy(name: str, latency: LatencyModel, objective: LatencyObjective) -> Policy:
-    """A policy by the name that ``--batching`` takes; one of POLICIES."""
+    """Returns a policy by the name that ``--batching`` takes; one of POLICIES."""
     made: dict[str, Callable[[], Policy]] = {
         "opportunistic": partial(Opportunistic, latency, objective),
         "none": Unbatched,

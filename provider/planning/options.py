@@ -109,7 +109,7 @@ class PlanOptions:
             "Figures of a device that this machine lacks, such as cuda=141e9,4.8e12,2e13: bytes of memory, "
             "bytes a second, multiplications a second.",
             unit="FIGURES",
-            single="assume",
+            cli_singular="assume",
         ),
     ] = ()
     json: Annotated[bool, Option(_GROUP, "Print the forecast as JSON.")] = False

@@ -242,16 +242,16 @@ class Simulation:
         def ready(now: float) -> None:
             key = BatchKey(group, direction, member_bits, 1)
             cost, lane = 1 / len(self.load.steps), self.lanes.of(group)
-            work = QueuedRequest(str(tenant), key, self.load.rows, what, cost, now, lane=lane)
-            self._remaining[work], self._at[work] = self.load.rows, at
-            self.policy.add(work, now)
+            request = QueuedRequest(str(tenant), key, self.load.rows, what, cost, now, lane=lane)
+            self._remaining[request], self._at[request] = self.load.rows, at
+            self.policy.add(request, now)
             self._give(lane, now)
 
         return made
 
-    def _answer(self, work: QueuedRequest, now: float) -> None:
-        at = self._at.pop(work)
-        del self._remaining[work]
+    def _answer(self, request: QueuedRequest, now: float) -> None:
+        at = self._at.pop(request)
+        del self._remaining[request]
         *_, up, down = self.load.steps[at]
         size = self.load.rows * (up + down)
         written = self._loop.take(now, self.costs.request_seconds / 2 + self.costs.byte_seconds * size / 2)
@@ -262,7 +262,7 @@ class Simulation:
 
         def answered(now: float) -> None:
             self._answered += 1
-            self._asks(int(work.tenant), (at + 1) % len(self.load.steps))(now)
+            self._asks(int(request.tenant), (at + 1) % len(self.load.steps))(now)
 
         self._later(written, sent)
 
@@ -279,7 +279,7 @@ class Simulation:
             self._start(number, lane, decision, now)
 
     def _start(self, number: int, lane: _Lane, batch: Batch, now: float) -> None:
-        key, rows = batch[0].work.key, rows_of(batch)
+        key, rows = batch[0].request.key, rows_of(batch)
         product = self.lanes.product(key.group, Direction(key.direction), rows)
         began = max(now, lane.free)
         free = lane.take(now, product.busy)
@@ -291,13 +291,13 @@ class Simulation:
         def done(now: float) -> None:
             lane.under_way -= 1
             self.policy.finished(batch, product.seconds, now)
-            for work_range in batch:
-                self._range_done(work_range, now)
+            for queued_rows in batch:
+                self._range_done(queued_rows, now)
             self._give(number, now)
 
         self._later(max(free, began + product.seconds), done)
 
-    def _range_done(self, work_range: QueuedRows, now: float) -> None:
-        self._remaining[work_range.work] -= work_range.stop - work_range.start
-        if not self._remaining[work_range.work]:
-            self._answer(work_range.work, now)
+    def _range_done(self, queued_rows: QueuedRows, now: float) -> None:
+        self._remaining[queued_rows.request] -= queued_rows.stop - queued_rows.start
+        if not self._remaining[queued_rows.request]:
+            self._answer(queued_rows.request, now)

@@ -19,8 +19,8 @@ RETRY_SECONDS = 5.0  # after which there may be room
 _CODES = {"expired": "unauthorized", "full": "overloaded", "tenant_full": "overloaded"}
 
 
-class Admitted(NamedTuple):
-    """Whom a token let in; ``token`` is its SHA-256."""
+class Identity(NamedTuple):
+    """The tenant that a token let in; ``token`` is the token's SHA-256."""
 
     tenant: str
     token: str
@@ -42,7 +42,7 @@ class Refused(Exception):
 
     @property
     def info(self) -> ErrorInfo:
-        """What the peer is told."""
+        """The message for the peer."""
         code = _CODES.get(self.reason, self.reason)
         return ErrorInfo(code, self.message, RETRY_SECONDS if code == "overloaded" else None)
 
@@ -54,11 +54,11 @@ def check_version(offered: Iterable[str]) -> None:
         raise Refused("protocol_version", said)
 
 
-def identify(token: str | None, tokens: TokenFile) -> Admitted:
-    """Whose token it is; None: the peer has none.
+def identify(token: str | None, tokens: TokenFile) -> Identity:
+    """Returns the tenant whose token it is; None: the peer has no token.
 
     Raises:
-        Refused: nobody's, or that cannot be found out.
+        Refused: it is nobody's, or the executor cannot check it.
     """
     try:
         tenant = None if token is None else tokens.tenant_of(token)
@@ -72,11 +72,11 @@ def identify(token: str | None, tokens: TokenFile) -> Admitted:
     if token is None or tenant is None:
         said = "missing or unknown bearer token; ask the provider for a token of yours"
         raise Refused("unauthorized", said)
-    return Admitted(tenant, sha256_of(token))
+    return Identity(tenant, sha256_of(token))
 
 
 def refusal(error: Exception) -> Refused:
-    """The refusal of a peer for which this happened; what is a fault is logged."""
+    """Returns the refusal of a peer for which this error occurred; logs a fault of the executor."""
     if isinstance(error, Refused):
         return error
     if none_left(error):

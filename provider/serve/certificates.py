@@ -94,7 +94,7 @@ def write_certificates(
 
 
 def own_certificate(tls_dir: str | Path, client_ca: str | Path | None = None) -> ssl.SSLContext:
-    """A server's context, with ``server.pem`` and ``server.key`` of the folder.
+    """Returns a server's context, with ``server.pem`` and ``server.key`` of the folder.
 
     Args:
         client_ca: if given, tenants must also show a certificate that this authority signed.
@@ -124,7 +124,7 @@ def own_certificate(tls_dir: str | Path, client_ca: str | Path | None = None) ->
 
 
 def certificate_of(tls_dir: str | Path) -> x509.Certificate:
-    """The first certificate of the folder's ``server.pem``.
+    """Returns the first certificate of the folder's ``server.pem``.
 
     Raises:
         ConfigurationError: it holds none.
@@ -156,7 +156,7 @@ def check_dates(certificate: x509.Certificate, now: datetime.datetime) -> None:
 
 
 class CertificateInUse:
-    """What a context shows to tenants: says for whom it is and when it ends, and takes a renewed one.
+    """The certificate that a context shows to tenants: its hosts and its end; it takes a renewed one.
 
     Args:
         context: has loaded it, and serves.
@@ -181,11 +181,11 @@ class CertificateInUse:
 
     @property
     def expires(self) -> datetime.datetime:
-        """When it ends."""
+        """When the certificate ends."""
         return self._certificate.not_valid_after_utc
 
     def reload(self) -> bool:
-        """Have connections that begin from now on use the files as they are now; whether they can be used."""
+        """Use the files as they are now for new connections. Returns whether they can be used."""
         try:
             certificate = certificate_of(self._folder)
             check_dates(certificate, self._clock())
@@ -203,7 +203,7 @@ class CertificateInUse:
         return True
 
     def warn(self) -> None:
-        """Log that it ends soon, or has ended."""
+        """Log that the certificate ends soon, or has ended."""
         left = (self.expires - self._clock()) / datetime.timedelta(days=1)
         if left <= WARNING_DAYS:
             log.log(
@@ -269,7 +269,7 @@ def _names(certificate: x509.Certificate) -> str:
 
 
 def still_valid(folder: Path, at: datetime.datetime) -> bool:
-    """Whether ``write_certificates`` has written to this folder, and they will be valid then."""
+    """Returns whether ``write_certificates`` has written to this folder, and its files will be valid then."""
     try:
         own_certificate(folder)
         certificates = [

@@ -1,8 +1,8 @@
 """Tenants on the same machine: control messages over ZeroMQ, tensors in shared memory.
 
 One thread opens sessions; each session has a socket, pipes and a piece of memory, from which rows are
-multiplied as they lie there; answers go to the places that the tenant named. The
-executor keeps no account of places: they are the tenant's own, and all that is checked is that they lie
+multiplied as they lie there; answers go to the offsets that the tenant named. The
+executor keeps no account of offsets: they are the tenant's own, and all that is checked is that they lie
 within its memory (Symbiosis §3.5; ``shared/PROTOCOL.md``, "Co-located transport").
 """
 
@@ -24,7 +24,7 @@ import torch
 import zmq
 
 from provider.engine.loop import READ, Loop
-from provider.serve.admission import Admitted, Refused, check_version, refusal
+from provider.serve.admission import Identity, Refused, check_version, refusal
 from provider.serve.connection import CLOSING, DRAINING, ENDED, LINGERING, OPEN, Connection, Connections
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import Service, TenantSession
@@ -37,8 +37,8 @@ from shared.transport.colocated import (
     MAX_IN_FLIGHT,
     MEMORY,
     MEMORY_BYTE,
+    OFFSETS,
     OPENED,
-    PLACES,
     PREAMBLE_BYTES,
     REFUSED,
     REQUESTS,
@@ -64,7 +64,7 @@ _ROWS = frozenset({Operation.PRODUCT, Operation.EFFECT})
 
 
 class MemoryBudget:
-    """Bytes of shared memory that all sessions together may have, and those of one tenant."""
+    """Limits the shared memory of all sessions together, and of one tenant's."""
 
     def __init__(self, limit: int, tenant_limit: int) -> None:
         self._limit, self._tenant_limit = limit, tenant_limit
@@ -72,7 +72,7 @@ class MemoryBudget:
         self._lock = threading.Lock()
 
     def reserve(self, tenant: str, size: int) -> bool:
-        """Whether there was as much."""
+        """Reserve so many bytes. Returns whether there were as many."""
         with self._lock:
             if (
                 self._reserved.total() + size > self._limit
@@ -83,7 +83,7 @@ class MemoryBudget:
             return True
 
     def release(self, tenant: str, size: int) -> None:
-        """What was reserved is free again."""
+        """Give reserved bytes back."""
         with self._lock:
             self._reserved[tenant] -= size
             if not self._reserved[tenant]:
@@ -118,7 +118,7 @@ class SessionMemory:
             raise
 
     def grow(self, size: int) -> None:
-        """Have at least so many bytes, if that is allowed and there are as many; else stay as it is."""
+        """Grow to at least so many bytes, if that is allowed and there are as many; else stay as it is."""
         if not self.size < size <= self.max_bytes or not self._budget.reserve(self._tenant, size - self.size):
             return
         try:
@@ -132,7 +132,7 @@ class SessionMemory:
         self.size = size
 
     def close(self) -> None:
-        """Give it back."""
+        """Give the memory back."""
         if self.size:
             self.mapped.close()
         os.close(self.descriptor)
@@ -145,17 +145,17 @@ class ColocatedConnection(Connection):
     def __init__(
         self,
         directory: Path,
-        admitted: Admitted,
+        identity: Identity,
         service: Service,
         budget: MemoryBudget,
     ) -> None:
-        super().__init__(*admitted, PEER)
-        tenant = admitted.tenant
+        super().__init__(*identity, PEER)
+        tenant = identity.tenant
         self._copies = service.transcript is not None
         limits = service.executor.manifest.limits
         self._max_in_flight = limits.max_in_flight
-        self._places: dict[int, int] = {}  # of answers, by request id
-        self._greeted = self._reading = False
+        self._answer_offsets: dict[int, int] = {}  # of answers, by request id
+        self._hello_received = self._reading = False
         self._name = f"session-{secrets.token_hex(8)}"
         self._path = directory / self._name
         with ExitStack() as resources:
@@ -177,7 +177,7 @@ class ColocatedConnection(Connection):
             self._resources = resources.pop_all()
 
     def opened(self) -> Opened:
-        """What the tenant needs to reach it."""
+        """Returns what the tenant needs to reach the session."""
         memory = self._memory
         return Opened(self._name, os.getpid(), memory.descriptor, memory.name, memory.size, memory.max_bytes)
 
@@ -185,27 +185,27 @@ class ColocatedConnection(Connection):
         """See Connection."""
         super().start(loop, ended)
         loop.register(self._socket_fd, self._guard(self._read_socket))
-        loop.call_later(FIRST_MESSAGE_MILLISECONDS / 1000, self._guard(self._look_for_greeting))
+        loop.call_later(FIRST_MESSAGE_MILLISECONDS / 1000, self._guard(self._check_hello))
         self._guard(self._read_socket)(0)  # there may be a message that the descriptor does not tell of
 
     def drain(self) -> None:
         """See Connection."""
         if self._stage == OPEN:
             self._advance(DRAINING)
-        if self._greeted and self._reading:
+        if self._hello_received and self._reading:
             self._guarded(self._read_requests)
         self._finish()
 
     def _guard(self, handle: Callable[[], None]) -> Callable[..., None]:
-        """The same as a handler of the loop's."""
+        """Returns a guarded handler for the loop."""
         return lambda *_: self._guarded(handle)
 
-    def _look_for_greeting(self) -> None:
-        if not self._greeted:
+    def _check_hello(self) -> None:
+        if not self._hello_received:
             raise TimeoutError
 
     def _read_socket(self) -> None:
-        """What comes over ZeroMQ, whose descriptor does not tell of every message."""
+        """Handle messages of ZeroMQ, whose descriptor does not tell of every message."""
         for _ in range(self._max_in_flight):
             if self._stage >= CLOSING or self._session.in_flight >= self._max_in_flight:
                 return  # whatever is answered has this looked at again
@@ -213,8 +213,8 @@ class ColocatedConnection(Connection):
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if not self._greeted:
-                self._greeted = True
+            if not self._hello_received:
+                self._hello_received = True
                 self._remove_files()  # nobody else comes in, and nothing is left behind
                 self._loop.register(self._requests, self._guard(self._read_requests))
                 self._reading = True
@@ -230,7 +230,7 @@ class ColocatedConnection(Connection):
         self._loop.call_soon_threadsafe(self._guard(self._read_socket))  # others first
 
     def _read_requests(self) -> None:
-        """What comes through the pipe: the preambles of requests whose rows are in memory."""
+        """Handle what comes through the pipe: the preambles of requests whose rows are in memory."""
         for _ in range(self._max_in_flight):
             try:
                 data = os.read(self._requests, PREAMBLE_BYTES)
@@ -258,7 +258,7 @@ class ColocatedConnection(Connection):
             self._say_end()
 
     def _say_end(self) -> None:
-        """Say so, and wait until the tenant has heard it, which closes its pipe."""
+        """Send END, and wait until the tenant has heard it, which closes its pipe."""
         if self._stage >= CLOSING:
             return
         self._advance(LINGERING)
@@ -283,7 +283,7 @@ class ColocatedConnection(Connection):
         if message.error is not None:
             return message
         header = message.header
-        at, self._places[header.request_id] = PLACES.unpack_from(data, HEADER_BYTES)
+        at, self._answer_offsets[header.request_id] = OFFSETS.unpack_from(data, HEADER_BYTES)
         if header.operation not in _ROWS:
             payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)[PREAMBLE_BYTES:]
             message.payload = payload.view(header.payload_shape)
@@ -314,7 +314,7 @@ class ColocatedConnection(Connection):
 
     def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, on_sent: Callable[[], None]) -> None:
         on_sent()
-        at = self._places.pop(header.request_id, 0)
+        at = self._answer_offsets.pop(header.request_id, 0)
         if self._stage >= CLOSING:
             return
         try:
@@ -330,7 +330,7 @@ class ColocatedConnection(Connection):
             self._finish()
         elif self._session.in_flight == self._max_in_flight - 1:
             self._loop.call_soon_threadsafe(self._guard(self._read_socket))
-            if not self._reading and self._greeted:
+            if not self._reading and self._hello_received:
                 self._reading = True
                 self._loop.modify(self._requests, READ)
 
@@ -348,12 +348,12 @@ class ColocatedServer:
     """Lets tenants of this machine in, beside or without a TLS port.
 
     Args:
-        service: of the executor.
+        service: the executor's.
         tokens: as for every tenant.
         directory: absolute; made if it is not there, with mode 700.
         connections: the server's own, so that all transports share one limit.
         memory_bytes: of shared memory, for all sessions together.
-        tenant_memory_bytes: for those of one tenant.
+        tenant_memory_bytes: of shared memory, for the sessions of one tenant.
 
     Raises:
         ConfigurationError: the directory is open to others, or another executor is in it.
@@ -417,8 +417,8 @@ class ColocatedServer:
             with ExitStack() as room:
                 connections.reserve()
                 room.callback(connections.release)
-                admitted = connections.admit(token, self._tokens, room)
-                connection = ColocatedConnection(self._directory, admitted, self._service, self._budget)
+                identity = connections.admit(token, self._tokens, room)
+                connection = ColocatedConnection(self._directory, identity, self._service, self._budget)
                 opened = connection.opened()  # before it may end
                 connections.loop.call_soon_threadsafe(partial(connections.start, connection))
                 room.pop_all()
@@ -430,7 +430,7 @@ class ColocatedServer:
 
 
 def _claim(directory: Path) -> int:
-    """Make the directory if need be; an open descriptor that keeps other executors out of it."""
+    """Make the directory if need be. Returns an open descriptor that keeps other executors out of it."""
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
         doubt = why_not_private(directory)

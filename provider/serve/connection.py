@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from provider.engine.loop import Loop
 from provider.observe.metrics import Metrics
-from provider.serve.admission import Admitted, Refused, identify
+from provider.serve.admission import Identity, Refused, identify
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import TenantSession
 from shared.errors import ConfigurationError, WireError
@@ -37,22 +37,22 @@ class Stage(IntEnum):
 
     OPEN = 0  # requests are read and answered
     DRAINING = 1  # what has arrived is still read
-    ANSWERING = 2  # all of that has been read, and some of it is not answered yet
+    HALF_CLOSED = 2  # all of that has been read, and some of it is not answered yet
     CLOSING = 3  # no request is handled any more; the tenant is being told
     LINGERING = 4  # the tenant was told, and its own end is awaited
     ENDED = 5  # everything is given back
 
 
 # Python 3.11 takes longer to find a member in its class than to compare it.
-OPEN, DRAINING, ANSWERING, CLOSING, LINGERING, ENDED = Stage
+OPEN, DRAINING, HALF_CLOSED, CLOSING, LINGERING, ENDED = Stage
 
 
 class Connection(ABC):
     """One tenant's connection, after its handshake. All but the constructor is for the loop's thread.
 
     Attributes:
-        tenant: who it is.
-        token: SHA-256 of the one that let it in.
+        tenant: whose connection it is.
+        token: SHA-256 of the token that let it in.
         drain_at: time of the loop at which it is drained.
     """
 
@@ -65,7 +65,7 @@ class Connection(ABC):
         self.drain_at = math.inf
 
     def start(self, loop: Loop, ended: Callable[[], None]) -> None:
-        """Serve it in the loop until it has ended, and say so."""
+        """Serve the connection in the loop until it has ended, and then call ``ended``."""
         self._loop, self._on_end = loop, ended
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Connection(ABC):
         """Answer what has arrived, read no more, then say that this executor goes away."""
 
     def revoke(self) -> None:
-        """Its token is valid no more: say so, and end, whatever is under way."""
+        """End the session, whatever is under way: its token is valid no more."""
         message = "the token of this session was removed or has expired; ask the provider for a new one"
         self._guarded(self._revoke, WireError("unauthorized", message, fatal=True))
 
@@ -85,14 +85,14 @@ class Connection(ABC):
             self._refused(error)
 
     def _advance(self, stage: Stage) -> None:
-        """Go forward; nothing else sets the stage."""
+        """Go forward to a stage; nothing else sets it."""
         if stage < self._stage:
             raise AssertionError(f"from {self._stage!r} back to {stage!r}")
         self._stage = stage
 
     @abstractmethod
     def _refused(self, error: WireError) -> None:
-        """The tenant was answered with a fatal error: say that this ends, and wait for its end."""
+        """End the connection after a fatal error: tell the tenant, and wait for its end."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -131,14 +131,14 @@ class Connection(ABC):
 
 
 class ConnectionLimits(NamedTuple):
-    """Of an executor, over all transports together.
+    """Limits of an executor's connections, over all transports together.
 
     Attributes:
         total: how many connections there may be, with those whose handshake is under way; further ones
             are closed at once.
-        per_tenant: of one tenant; further ones are turned away.
-        seconds: after which a connection is drained, so that its tenant comes again, perhaps to another
-            replica; 0: never.
+        per_tenant: how many connections one tenant may have; further ones are turned away.
+        seconds: the age at which a connection is drained, so that its tenant comes again, perhaps to
+            another replica; 0: never.
     """
 
     total: int = 256
@@ -150,7 +150,7 @@ DEFAULT_LIMITS = ConnectionLimits()
 
 
 class Connections:
-    """The connections of an executor: how many there may be, and how they end."""
+    """Counts the connections of an executor, limits and ends them."""
 
     def __init__(self, metrics: Metrics, loop: Loop, limits: ConnectionLimits) -> None:
         self.metrics, self.loop, self._limits = metrics, loop, limits
@@ -165,7 +165,7 @@ class Connections:
         self._draining = False
 
     def reserve(self) -> None:
-        """Keep room for another until ``start`` or ``release``.
+        """Keep room for another connection until ``start`` or ``release``.
 
         Raises:
             Refused: there is none.
@@ -177,24 +177,24 @@ class Connections:
             self._reserved += 1
 
     def release(self) -> None:
-        """The room is free: there will be no connection."""
+        """Give the room back: there will be no connection."""
         with self._changed:
             self._reserved -= 1
             self._changed.notify_all()
 
-    def admit(self, token: str | None, tokens: TokenFile, room: ExitStack) -> Admitted:
-        """Whom a token lets in, with room for the tenant until ``start`` or the end of ``room``.
+    def admit(self, token: str | None, tokens: TokenFile, room: ExitStack) -> Identity:
+        """Returns whom a token lets in, with room for the tenant until ``start`` or the end of ``room``.
 
         Raises:
-            Refused: nobody, or the tenant has as many connections as it may.
+            Refused: it lets nobody in, or the tenant has as many connections as it may.
         """
-        admitted = identify(token, tokens)
-        self.reserve_for(admitted.tenant)
-        room.callback(self.release_for, admitted.tenant)
-        return admitted
+        identity = identify(token, tokens)
+        self.reserve_for(identity.tenant)
+        room.callback(self.release_for, identity.tenant)
+        return identity
 
     def reserve_for(self, tenant: str) -> None:
-        """Keep room for another of a tenant's, as ``reserve`` does."""
+        """Keep room for another connection of a tenant, as ``reserve`` does."""
         with self._changed:
             count = sum(each.tenant == tenant for each in self._open) + self._reserved_for[tenant]
             if count >= self._limits.per_tenant:
@@ -203,7 +203,7 @@ class Connections:
             self._reserved_for[tenant] += 1
 
     def release_for(self, tenant: str) -> None:
-        """The tenant's room is free: there will be no connection."""
+        """Give the tenant's room back: there will be no connection."""
         with self._changed:
             self._reserved_for[tenant] -= 1
             self._reserved_for += Counter()  # forgets tenants without any
@@ -221,7 +221,7 @@ class Connections:
             log.log(level, "no session for %s: %s%s%s", peer, reason, why, more, extra=who)
 
     def start(self, connection: Connection) -> None:
-        """Serve it from now on, in the room that was kept for it; in the loop's thread."""
+        """Serve a connection from now on, in the room that was kept for it; in the loop's thread."""
         if self._limits.seconds:
             connection.drain_at = self.loop.now + self._limits.seconds * self._chance(*JITTER)
         with self._changed:  # at once: a tenant's connection must not count twice
@@ -280,7 +280,7 @@ class Connections:
         self.loop.call_soon_threadsafe(self._drain_open)
 
     def drain(self, seconds: float) -> bool:
-        """``begin_drain``, and wait; whether all ended in time."""
+        """Call ``begin_drain``, and wait. Returns whether all connections ended in time."""
         self.begin_drain()
         with self._changed:
             return self._changed.wait_for(lambda: not (self._open or self._reserved), seconds)

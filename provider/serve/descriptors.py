@@ -18,7 +18,7 @@ OF_A_LOCAL_SESSION = 12  # sockets, pipes and memory
 
 
 def none_left(error: BaseException | None) -> bool:
-    """Whether this failed, or what caused it, for want of descriptors."""
+    """Returns whether an error, or a cause of it, is a want of descriptors."""
     while error is not None:
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
             return True
@@ -27,17 +27,17 @@ def none_left(error: BaseException | None) -> bool:
 
 
 def explained(error: Exception) -> str:
-    """For the provider's log: the error, and what to do about it if it is that."""
+    """Returns an error for the provider's log, with advice if it is a want of descriptors."""
     return f"out of file descriptors; {ADVICE}" if none_left(error) else str(error)
 
 
-def needed(max_connections: int, *, local: bool) -> int:
-    """How many a process may come to need; ``local``: sessions may be of this machine."""
+def estimate_descriptors(max_connections: int, *, local: bool) -> int:
+    """Returns how many descriptors a process may need; ``local``: sessions may be of this machine."""
     return OWN + max_connections * (OF_A_LOCAL_SESSION if local else OF_A_CONNECTION)
 
 
-def allow(wanted: int) -> int:
-    """Raise this process's limit, which is 1024 on many systems, as far as it may; how many there are."""
+def raise_open_files_limit(wanted: int) -> int:
+    """Raise this process's limit, which is 1024 on many systems, as far as it may. Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted
@@ -62,7 +62,7 @@ class ReserveDescriptor:
         self.acquire()
 
     def acquire(self) -> bool:
-        """Have it, again if need be; whether there is one."""
+        """Open the descriptor, unless it is open. Returns whether there is one."""
         with self._lock:
             if self._descriptor is None:
                 try:
@@ -72,7 +72,7 @@ class ReserveDescriptor:
             return True
 
     def release(self) -> bool:
-        """Whether there was one to release."""
+        """Close the descriptor. Returns whether there was one."""
         with self._lock:
             if self._descriptor is None:
                 return False

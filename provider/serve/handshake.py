@@ -14,7 +14,7 @@ from websockets.exceptions import InvalidHandshake, InvalidMessage
 from websockets.http11 import Request, Response
 from websockets.server import ServerProtocol
 
-from provider.serve.admission import Admitted, Refused, check_version
+from provider.serve.admission import Identity, Refused, check_version
 from provider.serve.tls_socket import BoundedTlsSocket
 from shared.wire.header import SUBPROTOCOL
 from shared.wire.messages import encode
@@ -25,12 +25,12 @@ _quiet.setLevel(logging.ERROR)
 HANDSHAKE_SECONDS = 10.0
 HANDSHAKE_BYTES = 16 * 1024  # of HTTP
 LINGER_SECONDS = 1.0  # for a refused peer to read why
-Admit = Callable[[str | None], Admitted]
-"""Whom a token lets in; None: there is none. Raises ``Refused``."""
+Admit = Callable[[str | None], Identity]
+"""Returns whom a token lets in; None: there is no token. Raises ``Refused``."""
 
 
-def handshake(raw: socket.socket, context: ssl.SSLContext, admit: Admit) -> tuple[BoundedTlsSocket, Admitted]:
-    """TLS, then the websocket opening handshake with its bearer token.
+def handshake(raw: socket.socket, context: ssl.SSLContext, admit: Admit) -> tuple[BoundedTlsSocket, Identity]:
+    """Do the TLS handshake, then the websocket's with its bearer token.
 
     Returns:
         The encrypted socket, and who is there.
@@ -48,7 +48,7 @@ def handshake(raw: socket.socket, context: ssl.SSLContext, admit: Admit) -> tupl
         raise
 
 
-def _upgrade(sock: BoundedTlsSocket, admit: Admit, deadline: float) -> Admitted:
+def _upgrade(sock: BoundedTlsSocket, admit: Admit, deadline: float) -> Identity:
     protocol = ServerProtocol(subprotocols=[SUBPROTOCOL], max_size=1, logger=_quiet)  # type: ignore[list-item]
     request: Request | None = None
     remaining = HANDSHAKE_BYTES
@@ -83,7 +83,7 @@ def _upgrade(sock: BoundedTlsSocket, admit: Admit, deadline: float) -> Admitted:
 
 
 def _until(deadline: float, sock: BoundedTlsSocket) -> None:
-    """Let the socket wait that long: bytes that come one by one must not stretch it."""
+    """Let the socket wait until the deadline: bytes that come one by one must not stretch it."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError
@@ -91,7 +91,7 @@ def _until(deadline: float, sock: BoundedTlsSocket) -> None:
 
 
 def _readable(sock: BoundedTlsSocket) -> bool:
-    """Whether a byte has arrived, which it takes."""
+    """Takes a byte, if one has arrived. Returns whether one has."""
     sock.setblocking(False)
     try:
         return bool(sock.recv(1))
@@ -114,24 +114,24 @@ def linger(sock: BoundedTlsSocket, deadline: float = math.inf) -> None:
 
 def _answer(
     protocol: ServerProtocol, request: Request, admit: Admit, early: bool
-) -> tuple[Response, Admitted | Refused]:
+) -> tuple[Response, Identity | Refused]:
     offered = request.headers.get_all("Sec-WebSocket-Protocol")
     credentials = request.headers.get_all("Authorization")
     scheme, _, token = (credentials[0] if len(credentials) == 1 else "").partition(" ")
     try:
         check_version(name.strip() for value in offered for name in value.split(","))
-        admitted = admit(token.strip() if scheme.lower() == "bearer" else None)
+        identity = admit(token.strip() if scheme.lower() == "bearer" else None)
         if early:
             raise Refused("unexpected", "bytes behind the request; wait for its answer before you send more")
     except Refused as error:
         status = _STATUS.get(error.info.code, 400)
         return protocol.reject(status, encode(error.info).decode()), error
     response = protocol.accept(request)
-    return response, admitted if response.status_code == 101 else Refused("http")
+    return response, identity if response.status_code == 101 else Refused("http")
 
 
 def refusal_of(error: Exception) -> Refused:
-    """The refusal that one of ``HANDSHAKE_ERRORS`` is."""
+    """Returns the refusal for one of ``HANDSHAKE_ERRORS``."""
     if isinstance(error, Refused):
         return error
     name = error.reason if isinstance(error, ssl.SSLError) else ""  # OpenSSL's own

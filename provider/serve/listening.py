@@ -12,10 +12,10 @@ BACKLOG = 128
 
 
 def bound(host: str, port: int, option: str = "port") -> socket.socket:
-    """A socket that has an address, at which nobody can connect before ``listen``.
+    """Returns a socket with an address, at which nobody can connect before ``listen``.
 
     Args:
-        option: which one gave the port.
+        option: the name of the option that gave the port.
 
     Raises:
         ConfigurationError: the port is in use, or there is no such address here.

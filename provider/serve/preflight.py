@@ -41,7 +41,7 @@ def check_inputs(config: ServeConfig, now: datetime.datetime) -> None:
 
 
 def check_outputs(config: ServeConfig, now: datetime.datetime) -> None:
-    """Refuse an admin port that is taken, or a file that cannot be written; withdraw an old ready file.
+    """Refuse an admin port that is taken, or a file that cannot be written; remove an old ready file.
 
     Raises:
         ConfigurationError: which, and why.
@@ -50,7 +50,7 @@ def check_outputs(config: ServeConfig, now: datetime.datetime) -> None:
         bound(config.admin_host, config.admin_port, "admin_port").close()
     if config.ready_file is not None:
         _check_folder("ready_file", config.ready_file, config.ready_file.parent)
-        withdraw(config.ready_file)
+        remove_ready_file(config.ready_file)
     if config.usage_file is not None:
         file = Path(now.strftime(str(config.usage_file)))
         _check_folder("usage_file", config.usage_file, file.parent)
@@ -75,14 +75,14 @@ def _check_folder(name: str, path: Path, folder: Path) -> None:
     raise ConfigurationError("{} cannot be used: {} {}", Argument(name, path), str(folder), reason)
 
 
-def withdraw(ready_file: Path, pid: int | None = None) -> None:
-    """Remove a ready file: whoever looks for it must not find one of before.
+def remove_ready_file(ready_file: Path, pid: int | None = None) -> None:
+    """Remove a ready file, so that nobody takes it for this process's.
 
     Args:
-        pid: only if it is this process's; another executor may have written its own since.
+        pid: remove only this process's file; another executor may have written its own since.
 
     Raises:
-        ConfigurationError: it cannot be removed.
+        ConfigurationError: the file cannot be removed.
     """
     try:
         if pid is None or json.loads(ready_file.read_bytes())["pid"] == pid:

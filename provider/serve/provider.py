@@ -27,9 +27,9 @@ from provider.observe.usage import UsageFile
 from provider.serve.certificates import CertificateInUse
 from provider.serve.colocated import ColocatedServer
 from provider.serve.connection import ConnectionLimits
-from provider.serve.descriptors import OF_A_WORKER, allow, needed
+from provider.serve.descriptors import OF_A_WORKER, estimate_descriptors, raise_open_files_limit
 from provider.serve.listening import bound
-from provider.serve.preflight import withdraw
+from provider.serve.preflight import remove_ready_file
 from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
 from provider.session.quota import Quota, Quotas
@@ -105,11 +105,11 @@ class Provider:
     def _start(self, opened: ExitStack) -> None:
         config = self.config
         if config.ready_file is not None:
-            withdraw(config.ready_file)
+            remove_ready_file(config.ready_file)
         if config.threads:
             torch.set_num_threads(config.threads)
-        descriptors = needed(config.max_connections, local=bool(config.local_dir))
-        allow(descriptors + OF_A_WORKER * len(config.worker_devices))
+        descriptors = estimate_descriptors(config.max_connections, local=bool(config.local_dir))
+        raise_open_files_limit(descriptors + OF_A_WORKER * len(config.worker_devices))
         context = server_context(config.certificates, config.client_ca)
         self._certificate = CertificateInUse(context, config.certificates, config.client_ca)
         tokens = TokenFile(config.tokens)
@@ -247,12 +247,12 @@ class Provider:
         return self._not_ready or (self._pool.not_ready() if self._pool else "")
 
     def workers(self) -> list[WorkerState]:
-        """Of its workers; empty: it has none."""
+        """Returns the states of its workers; empty: it has none."""
         return list(self.server.service.metrics.workers())
 
     @property
     def manifest(self) -> Manifest:
-        """What is served."""
+        """The manifest of what is served."""
         return self.server.service.executor.manifest
 
     @property
@@ -279,7 +279,7 @@ class Provider:
         deadline, self._not_ready = time.monotonic() + seconds, "draining"
         if self.config.ready_file is not None:
             try:
-                withdraw(self.config.ready_file, os.getpid())
+                remove_ready_file(self.config.ready_file, os.getpid())
             except ConfigurationError as error:
                 log.error("%s", error)
         self.server.stop_listening()

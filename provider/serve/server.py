@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from provider.serve.admission import Admitted, Refused, refusal
+from provider.serve.admission import Identity, Refused, refusal
 from provider.serve.certificates import own_certificate
 from provider.serve.connection import DEFAULT_LIMITS, REMIND_SECONDS, ConnectionLimits, Connections
 from provider.serve.descriptors import ReserveDescriptor, explained, none_left
@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 
 
 def key_exchange_groups(openssl: tuple[int, ...]) -> str:
-    """Those of Mozilla's "modern" profile: post-quantum first, where a version of OpenSSL may have it."""
+    """Returns the groups of Mozilla's "modern" profile: post-quantum first, where OpenSSL may have it."""
     return ("?X25519MLKEM768:" if openssl >= (3, 5) else "") + "X25519:P-256:P-384"
 
 
 def server_context(tls_dir: str | Path, client_ca: str | Path | None = None) -> ssl.SSLContext:
-    """TLS 1.3 only, with ``server.pem`` and ``server.key`` of the folder.
+    """Returns a context for TLS 1.3 alone, with ``server.pem`` and ``server.key`` of the folder.
 
     Args:
         client_ca: if given, tenants must also show a certificate that this authority signed.
@@ -125,9 +125,9 @@ class Acceptor:
                 raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
-                sock, admitted = handshake(raw, self._context, partial(self._admit, room))
+                sock, identity = handshake(raw, self._context, partial(self._admit, room))
                 connection = WebsocketConnection(
-                    sock, admitted, peer, self._open_session, self._max_message_bytes, self._max_in_flight
+                    sock, identity, peer, self._open_session, self._max_message_bytes, self._max_in_flight
                 )
                 connections.loop.call_soon_threadsafe(partial(connections.start, connection))
                 room.pop_all()
@@ -136,11 +136,11 @@ class Acceptor:
         except Exception as error:
             connections.refused(refusal(error), peer)
 
-    def _admit(self, room: ExitStack, token: str | None) -> Admitted:
-        admitted = self._connections.admit(token, self._tokens, room)
+    def _admit(self, room: ExitStack, token: str | None) -> Identity:
+        identity = self._connections.admit(token, self._tokens, room)
         if not self._reserve.acquire():  # a session with the last one would leave none to refuse others with
             raise refusal(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
-        return admitted
+        return identity
 
 
 class Server:
@@ -148,7 +148,7 @@ class Server:
 
     Args:
         listener: already ``bound`` to host and port; default: this binds one.
-        limits: of its connections.
+        limits: the limits of its connections.
     """
 
     def __init__(
@@ -202,11 +202,11 @@ class Server:
         self.listener.close()
 
     def drain(self, seconds: float = 10.0) -> bool:
-        """Stop accepting, let every session answer what has arrived; whether all ended in time."""
+        """Stop accepting, and drain every session. Returns whether all ended in time."""
         self.stop_listening()
         return self.connections.drain(seconds)
 
     @property
     def draining(self) -> bool:
-        """Whether it has begun to end."""
+        """Whether the server has begun to drain."""
         return self.connections.draining

@@ -38,13 +38,13 @@ class BoundedTlsSocket:
         self._deadline: float | None = None  # None: the socket does not block
 
     def __enter__(self) -> BoundedTlsSocket:
-        """Close it at the end."""
+        """Close the socket at the end of the block."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it."""
+        """Close the socket."""
         self.close()
 
     @property
@@ -53,10 +53,10 @@ class BoundedTlsSocket:
         return len(self._unsent)
 
     def do_handshake(self, deadline: float) -> None:
-        """TLS's handshake; the socket blocks.
+        """Do the TLS handshake; the socket blocks.
 
         Args:
-            deadline: of ``time.monotonic``.
+            deadline: a time of ``time.monotonic``.
 
         Raises:
             OSError: it failed; the peer was told why.
@@ -79,7 +79,7 @@ class BoundedTlsSocket:
                 return
 
     def recv_into(self, buffer: memoryview) -> int:
-        """Decrypt into a buffer; the number of bytes, or 0 if the peer has ended.
+        """Decrypt into a buffer. Returns the number of bytes, or 0 if the peer has ended.
 
         Raises:
             ssl.SSLWantReadError: nothing more has arrived, on a socket that does not block.
@@ -108,7 +108,7 @@ class BoundedTlsSocket:
         return bytes(buffer[: self.recv_into(memoryview(buffer))])
 
     def discard(self) -> int:
-        """Throw away what has arrived, without decrypting it; the number of bytes, or 0 if the peer has gone.
+        """Throw away what has arrived, undecrypted. Returns the number of bytes, or 0 if the peer has gone.
 
         Nothing can be read after this.
 
@@ -120,7 +120,7 @@ class BoundedTlsSocket:
         return len(self._sock.recv(CHUNK))
 
     def pending(self) -> int:
-        """Bytes that are decrypted, and were not returned yet."""
+        """Returns how many decrypted bytes were not returned yet."""
         return self._tls.pending()
 
     @property
@@ -129,7 +129,7 @@ class BoundedTlsSocket:
         return len(self._read) + self._in.pending
 
     def send(self, data: bytes | memoryview) -> int:
-        """Encrypt some of the data, and send what the socket takes; the number of bytes of data.
+        """Encrypt some of the data, and send what the socket takes. Returns the number of bytes of data.
 
         Raises:
             ssl.SSLWantWriteError: the socket has not taken what was encrypted before; ``flush`` goes on.
@@ -144,7 +144,7 @@ class BoundedTlsSocket:
         return count
 
     def flush(self) -> int:
-        """Send what is encrypted; the number of bytes.
+        """Send what is encrypted. Returns the number of bytes.
 
         Raises:
             ssl.SSLWantWriteError: the socket takes no more.
@@ -185,7 +185,7 @@ class BoundedTlsSocket:
         self._deadline = time.monotonic() + seconds
 
     def setblocking(self, flag: bool) -> None:
-        """False: nothing blocks from now on. For the opposite, see ``settimeout``."""
+        """Let nothing block from now on; ``flag`` must be False. For the opposite, see ``settimeout``."""
         if flag:
             raise ValueError("a deadline is needed: call settimeout")
         self._deadline = None
@@ -200,7 +200,7 @@ class BoundedTlsSocket:
         self._sock.close()
 
     def _feed(self) -> bool:
-        """Give OpenSSL a few more records, or the part of one that has arrived; whether there was any.
+        """Give OpenSSL a few more records, or the part of one that has arrived. False: there is none.
 
         Raises:
             BlockingIOError, TimeoutError: the socket has none.

@@ -42,12 +42,12 @@ class StoredToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     expires: _Time | None = None  # None: never
 
     def ended(self, now: datetime) -> bool:
-        """Whether it is valid no more."""
+        """Returns whether the token is valid no more."""
         return self.expires is not None and self.expires <= now
 
 
 class ExpiredToken(AuthenticationError):
-    """It was a token, and has expired; ``tenant`` is whose it was."""
+    """A token of ``tenant`` has expired."""
 
     tenant = ""
 
@@ -58,7 +58,7 @@ _stored = msgspec.json.Decoder(dict[str, _Hash | list[StoredToken]])
 
 
 def shown(time: datetime | None, otherwise: str = "never") -> str:
-    """A time in UTC, for people."""
+    """Returns a time in UTC as text for people."""
     return otherwise if time is None else f"{time.astimezone(UTC):%Y-%m-%d %H:%M}"
 
 
@@ -67,7 +67,7 @@ def _utc() -> datetime:
 
 
 def check_tenant(name: str) -> str:
-    """The name, if it is fit for one.
+    """Returns a tenant's name, if it is fit for one.
 
     Raises:
         ConfigurationError: what a name may be.
@@ -111,12 +111,12 @@ class TokenFile:
         }
 
     def _trusted(self) -> _Tokens:
-        """The file's tokens, as those whom it lets in: nobody else may have written it."""
+        """Returns the file's tokens, as those whom it lets in: nobody else may have written it."""
         check_own(self.path)
         return self._read()
 
     def _last_good(self) -> _Tokens:
-        """The file's tokens, or those that it had when it could be used; each change is logged once."""
+        """Returns the file's tokens, or the last ones that could be used; logs each change once."""
         try:
             self._last = self._trusted()
         except ConfigurationError as error:
@@ -132,12 +132,16 @@ class TokenFile:
         return self._last
 
     def check_readable(self) -> int:
-        """Number of tenants who have a valid token; raises ConfigurationError if the file cannot be used."""
+        """Returns how many tenants have a valid token.
+
+        Raises:
+            ConfigurationError: the file cannot be used.
+        """
         self._last = self._trusted()
         return sum(1 for count in self._valid(self._last).values() if count)
 
     def count_valid(self, tenant: str) -> int:
-        """How many tokens of a tenant are valid now; 0 if there is no such file yet.
+        """Returns how many tokens of a tenant are valid now; 0 if there is no such file yet.
 
         Raises:
             ConfigurationError: the file cannot be used.
@@ -208,7 +212,7 @@ class TokenFile:
 
     @contextmanager
     def _exclusive_lock(self) -> Iterator[None]:
-        """Around a change, from the reading of the file to its writing: no other command is in between."""
+        """Lock the file for a change, so that no other command is between reading and writing it."""
         while True:
             locked = self._locked()
             try:
@@ -220,7 +224,7 @@ class TokenFile:
                     os.close(locked)
 
     def _locked(self) -> int | None:
-        """A descriptor of the locked file; None: there is no file, and so nothing to change."""
+        """Returns a descriptor of the locked file; None: there is no file, and so nothing to change."""
         try:
             with ExitStack() as opened:
                 locked = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -250,7 +254,7 @@ class TokenFile:
             raise ConfigurationError(f"cannot write {self.path}: {error.strerror}") from error
 
     def tenant_of(self, token: str) -> str | None:
-        """The tenant that holds this token, or None. Time does not depend on which or whether.
+        """Returns the tenant that holds this token, or None. Time does not depend on which or whether.
 
         Raises:
             ExpiredToken: it was one; the message is for who holds it.
@@ -272,7 +276,7 @@ class TokenFile:
         return tenant
 
     def ends(self) -> dict[str, float]:
-        """When the last token of each tenant ends, in seconds since the epoch, of those that end.
+        """Returns when the last token of each tenant ends, in seconds since the epoch, of those that end.
 
         Nothing if the file cannot be used, which others tell.
         """
@@ -288,14 +292,14 @@ class TokenFile:
         }
 
     def valid_tokens(self) -> set[tuple[str, str]]:
-        """Every token that opens a session now: its tenant, and its SHA-256."""
+        """Returns every token that opens a session now: its tenant, and its SHA-256."""
         now, tokens = self._clock(), self._last_good()
         return {
             (name, each.sha256) for name, stored in tokens.items() for each in stored if not each.ended(now)
         }
 
     def listed(self) -> list[tuple[str, StoredToken]]:
-        """Every token with its tenant, also those that have ended."""
+        """Returns every token with its tenant, also those that have ended."""
         return [(name, each) for name, stored in sorted(self._read().items()) for each in stored]
 
     def warn(self) -> None:
@@ -322,13 +326,13 @@ class TokenFile:
 
 
 def sha256_of(token: str) -> str:
-    """What the file has of a token, in hex."""
+    """Returns the SHA-256 of a token, in hex, as the file has it."""
     # What is no text stands for itself: the token comes from an HTTP header of anyone's.
     return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether what was opened is still what is there: another command may have replaced it meanwhile."""
+    """Returns whether the opened file is still the one at its path: a command may have replaced it."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

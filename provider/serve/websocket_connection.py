@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 import torch
 
 from provider.engine.loop import READ, WRITE, Loop
-from provider.serve.admission import Admitted
+from provider.serve.admission import Identity
 from provider.serve.connection import (
-    ANSWERING,
     CLOSING,
     DRAINING,
     ENDED,
+    HALF_CLOSED,
     LINGERING,
     OPEN,
     Connection,
@@ -40,7 +40,7 @@ from shared.wire.websocket import (
 STALL_SECONDS = 60.0  # in which a message, or an answer, does not move on
 STALL_RATE = 16 << 10  # bytes a second, below which it does not
 DISCARDS = 16  # of what arrives at the end, before it is another's turn
-TURN_SECONDS = 2e-3  # of a round of the loop, for what all connections of a tenant send and are sent
+TIME_SLICE_SECONDS = 2e-3  # of a round of the loop, for what all connections of a tenant send and are sent
 STEPS = 128  # of parsing, before the time is looked at
 LOOKS = 4  # within the seconds of a stall
 IDLE_FRAMES = 1000  # from one look to the next
@@ -52,22 +52,22 @@ OpenSession = Callable[[str, "Send", str], "TenantSession"]
 class WebsocketConnection(Connection):
     """See Connection.
 
-    It reads and writes in turns alone (``Loop.take_turn``), so that a tenant's connections share the tenant's
-    time. It asks for a turn when the loop says that the socket is ready, and when the turn before was too
-    short. If a limit made it stop reading, it asks for a turn when there is room again (``_resume_soon``):
-    the socket does not tell of what has been read already.
+    It reads and writes in time slices alone (``Loop.run_in_time_slice``), so that a tenant's connections
+    share the tenant's time. It asks for a slice when the loop says that the socket is ready, and when the
+    slice before was too short. If a limit made it stop reading, it asks when there is room again
+    (``_resume_soon``): the socket does not tell of what has been read already.
 
     The loop tells it when the socket can be read (``_reading``):
 
     - OPEN, DRAINING: unless a limit is reached.
-    - ANSWERING: never.
+    - HALF_CLOSED: never.
     - CLOSING, LINGERING: always, to throw away what comes until the tenant ends.
 
     and when it can be written (``_writing``), in any stage, if the socket did not take everything.
 
     Args:
         sock: encrypted and authenticated; this closes it.
-        admitted: who it is.
+        identity: the tenant and its token.
         peer: where it comes from.
         open_session: makes its session of the tenant, what sends an answer, and ``peer``.
         max_message_bytes: of a payload.
@@ -77,13 +77,13 @@ class WebsocketConnection(Connection):
     def __init__(
         self,
         sock: BoundedTlsSocket,
-        admitted: Admitted,
+        identity: Identity,
         peer: str,
         open_session: OpenSession,
         max_message_bytes: int,
         max_in_flight: int,
     ) -> None:
-        super().__init__(*admitted, peer)
+        super().__init__(*identity, peer)
         self._sock, self._max_in_flight = sock, max_in_flight
         try:
             self._session = open_session(self.tenant, self._send, peer)
@@ -136,9 +136,9 @@ class WebsocketConnection(Connection):
             self._discard_until_end()
 
     def _ask_to_read(self) -> None:
-        self._loop.take_turn(self.tenant, TURN_SECONDS, self._read_turn)
+        self._loop.run_in_time_slice(self.tenant, TIME_SLICE_SECONDS, self._read_in_slice)
 
-    def _read_turn(self, until: float) -> None:
+    def _read_in_slice(self, until: float) -> None:
         """Handle what has arrived, but no longer than is fair to other tenants and other connections."""
         if self._stage >= CLOSING:
             return
@@ -168,7 +168,7 @@ class WebsocketConnection(Connection):
             more = bool(self._sock.pending() or self._reader.mid_message or self._stage == DRAINING)
 
     def _handle_events(self, until: float) -> bool:
-        """Handle what is complete, one after the other; whether to go on reading."""
+        """Handle what is complete, one after the other. Returns whether to go on reading."""
         while self._events:
             if self._over_limit:
                 self._set_interest(reading=False)
@@ -204,21 +204,21 @@ class WebsocketConnection(Connection):
 
     def _resume(self) -> None:
         self._resumes = False
-        if self._stage < ANSWERING:
+        if self._stage < HALF_CLOSED:
             self._set_interest(reading=True)
             self._ready(READ)
-        elif self._stage == ANSWERING:
+        elif self._stage == HALF_CLOSED:
             self._all_read()
 
     def _all_read(self) -> None:
         """Everything that has arrived is read: if this is draining, close when all of it is answered.
 
-        Who always has a request under way would never be told; what it sends from now on it will repeat.
+        A tenant that always has a request under way would never be told; it will repeat what it sends now.
         """
         if self._stage == OPEN or self._reader.mid_message:
             return
         if self._session.in_flight:
-            self._advance(ANSWERING)
+            self._advance(HALF_CLOSED)
             self._set_interest(reading=False)
         else:
             self._close(1001, "")
@@ -240,10 +240,10 @@ class WebsocketConnection(Connection):
             self._ask_to_write()
 
     def _ask_to_write(self) -> None:
-        """Now, or in one of the next rounds: a large answer is encrypted in the tenant's own time."""
-        self._loop.take_turn(self.tenant, TURN_SECONDS, self._write_turn)
+        """Write now, or in one of the next rounds: a large answer is encrypted in the tenant's own time."""
+        self._loop.run_in_time_slice(self.tenant, TIME_SLICE_SECONDS, self._write_in_slice)
 
-    def _write_turn(self, until: float) -> None:
+    def _write_in_slice(self, until: float) -> None:
         self._guarded(self._write, until)
 
     def _write(self, until: float) -> None:
@@ -269,9 +269,9 @@ class WebsocketConnection(Connection):
         """Handle nothing more, and say CLOSE behind the answers that wait.
 
         Args:
-            kept: so many of the last answers, and one that has begun; the others are forgotten, and the end
-                is soon. Who reads slowly would take its connection and its bytes in flight from others for
-                as long as it likes. None: all.
+            kept: keep so many of the last answers, and one that has begun; forget the others, and end soon. A
+                slow reader would else keep its connection and its bytes in flight for as long as it likes.
+                None: keep all.
         """
         if self._stage >= CLOSING:
             return
@@ -284,7 +284,7 @@ class WebsocketConnection(Connection):
         self._queue(iter((_close_frame(code, reason),)))
 
     def _say_goodbye(self) -> None:
-        """TLS's own end, so that the tenant sees an end and not a cut; then wait for its."""
+        """Send TLS's own end, so that the tenant sees an end and not a cut; then wait for the tenant's."""
         self._advance(LINGERING)
         self._loop.call_later(LINGER_SECONDS, self._end)
         try:
@@ -297,7 +297,7 @@ class WebsocketConnection(Connection):
             self._end()
 
     def _discard_until_end(self) -> None:
-        """Closing a socket with unread bytes would destroy what was sent."""
+        """Throw away what arrives: closing a socket with unread bytes would destroy what was sent."""
         try:
             for _ in range(DISCARDS):
                 if not self._sock.discard():
@@ -350,7 +350,12 @@ class _StallWatch:
         self._slow_looks = 0  # in a row
 
     def look(self, moved: int, *, waits: bool) -> bool:
-        """Whether too few bytes have moved for too long; ``moved`` so far, and ``waits`` for more to move."""
+        """Returns whether too few bytes have moved for too long.
+
+        Args:
+            moved: bytes that have moved so far.
+            waits: whether more bytes are to move.
+        """
         slow = waits and moved - self._seen < STALL_RATE * STALL_SECONDS / LOOKS
         self._seen = moved
         self._slow_looks = self._slow_looks + 1 if slow else 0

@@ -11,7 +11,7 @@ from provider.serve.tls_socket import BoundedTlsSocket
 
 
 class _Message(NamedTuple):
-    """What is to be written, and who is told when it has been."""
+    """A message to write, and what to call when it is written."""
 
     pieces: Iterator[bytes | memoryview]
     on_sent: Callable[[], None]
@@ -37,7 +37,7 @@ class WriteQueue:
     def append(
         self, pieces: Iterator[bytes | memoryview], on_sent: Callable[[], None] = lambda: None
     ) -> None:
-        """Write this behind all others, and call ``on_sent`` when TLS has taken it."""
+        """Write a message behind all others, and call ``on_sent`` when TLS has taken it."""
         self._waiting.append(_Message(pieces, on_sent))
 
     def write(self, until: float) -> bool:

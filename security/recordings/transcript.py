@@ -195,7 +195,7 @@ class _RecordReader:
     def __init__(self, cursor: _Cursor, into: Transcript) -> None:
         self._cursor, self._into = cursor, into
         self._protocol = ExecutorProtocol(into.manifest)
-        self._protocol.greeted = True  # control messages are not recorded
+        self._protocol.hello_received = True  # control messages are not recorded
         # By session and request id, which a tenant can give to several.
         self._without_answer = defaultdict[tuple[int, int], list[RecordedRequest]](list)
 

@@ -14,7 +14,7 @@ from shared.compat import cache_name
 from shared.wire.header import Direction, Operation, RequestClass
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.keys import ProductKey
-from tenant_sdk.connection.remote import PendingProduct
+from tenant_sdk.connection.remote import LazyResult
 from tenant_sdk.session.session import Session
 
 ADAPTED = ("up_proj",)
@@ -106,7 +106,7 @@ def watch(session: Session, truth: GroundTruth) -> None:
 
     def asking(
         group: int, direction: Direction, member_bits: int, rows: list[torch.Tensor], *options: Any
-    ) -> PendingProduct:
+    ) -> LazyResult:
         if len(truth.samples) < SAMPLES:
             truth.samples += [block.detach().clone() for block in rows if len(block[0].unique()) > 3]
         pending = ask(group, direction, member_bits, rows, *options)
@@ -125,7 +125,7 @@ def watch(session: Session, truth: GroundTruth) -> None:
         key: ProductKey,
         rows: list[torch.Tensor],
         request_class: RequestClass,
-    ) -> PendingProduct:
+    ) -> LazyResult:
         if operation == Operation.PRODUCT:
             truth.sent.append(SentRequest(key.group, key.direction, len(rows[0])))
         return send(channel, operation, key, rows, request_class)

@@ -32,7 +32,7 @@ from security.views.adversaries import check_aligned, products_of, provider_view
 from security.views.public_model import PublicModel
 from shared.errors import VerificationError
 from shared.wire.header import Direction
-from tenant_sdk.connection.remote import PendingProduct
+from tenant_sdk.connection.remote import LazyResult
 from tenant_sdk.drafts.decoding import DraftPace
 from tenant_sdk.drafts.folder import load_draft
 from tenant_sdk.drafts.making import DraftCallbacks, make_draft
@@ -385,7 +385,7 @@ def _check_with_tolerance(session: Session, group: int, weight: torch.Tensor) ->
     products: Any = session.products
     submit = products.submit
 
-    def checked(*arguments: Any) -> PendingProduct:
+    def checked(*arguments: Any) -> LazyResult:
         pending = submit(*arguments)
 
         def result() -> list[torch.Tensor]:
@@ -397,6 +397,6 @@ def _check_with_tolerance(session: Session, group: int, weight: torch.Tensor) ->
                 raise VerificationError("a wrong answer, as far as a tolerance tells")
             return list(out)
 
-        return PendingProduct(result)
+        return LazyResult(result)
 
     products.submit = checked

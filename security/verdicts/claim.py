@@ -11,7 +11,7 @@ from security.verdicts.plan import AuditResult
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a claim holds, with the figure that says so.
+    """The result of a claim: whether it holds, with the figure that says so.
 
     ``weak``: a control that holds, but in so few trials that it could by chance. ``skipped``: nothing was
     measured, since this audit had not what it takes, so it does not hold and is not refuted.
@@ -25,12 +25,12 @@ class Verdict:
 
     @property
     def refuted(self) -> bool:
-        """Whether it was looked for, and does not hold."""
+        """Whether the claim was tested and does not hold."""
         return not self.holds and not self.skipped
 
     @property
     def word(self) -> str:
-        """For readers."""
+        """The verdict in a word, for readers."""
         if self.skipped:
             return "skipped"
         return "REFUTED" if not self.holds else "weak" if self.weak else "holds"
@@ -38,7 +38,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Claim:
-    """One line of ``CLAIMS.md``; ``judge`` gives whether it holds and the figure."""
+    """One line of ``CLAIMS.md``; ``judge`` returns whether it holds, and the figure."""
 
     identity: str
     text: str
@@ -48,7 +48,7 @@ class Claim:
     judge: Callable[[AuditResult], tuple[bool, str]]
 
     def verdict(self, result: AuditResult) -> Verdict:
-        """Of one audit. What was not measured does not hold."""
+        """Judges the claim by one audit. What was not measured does not hold."""
         for mode, why in result.skipped.items():
             if self.mode.startswith(mode):
                 return Verdict(self.identity, False, f"skipped: {why}", skipped=True)

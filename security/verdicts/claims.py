@@ -108,7 +108,7 @@ _JUDGES: dict[str, Callable[[AuditResult], tuple[bool, str]]] = {
 
 
 def _from_document() -> tuple[Claim, ...]:
-    """The lines of the document's table, in its order."""
+    """Reads the claims from the document's table, in its order."""
     text = Path(__file__).parents[1].joinpath("CLAIMS.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
     cells = {row[0].strip("`"): row[1:5] for row in rows}
@@ -124,5 +124,5 @@ CLAIMS = _from_document()
 
 
 def judge(result: AuditResult) -> list[Verdict]:
-    """Every claim, in the order of ``CLAIMS.md``."""
+    """Judges every claim, in the order of ``CLAIMS.md``."""
     return [claim.verdict(result) for claim in CLAIMS]

@@ -19,7 +19,7 @@ from shared.wire.header import Direction
 
 @dataclass(frozen=True)
 class Finding:
-    """One cell of the report.
+    """The result of one attack in one mode: a cell of the report.
 
     ``success`` is in the attack's own metric; ``chance`` is what the same guesses would score if they had
     nothing to do with the truth, None where nothing is guessed. ``detail`` is for readers. Where success
@@ -69,14 +69,14 @@ class Finding:
 
     @property
     def hits(self) -> int | None:
-        """How many of the trials succeeded; None of a cosine."""
+        """How many of the trials succeeded; None for a cosine."""
         if self.attack == AdapterExtraction.name:
             return None
         rate = self.success.value if self.is_rate else (self.success.value + 1) / 2
         return round(rate * self.success.trials)
 
     def spell(self, value: float) -> str:
-        """A number in the attack's own metric: a share of the trials, or a cosine or advantage."""
+        """Returns a number as text in the attack's metric: a share of the trials, cosine or advantage."""
         return percent(value) if self.is_rate else f"{round(value, 4) + 0.0:.4f}"  # and no -0
 
     @property
@@ -110,7 +110,7 @@ class HostileFinding:
 
 
 def percent(value: float) -> str:
-    """A share as text, with more digits where it is small."""
+    """Returns a share as text, with more digits where it is small."""
     return f"{100 * value:.2f} %" if abs(value) >= 0.01 or value == 0 else f"{100 * value:.4f} %"
 
 
@@ -124,21 +124,21 @@ def finding_of(
     /,
     **able: float | None,
 ) -> Finding:
-    """Of an attack, in its own metric; ``able``: see there."""
+    """Makes the finding of an attack, in its own metric; ``able``: what ``able`` returns."""
     return Finding(attack.name, mode, sees, attack.metric, success, chance, detail, **able)
 
 
 def able(
     chance: float, trials: int, confidence: float, wanted: float, scale: int = 1
 ) -> dict[str, float | None]:
-    """What an attack can show: of a Finding ``resolution``, ``below``, ``detectable`` and ``power``.
+    """Computes what an attack can show: ``resolution``, ``below``, ``detectable`` and ``power`` of a Finding.
 
     Args:
         chance: the rate of guesses by chance.
         trials: how many guesses.
-        confidence: of an interval.
+        confidence: the confidence of an interval.
         wanted: the true advantage whose power is asked for.
-        scale: of the metric, by that of rates.
+        scale: the metric's scale, divided by that of rates.
     """
     below = missing(chance, trials, confidence)
     return {
@@ -156,7 +156,7 @@ class NothingToScore(ValueError):
 def of_tokens(
     guess: torch.Tensor, truth: torch.Tensor, blind: torch.Tensor, confidence: float
 ) -> tuple[Estimate, float]:
-    """Rate of right guesses, and of ``blind`` ones, which the same attack made without the rows."""
+    """Scores guesses of tokens: the rate of right ones, and of ``blind`` ones, made without the rows."""
     known = truth >= 0
     guess, truth = guess[known], truth[known]
     if not len(guess):
@@ -168,14 +168,14 @@ def of_tokens(
 def of_guess(
     guess: TokenGuess, truth: GroundTruth, blind: torch.Tensor, confidence: float
 ) -> tuple[Estimate, float]:
-    """Of rows of the first group."""
+    """Scores guesses of the tokens of the first group's rows; see ``of_tokens``."""
     return of_tokens(guess.tokens, truth.first_tokens()[guess.rows], blind, confidence)
 
 
 def of_labels(
     guesses: list[torch.Tensor], truth: GroundTruth, group: int, blind: torch.Tensor, confidence: float
 ) -> tuple[Estimate, float]:
-    """Of each row of the last layer's gradients; requests in the order in which they were sent."""
+    """Scores guesses of the labels of the last layer's gradients; requests in the order of sending."""
     pairs = [
         (guess, sent.labels)
         for guess, sent in zip(guesses, truth.of(group, Direction.BACKWARD), strict=True)
@@ -194,7 +194,10 @@ def of_spans(
     blind: list[torch.Tensor],
     confidence: float,
 ) -> tuple[Estimate, float]:
-    """How many of a part's n tokens are among the first n guesses; chance: among the first n blind ones."""
+    """Scores ranked guesses: how many of a part's n tokens are among the first n.
+
+    Chance is how many are among the first n blind guesses.
+    """
     parts = [
         (guess, part.unique())
         for guesses, sent in zip(ranked, truth.of(0, Direction.BACKWARD), strict=True)
@@ -213,7 +216,7 @@ def of_spans(
 
 
 def of_adapters(pairs: list[tuple[StolenAdapter, torch.Tensor]], confidence: float) -> tuple[Estimate, float]:
-    """Mean cosine between stolen and real adapters of some layers, and what it is by chance: 0."""
+    """Scores stolen adapters by the mean cosine with the real ones; by chance it is 0."""
     if not all(stolen.tokens for stolen, _ in pairs):
         raise NothingToScore
     directions = [
@@ -226,9 +229,9 @@ def of_adapters(pairs: list[tuple[StolenAdapter, torch.Tensor]], confidence: flo
 
 
 def _width_of_cosine(pairs: list[tuple[torch.Tensor, torch.Tensor]], confidence: float) -> float:
-    """What the mean cosine of matrices [O, D] with these singular values in random directions stays within.
+    """Bounds the mean cosine of matrices [O, D] with these singular values in random directions.
 
-    It is a sum of products of independent numbers that are nearly normal, weighted with products of the
+    The mean is a sum of products of independent numbers that are nearly normal, weighted with products of the
     singular values. Chernoff's bound, with ``E exp(t g h) = (1 - t^2)^(-1/2)`` for normal g and h.
     """
     values = [[torch.linalg.svdvals(matrix).double().numpy() for matrix in pair] for pair in pairs]
@@ -242,7 +245,7 @@ def _width_of_cosine(pairs: list[tuple[torch.Tensor, torch.Tensor]], confidence:
 
 
 def of_copy(stolen: StolenAdapter, delta: torch.Tensor) -> dict[str, float]:
-    """Relative error, rank, and the largest principal angle (degrees) between the column spaces."""
+    """Compares a copy: relative error, rank, and largest principal angle (degrees) of the column spaces."""
     real = int(torch.linalg.matrix_rank(delta, rtol=1e-4))
     spaces = [torch.linalg.svd(m)[0][:, :rank] for m, rank in ((stolen.delta, stolen.rank), (delta, real))]
     cosines = torch.linalg.svdvals(spaces[0].T @ spaces[1]).clamp(max=1)
@@ -254,13 +257,13 @@ def of_copy(stolen: StolenAdapter, delta: torch.Tensor) -> dict[str, float]:
 
 
 def advantage(guesses: torch.Tensor, truth: torch.Tensor, confidence: float) -> Estimate:
-    """Of a game with two outcomes: 0 by chance, 1 for an adversary that is always right."""
+    """Returns the advantage in a game with two outcomes: 0 by chance, 1 if the adversary is always right."""
     right = rate(int((guesses == truth).sum()), len(truth), confidence)
     return Estimate(2 * right.value - 1, 2 * right.low - 1, 2 * right.high - 1, right.trials)
 
 
 def plain(value: Any) -> Any:
-    """Numbers and texts only, for JSON."""
+    """Returns a value as plain numbers and texts, for JSON."""
     if isinstance(value, (np.integer, np.floating)):
         return value.item()
     if isinstance(value, dict):

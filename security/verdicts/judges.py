@@ -63,7 +63,7 @@ def _select(result: AuditResult, mode: str, sees: str, attacks: Iterable[str]) -
 def at_chance(
     mode: str, sees: str, attacks: tuple[str, ...], may_run: tuple[str, ...] = ()
 ) -> Callable[[AuditResult], tuple[bool, str]]:
-    """The intervals of all these attacks hold chance; those of ``may_run`` too, where they could be run."""
+    """Judges whether the intervals of all attacks hold chance; those of ``may_run`` where they could run."""
 
     def judge(result: AuditResult) -> tuple[bool, str]:
         findings = []
@@ -83,7 +83,7 @@ def at_chance(
 
 
 def same_for_all(attack: str) -> Callable[[AuditResult], tuple[bool, str]]:
-    """What a hostile provider observed was the same in every trial, and its guesses are at chance."""
+    """Judges whether a hostile provider observed the same in every trial, and its guesses are at chance."""
 
     def judge(result: AuditResult) -> tuple[bool, str]:
         outcome = next((hostile for hostile in result.hostile if hostile.attack == attack), None)
@@ -97,7 +97,7 @@ def same_for_all(attack: str) -> Callable[[AuditResult], tuple[bool, str]]:
 
 
 def none_succeed(attack: str) -> Callable[[AuditResult], tuple[bool, str]]:
-    """A hostile provider did not succeed once."""
+    """Judges whether a hostile provider did not succeed once."""
 
     def judge(result: AuditResult) -> tuple[bool, str]:
         outcome = next((hostile for hostile in result.hostile if hostile.attack == attack), None)
@@ -110,24 +110,24 @@ def none_succeed(attack: str) -> Callable[[AuditResult], tuple[bool, str]]:
 
 @dataclass(frozen=True)
 class Control:
-    """Judges attacks that have to succeed, and names the findings by which it does."""
+    """Judges attacks that must succeed, and names the findings that show it."""
 
     judge: Callable[[AuditResult], tuple[bool, str]]
     findings: Callable[[AuditResult], Iterable[Finding]]
 
     def __call__(self, result: AuditResult) -> tuple[bool, str]:
-        """Whether they succeed, and the figure."""
+        """Returns whether the attacks succeed, and the figure."""
         return self.judge(result)
 
     def weak(self, result: AuditResult) -> bool:
-        """Whether one of them has so few trials that chance could pass it."""
+        """Returns whether an attack has so few trials that it could succeed by chance."""
         return any(finding.success.trials and _few(finding, result) for finding in self.findings(result))
 
 
 def controlled(least: dict[str, float]) -> Control:
-    """With its defence off, each of these attacks by a hostile provider succeeds at least so well.
+    """Judges whether each of these attacks by a hostile provider succeeds so well with its defence off.
 
-    Where there are enough trials for it, its interval lies above chance as well; see ``Control.weak``.
+    Where there are enough trials for it, its interval must lie above chance as well; see ``Control.weak``.
     """
 
     def judge(result: AuditResult) -> tuple[bool, str]:
@@ -149,7 +149,7 @@ def controlled(least: dict[str, float]) -> Control:
 
 
 def _few(finding: Finding, result: AuditResult) -> bool:
-    """Whether not even success in every trial would have its interval above chance."""
+    """Returns whether not even success in every trial would put the interval above chance."""
     if finding.chance is None:
         return False
     trials = finding.success.trials
@@ -158,7 +158,7 @@ def _few(finding: Finding, result: AuditResult) -> bool:
 
 
 def succeeds(mode: str, sees: str, attack: str, least: float) -> Control:
-    """An attack succeeds at least so well."""
+    """Judges whether an attack succeeds at least so well."""
 
     def judge(result: AuditResult) -> tuple[bool, str]:
         findings = _select(result, mode, sees, (attack,))
@@ -171,7 +171,7 @@ def succeeds(mode: str, sees: str, attack: str, least: float) -> Control:
 
 
 def all_succeed(mode: str, least: dict[str, float]) -> Control:
-    """Each of these attacks of both parties together succeeds at least so well."""
+    """Judges whether each of these attacks of both parties together succeeds at least so well."""
 
     def judge(result: AuditResult) -> tuple[bool, str]:
         findings = {attack: _select(result, mode, BOTH, (attack,)) for attack in least}
@@ -183,7 +183,7 @@ def all_succeed(mode: str, least: dict[str, float]) -> Control:
 
 
 def resolved(result: AuditResult) -> tuple[bool, str]:
-    """What every attack on one-time would have shown."""
+    """Judges whether every attack on one-time would have shown an advantage of the plan's resolution."""
     attacks = against_one_time(result)
     if not attacks:
         return False, "not measured"
@@ -206,13 +206,13 @@ def resolved(result: AuditResult) -> tuple[bool, str]:
 
 
 def against_one_time(result: AuditResult) -> list[Finding]:
-    """The attacks on what the provider saw under one-time, whose success is to be told from chance."""
+    """Returns the attacks on the provider's view under one-time, whose success is to be told from chance."""
     passive = _select(result, ONE_TIME, PROVIDER, (*TOKEN_ATTACKS, *LEARNING_ATTACKS, *SINGLE_ATTACKS))
     return passive + _select(result, ONE_TIME, MALICIOUS, IMPRINTS)
 
 
 def surely_found(findings: list[Finding]) -> float:
-    """The true advantage over chance that each of these attacks finds with probability POWER."""
+    """Returns the true advantage over chance that each of these attacks finds with probability POWER."""
     return max((f.detectable or 0.0 for f in findings), default=1.0)
 
 
@@ -222,7 +222,7 @@ def _figure(finding: Finding) -> str:
 
 
 def uniform(result: AuditResult, mode: str = ONE_TIME) -> tuple[bool, str]:
-    """Bytes are uniform and nothing repeats."""
+    """Judges whether bytes are uniform and nothing repeats."""
     randomness = result.randomness.get(mode)
     if randomness is None:
         return False, "not measured"
@@ -242,7 +242,7 @@ def _p_value(test: Randomness | SeedStatistics, level: float) -> str:
 
 
 def separated(result: AuditResult) -> tuple[bool, str]:
-    """Provider and mask source were asked for different things."""
+    """Judges whether provider and mask source were asked for different things."""
     operations = result.figures.get("operations", {})
     figures = [
         f"{party}: "
@@ -259,7 +259,7 @@ def separated(result: AuditResult) -> tuple[bool, str]:
 
 
 def seeds_fresh(result: AuditResult) -> tuple[bool, str]:
-    """Seeds are many, new and uniform."""
+    """Judges whether seeds are many, new and uniform."""
     seeds = result.seeds
     if seeds is None or seeds.count < MIN_SEEDS:
         return False, "not measured"
@@ -271,7 +271,7 @@ def seeds_fresh(result: AuditResult) -> tuple[bool, str]:
 
 
 def repeats_found(result: AuditResult) -> tuple[bool, str]:
-    """Masks of a bank are seen to repeat."""
+    """Judges whether masks of a bank are seen to repeat."""
     randomness = result.randomness.get(RING_BANK)
     if randomness is None:
         return False, "not measured"
@@ -283,7 +283,7 @@ def repeats_found(result: AuditResult) -> tuple[bool, str]:
 
 
 def stolen(result: AuditResult) -> tuple[bool, str]:
-    """In the clear every adapter is copied."""
+    """Judges whether every adapter is copied in the clear."""
     errors = [
         more["relative_error"]
         for name, more in result.figures.items()
@@ -294,7 +294,7 @@ def stolen(result: AuditResult) -> tuple[bool, str]:
 
 
 def no_cross_talk(result: AuditResult) -> tuple[bool, str]:
-    """Nobody got what is another's, though products were shared."""
+    """Judges whether no tenant got another's answer, though products were shared."""
     canaries = result.figures.get("canaries")
     if not canaries:
         return False, "not measured"
@@ -308,7 +308,7 @@ def no_cross_talk(result: AuditResult) -> tuple[bool, str]:
 
 
 def silent(result: AuditResult) -> tuple[bool, str]:
-    """No secret was found in what was written."""
+    """Judges whether no secret was found in what was written."""
     secrets = result.figures.get("secrets in logs")
     if secrets is None:
         return False, "not measured"
@@ -320,7 +320,7 @@ def silent(result: AuditResult) -> tuple[bool, str]:
 
 
 def planted_found(result: AuditResult) -> tuple[bool, str]:
-    """What was planted was found everywhere."""
+    """Judges whether planted secrets were found everywhere."""
     planted = result.figures.get("planted secret found", {})
     missed = [where for where, secrets in planted.items() if not secrets]
     return bool(planted) and not missed, f"found in {len(planted) - len(missed)} of {len(planted)} places" + (
@@ -329,7 +329,7 @@ def planted_found(result: AuditResult) -> tuple[bool, str]:
 
 
 def reuse_counted(result: AuditResult) -> tuple[bool, str]:
-    """Every bank of masks was broken by reuse."""
+    """Judges whether every bank of masks was broken by reuse."""
     broken = result.figures.get("broken after messages", {})
     figures = [f"{bank_name(label)}: {'never' if n is None else n}" for label, n in broken.items()]
     on_floats_too = RING_BANK in broken and len(broken) > 1
@@ -339,7 +339,7 @@ def reuse_counted(result: AuditResult) -> tuple[bool, str]:
 
 
 def sent_nothing_plain(result: AuditResult) -> tuple[bool, str]:
-    """Nothing of a gateway's tenant was found in what executors recorded, where its name was."""
+    """Judges whether executors' records have nothing of a gateway's tenant, although its name is there."""
     secrets, planted = (result.figures.get(f"gateway, {what} found") for what in ("secrets", "planted"))
     if secrets is None:
         return False, "not measured"
@@ -349,7 +349,7 @@ def sent_nothing_plain(result: AuditResult) -> tuple[bool, str]:
 
 
 def steps_vary(result: AuditResult) -> tuple[bool, str]:
-    """A gateway that speculates takes more steps for some texts than for others, all of one length."""
+    """Judges whether a speculating gateway takes more steps for some texts than for others of one length."""
     by_text = result.figures.get("gateway, steps by text")
     if by_text is None:
         return False, "not measured"
@@ -362,7 +362,7 @@ def steps_vary(result: AuditResult) -> tuple[bool, str]:
 
 
 def none_noticed(result: AuditResult) -> tuple[bool, str]:
-    """No lie was noticed."""
+    """Judges whether no lie was noticed."""
     findings = _select(result, f"{ONE_TIME}, verify=off", "malicious provider", ("altered answers",))
     return bool(findings) and findings[0].success.value == 0, _figure(
         findings[0]

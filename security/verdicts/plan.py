@@ -21,7 +21,7 @@ BLIND_RUNS = 4  # of each attack without the tenant's rows, from which its chanc
 
 @dataclass(frozen=True)
 class AuditPlan:
-    """How much an audit does.
+    """The size of an audit.
 
     ``family_error`` is the probability that chance alone makes any of the ``one-time`` rows look broken;
     each interval is widened accordingly (Bonferroni).
@@ -94,7 +94,7 @@ QUICK_PLAN = AuditPlan(
 
 @dataclass
 class AuditResult:
-    """Everything that the report shows.
+    """The results of an audit: everything that the report shows.
 
     ``skipped`` says of modes that this audit did not run why, and what it takes.
     """

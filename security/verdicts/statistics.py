@@ -24,7 +24,7 @@ class Estimate:
 
 
 def rate(successes: int, trials: int, confidence: float = CONFIDENCE) -> Estimate:
-    """A success rate with its exact interval (Clopper and Pearson, Biometrika 1934).
+    """Returns a success rate with its exact interval (Clopper and Pearson, Biometrika 1934).
 
     Raises:
         ConfigurationError: no trials.
@@ -38,17 +38,17 @@ def rate(successes: int, trials: int, confidence: float = CONFIDENCE) -> Estimat
 
 
 def _least(chance: float, trials: int, confidence: float) -> int:
-    """The fewest successes whose interval lies above chance."""
+    """Returns the fewest successes whose interval lies above chance."""
     return int(stats.binom.isf((1 - confidence) / 2, trials, chance)) + 1
 
 
 def visible(chance: float, trials: int, confidence: float = CONFIDENCE) -> float:
-    """How far above chance an observed rate must be for its interval to lie above chance."""
+    """Returns how far above chance an observed rate must be for its interval to lie above chance."""
     return _least(chance, trials, confidence) / trials - chance
 
 
 def missing(chance: float, trials: int, confidence: float = CONFIDENCE) -> float | None:
-    """How far below chance an observed rate must be for its interval to lie below chance.
+    """Returns how far below chance an observed rate must be for its interval to lie below chance.
 
     None where even no success at all does not lie below it, because too few are expected.
     """
@@ -57,7 +57,7 @@ def missing(chance: float, trials: int, confidence: float = CONFIDENCE) -> float
 
 
 def detectable(chance: float, trials: int, confidence: float = CONFIDENCE) -> float:
-    """How far above chance the true rate must be for the observed one to count with probability POWER.
+    """Returns how far above chance the true rate must be to be found with probability POWER.
 
     That is more than ``visible``: a true rate just so far above chance is observed below it half the time.
     """
@@ -66,13 +66,13 @@ def detectable(chance: float, trials: int, confidence: float = CONFIDENCE) -> fl
 
 
 def power_at(advantage: float, chance: float, trials: int, confidence: float = CONFIDENCE) -> float:
-    """The probability that a true rate so far above chance is observed as above chance."""
+    """Returns the probability that a true rate so far above chance is observed as above chance."""
     least = _least(chance, trials, confidence)
     return float(stats.binom.sf(least - 1, trials, min(1.0, chance + advantage)))
 
 
 def blind_hits(guesses: np.ndarray, truth: np.ndarray) -> float:
-    """How often guesses that were made without the tenant's rows would be right: the chance level.
+    """Returns how often guesses that were made without the tenant's rows would be right: the chance level.
 
     What an adversary knows without those rows goes into its guesses and nowhere else, so the guesses have to
     be those of the same attack on rows that it drew itself; the truth only scores them. Neither of two

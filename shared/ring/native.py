@@ -156,7 +156,7 @@ def quantize_and_mask(
     over_room: float,
     requests: torch.Tensor,
     exponents: torch.Tensor,
-    factor: torch.Tensor | None,
+    projection: torch.Tensor | None,
     expected: torch.Tensor | None,
     integers: torch.Tensor | None,
 ) -> bool:
@@ -165,7 +165,7 @@ def quantize_and_mask(
         raise RuntimeError("there is no native code")
     failed = LIBRARY.ring_quantize_and_mask(
         _pointers(blocks), _widths(blocks), len(blocks), requests.shape[1], len(requests), _address(scales),
-        over_room, _address(factor), _address(requests), _address(exponents), _address(expected),
+        over_room, _address(projection), _address(requests), _address(exponents), _address(expected),
         _address(integers), _threads(requests.numel()),
     )  # fmt: skip
     return not failed

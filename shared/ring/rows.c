@@ -42,12 +42,12 @@ static double step_of(int32_t exponent, int *power)
  *
  * One row is its blocks side by side, times scales if there are any (NULL: none). exponents[t] becomes that of
  * a step with |x| / step <= max_norm, and round(x / step) is added to requests[t], which holds the mask. With a
- * factor, expected[t] = sum round(x / step) * factor, modulo 2^64. integers, if wanted, are round(x / step), none
+ * projection, expected[t] = sum round(x / step) * projection, modulo 2^64. integers, if wanted, are round(x / step), none
  * of which is over 2^24. 0, or 1 if a norm is not finite.
  */
 CLONES static int mask_rows(const float *const *blocks, const int64_t *widths, int64_t parts, int64_t columns,
                             int64_t first, int64_t last, const float *scales, double over_room,
-                            const int64_t *factor, int32_t *requests, int32_t *exponents, uint64_t *expected,
+                            const int64_t *projection, int32_t *requests, int32_t *exponents, uint64_t *expected,
                             float *integers)
 {
     for (int64_t t = first; t < last; t++) {
@@ -79,18 +79,18 @@ CLONES static int mask_rows(const float *const *blocks, const int64_t *widths, i
                 out[i] = (int32_t)((uint32_t)out[i] + (uint32_t)integer);
                 if (integers)
                     integers[t * columns + at + i] = (float)integer;
-                if (factor)
-                    sum += (uint64_t)integer * (uint64_t)factor[at + i];
+                if (projection)
+                    sum += (uint64_t)integer * (uint64_t)projection[at + i];
             }
         }
-        if (factor)
+        if (projection)
             expected[t] = sum;
     }
     return 0;
 }
 
 int ring_quantize_and_mask(const float *const *blocks, const int64_t *widths, int64_t parts, int64_t columns,
-                           int64_t rows, const float *scales, double over_room, const int64_t *factor,
+                           int64_t rows, const float *scales, double over_room, const int64_t *projection,
                            int32_t *requests, int32_t *exponents, uint64_t *expected, float *integers, int threads)
 {
     int failed = 0;
@@ -98,7 +98,7 @@ int ring_quantize_and_mask(const float *const *blocks, const int64_t *widths, in
 #pragma omp parallel for num_threads(threads) schedule(dynamic) reduction(| : failed) if (threads > 1)
     for (int64_t first = 0; first < rows; first += step)
         failed |= mask_rows(blocks, widths, parts, columns, first, first + step < rows ? first + step : rows,
-                            scales, over_room, factor, requests, exponents, expected, integers);
+                            scales, over_room, projection, requests, exponents, expected, integers);
     return failed;
 }
 

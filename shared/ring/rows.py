@@ -41,7 +41,7 @@ def quantize_and_mask(
     scales: torch.Tensor | None,
     max_norm: float,
     requests: torch.Tensor,
-    factor: torch.Tensor | None,
+    projection: torch.Tensor | None,
     integers: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """Add the integers of float rows to masks.
@@ -51,13 +51,13 @@ def quantize_and_mask(
         scales: float32 [C], to multiply x by first, or None.
         max_norm: from ``shared.ring.fixed_point.max_row_norm``.
         requests: int32 [T, C], the masks; ``round(x / step)`` is added to them.
-        factor: int64 [C] of a fingerprint, or None.
+        projection: int64 [C] of a fingerprint, or None.
         integers: float32 [T, C], to write ``round(x / step)`` into, or None. They are exact, for no row is
             longer than 2^24.
 
     Returns:
         The rows' exponents (``shared.ring.fixed_point.exponents``), int32 [T]; and ``sum round(x / step) *
-        factor`` modulo 2^64, int64 [T], if there is a factor. None if a row's norm is not finite.
+        projection`` modulo 2^64, int64 [T], if there is one. None if a row's norm is not finite.
 
     Raises:
         ValueError: tensors of other dtypes or shapes.
@@ -69,13 +69,13 @@ def quantize_and_mask(
     if sum(block.shape[1] for block in blocks) != columns:
         raise ValueError("the blocks are not as wide as the request")
     _check(scales, torch.float32, (columns,))
-    _check(factor, torch.int64, (columns,))
+    _check(projection, torch.int64, (columns,))
     _check(integers, torch.float32, (rows, columns))
     exponents_of_rows = torch.empty(len(requests), dtype=torch.int32)
-    expected = None if factor is None else torch.empty(len(requests), dtype=torch.int64)
+    expected = None if projection is None else torch.empty(len(requests), dtype=torch.int64)
     if ring_native.LIBRARY is not None:
         fine = ring_native.quantize_and_mask(
-            blocks, scales, MARGIN / max_norm, requests, exponents_of_rows, factor, expected, integers
+            blocks, scales, MARGIN / max_norm, requests, exponents_of_rows, projection, expected, integers
         )
         return (exponents_of_rows, expected) if fine else None
     step = max(1, CHUNK_ELEMENTS // requests.shape[1])
@@ -92,8 +92,8 @@ def quantize_and_mask(
         requests[part] += numbers
         if integers is not None:
             integers[part] = numbers
-        if factor is not None and expected is not None:
-            expected[part] = (numbers.long() * factor).sum(1)
+        if projection is not None and expected is not None:
+            expected[part] = (numbers.long() * projection).sum(1)
     return exponents_of_rows, expected
 
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 
 from shared.ring import native as ring_native
-from shared.wire.header import CUT_DTYPES, EXACT
+from shared.wire.header import EXACT, TRUNCATED_DTYPES
 
 
 def take_upper_bits(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """The upper bits of integers, packed.
+    """Returns the upper bits of integers, packed.
 
     Args:
         numbers: int32 [T, N], on any device, with neighbours side by side.
@@ -35,7 +35,7 @@ def take_upper_bits(numbers: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def widen_upper_bits(upper: torch.Tensor, bits: int) -> torch.Tensor:
-    """Integers with these upper bits, int32 [T, N], the others 0."""
+    """Returns integers with these upper bits, int32 [T, N]; the others are 0."""
     if bits == EXACT:
         return upper
     if bits == 16:
@@ -47,7 +47,7 @@ def widen_upper_bits(upper: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def subtract_upper_bits(answers: torch.Tensor, effects: list[torch.Tensor], bits: int) -> torch.Tensor:
-    """Products from the upper bits of answers and effects, as multiples of ``2^(32 - bits)``, without bias.
+    """Computes products from upper bits of answers and effects, in multiples of ``2^(32 - bits)``, unbiased.
 
     Each number is within one unit of the product, and within one more for each effect after the first.
 
@@ -63,8 +63,8 @@ def subtract_upper_bits(answers: torch.Tensor, effects: list[torch.Tensor], bits
         ValueError: tensors of other dtypes or shapes.
     """
     for each in (answers, *effects):
-        if each.shape != answers.shape or each.dtype != CUT_DTYPES[bits] or not each.is_contiguous():
-            raise ValueError(f"contiguous {CUT_DTYPES[bits]} of one shape are wanted")
+        if each.shape != answers.shape or each.dtype != TRUNCATED_DTYPES[bits] or not each.is_contiguous():
+            raise ValueError(f"contiguous {TRUNCATED_DTYPES[bits]} of one shape are wanted")
     # What is cut off is uniform, half a unit less 2^-33 of an answer and of each effect.
     unit = 1 << EXACT - bits
     offset = (1 - len(effects)) / 2 * (unit - 1) / unit
@@ -76,8 +76,8 @@ def subtract_upper_bits(answers: torch.Tensor, effects: list[torch.Tensor], bits
     return (rest >> EXACT - bits).float().add_(offset)
 
 
-def cut_share(sources: int) -> float:
-    """Variance that bounds what ``subtract_upper_bits`` adds to a product, of a number, in squared units.
+def truncation_variance(sources: int) -> float:
+    """Returns a variance that bounds what ``subtract_upper_bits`` adds to a number, in squared units.
 
     With one effect, a number p of [0, 1) becomes 0 or 1. The variance is at most 1/4, and by Hoeffding's
     lemma the error is sub-Gaussian with 1/4, whatever p is. Each further effect adds what is uniform on a

@@ -32,8 +32,10 @@ from shared.wire.websocket import tensor_bytes
 LISTENER = "door"  # the socket in the executor's directory that opens sessions
 OPENED, REFUSED = b"opened", b"refused"
 END = b""  # the last message of either side
-PLACES = struct.Struct("<QQ")  # behind a request's header: where it lies in the memory, where its answer goes
-PREAMBLE_BYTES = HEADER_BYTES + PLACES.size
+OFFSETS = struct.Struct(
+    "<QQ"
+)  # behind a request's header: where it lies in the memory, where its answer goes
+PREAMBLE_BYTES = HEADER_BYTES + OFFSETS.size
 REQUESTS, ANSWERS = ".requests", ".answers"  # a session's pipes, by its name
 # A message that is none of the protocol's, by its first byte, which is no version: "have at least so
 # many bytes of memory", and the answer "there are so many". With 0 it is a ping.

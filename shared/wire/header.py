@@ -40,12 +40,12 @@ _STRUCT = struct.Struct("<BBBBIIIIHHQ")
 
 
 def half_bits(numerics: str) -> int:
-    """Answer bits of a half answer: 16 on the ring; 24 with two planes, so that they stay the more exact."""
+    """Returns the bits of a half answer: 16 on the ring; 24 with two planes, so that it stays more exact."""
     return 24 if RINGS.get(numerics, 1) > 1 else 16
 
 
 def wire_dtypes(numerics: str) -> tuple[str, ...]:
-    """Element types of rows in some numerics; the usual one first."""
+    """Returns the element types of rows in some numerics, the usual one first."""
     return ("int32",) if numerics in RINGS else ("float32", "bfloat16")
 
 
@@ -99,7 +99,7 @@ DTYPES: dict[int, torch.dtype] = {
     7: torch.bool,
 }
 _ITEM_BYTES = {code: dtype.itemsize for code, dtype in DTYPES.items()}
-CUT_DTYPES = {16: torch.int16, 24: torch.uint8}
+TRUNCATED_DTYPES = {16: torch.int16, 24: torch.uint8}
 BYTES = 0
 DTYPE_CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in DTYPES.items()}
 DTYPE_NAMES: dict[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
@@ -120,7 +120,7 @@ class Header(NamedTuple):
     answer_bits: int = 0
 
     @property
-    def cut(self) -> bool:
+    def truncated(self) -> bool:
         """Whether the payload is an answer of which only the upper bits travel."""
         return self.operation == Operation.REPLY and 0 < self.answer_bits < EXACT
 
@@ -129,13 +129,13 @@ class Header(NamedTuple):
         """Rows and columns of the payload, in elements of ``payload_dtype``."""
         if self.operation == Operation.SEED_EFFECT:
             return 1, SEED_BYTES
-        return self.rows, self.columns * (3 if self.cut and self.answer_bits == 24 else 1)
+        return self.rows, self.columns * (3 if self.truncated and self.answer_bits == 24 else 1)
 
     @property
     def payload_dtype(self) -> torch.dtype:
-        """Of the payload's elements; three bytes are an element of an answer of 24 bits."""
-        if self.cut:
-            return CUT_DTYPES[self.answer_bits]
+        """The dtype of the payload's elements; three bytes are an element of an answer of 24 bits."""
+        if self.truncated:
+            return TRUNCATED_DTYPES[self.answer_bits]
         return DTYPES[BYTES if self.operation == Operation.SEED_EFFECT else self.dtype]
 
     @property
@@ -143,11 +143,11 @@ class Header(NamedTuple):
         """Exact size in bytes of the payload; Python integers do not overflow."""
         if self.operation == Operation.SEED_EFFECT:
             return SEED_BYTES
-        item = self.answer_bits // 8 if self.cut else _ITEM_BYTES[self.dtype]
+        item = self.answer_bits // 8 if self.truncated else _ITEM_BYTES[self.dtype]
         return self.rows * self.columns * item
 
     def pack(self) -> bytes:
-        """The 32 bytes of this header."""
+        """Returns the 32 bytes of this header."""
         return _STRUCT.pack(
             PROTOCOL_VERSION,
             self.operation,
@@ -206,10 +206,10 @@ def parse_header(data: bytes | bytearray | memoryview) -> Header:
 
 
 def request_id_of(data: bytes | bytearray | memoryview) -> int:
-    """The request id of a header that may be invalid otherwise, so that its error can name it."""
+    """Returns the request id of a header that may be invalid otherwise, so that its error can name it."""
     return int.from_bytes(data[8:12], "little")
 
 
 def member_indices(member_bits: int) -> list[int]:
-    """The positions of the bits set in ``member_bits``, ascending."""
+    """Returns the positions of the bits set in ``member_bits``, ascending."""
     return [i for i in range(member_bits.bit_length()) if member_bits >> i & 1]

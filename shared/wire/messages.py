@@ -80,10 +80,10 @@ class ParameterInfo(Message, frozen=True):
 
     @property
     def rows(self) -> tuple[int, int]:
-        """By how many rows it is fetched, and how many numbers each has.
+        """How many rows it is fetched by, and how many numbers each has.
 
-        Rows of the first axis; of the first axes where one would have more than ``MAX_ROW_BYTES``, as those
-        of experts do.
+        These are rows of the first axis; or of the first axes, if a row would have more than
+        ``MAX_ROW_BYTES``, as those of experts do.
         """
         size, axes = DTYPE_NAMES[self.dtype].itemsize, 1
         while axes < len(self.shape) - 1 and math.prod(self.shape[axes:]) * size > MAX_ROW_BYTES:
@@ -127,16 +127,16 @@ class Manifest(Message, frozen=True, omit_defaults=True):
     part: tuple[int, int] | None = None  # only groups [first, stop) are served here, the others elsewhere
 
     def serves(self, group: int) -> bool:
-        """Whether a group's products are computed here."""
+        """Returns whether a group's products are computed here."""
         first, stop = self.part or (0, len(self.groups))
         return first <= group < stop
 
 
 def digest_of(manifest: Manifest) -> str:
-    """SHA-256 over what makes two models the same: weights, layers, parameters, files and architecture.
+    """Returns the SHA-256 over what makes two models the same.
 
-    Whoever pins it pins every byte that a tenant downloads. It is the same whatever numerics and limits an
-    executor has, whether it serves the head, and which part of the groups.
+    This is weights, layers, parameters, files and architecture: a pinned digest pins every byte that a tenant
+    downloads. It does not depend on numerics, limits, the head, or the part of the groups that is served.
     """
     what = (
         manifest.weights,
@@ -155,7 +155,7 @@ def digest_of(manifest: Manifest) -> str:
 
 
 def member_identity(member: Member, inputs: int) -> tuple[str | bool | int, ...]:
-    """What makes two layers the same: name, shape, and how the weight is made of the checkpoint's tensors."""
+    """Returns what makes two layers the same: name, shape, and how the checkpoint gives the weight."""
     stored = (member.name, member.tensor, member.transposed, inputs, member.outputs)
     if not member.made and member.expert is None:
         return stored
@@ -163,7 +163,7 @@ def member_identity(member: Member, inputs: int) -> tuple[str | bool | int, ...]
 
 
 class Fetch(Message, frozen=True):
-    """Ask for rows [start, stop): of a parameter (``ParameterInfo.rows``), of scales, or bytes of a file."""
+    """Asks for rows [start, stop): of a parameter (``ParameterInfo.rows``), of scales, or bytes of a file."""
 
     kind: str  # "parameter" | "scales" | "file"
     name: str  # of scales: the group's id in decimal
@@ -172,7 +172,7 @@ class Fetch(Message, frozen=True):
 
 
 class ErrorInfo(Message, frozen=True):
-    """Payload of ERROR."""
+    """The payload of ERROR."""
 
     code: str
     message: str
@@ -183,7 +183,7 @@ M = TypeVar("M", bound=Message)
 
 
 def encode(message: Message) -> bytes:
-    """UTF-8 JSON of a control message."""
+    """Returns a control message as UTF-8 JSON."""
     return msgspec.json.encode(message)
 
 

@@ -53,7 +53,7 @@ class GroupShape:
         inputs: D.
         outputs: O of each member.
         planes: on the ring how many a weight has, else 0.
-        widths: those of requests in a direction with a bit mask of members.
+        widths: returns the widths of requests in a direction with a bit mask of members.
     """
 
     inputs: int
@@ -67,12 +67,12 @@ class GroupShape:
 
     @property
     def size(self) -> int:
-        """Elements of the weight, in one plane."""
+        """The number of elements of the weight, in one plane."""
         return self.inputs * sum(self.outputs)
 
     @classmethod
     def of(cls, info: GroupInfo, numerics: str) -> GroupShape:
-        """The widths in a manifest's entry. Groups of equal widths share an object, also over sessions."""
+        """Returns the widths of a manifest's entry. Equal widths share an object, also over sessions."""
         return _shape(info.inputs, tuple(m.outputs for m in info.members), RINGS.get(numerics, 0))
 
     def _widths(self, direction: int, member_bits: int) -> RequestWidths:
@@ -94,7 +94,7 @@ def _shape(inputs: int, outputs: tuple[int, ...], planes: int) -> GroupShape:
 
 
 def split_blocks(payload: torch.Tensor, widths: tuple[int, ...]) -> list[torch.Tensor]:
-    """Views [T, width] of the blocks that lie one behind the other in a payload [T, sum of widths]."""
+    """Returns views [T, width] of the blocks that lie in order in a payload [T, sum of widths]."""
     if len(widths) == 1:
         return [payload]
     rows = payload.numel() // sum(widths)
@@ -110,7 +110,7 @@ class ExecutorProtocol:
         self._ring, self._serves = manifest.numerics in RINGS, manifest.serves
         self._limits = manifest.limits
         self._dtypes = {DTYPE_CODES[DTYPE_NAMES[name]]: name for name in manifest.wire_dtypes}
-        self.greeted = False
+        self.hello_received = False
 
     def accept(self, header: Header) -> None:
         """Check a request's header; nothing has been allocated yet.
@@ -120,9 +120,9 @@ class ExecutorProtocol:
         """
         operation = header.operation
         if operation == Operation.HELLO:
-            if self.greeted:
+            if self.hello_received:
                 raise WireError("unexpected", "HELLO was already said on this connection")
-        elif not self.greeted:
+        elif not self.hello_received:
             raise WireError("unexpected", "the first message must be HELLO", fatal=True)
         if operation == Operation.SEED_EFFECT and not self._ring:
             raise WireError("operation", "only an executor with ring numerics expands seeds")
@@ -133,7 +133,7 @@ class ExecutorProtocol:
                 raise WireError("control_message", "control messages have one row of bytes")
             if header.payload_bytes > MAX_REQUEST_CONTROL_BYTES:
                 raise WireError("too_large", f"control message over {MAX_REQUEST_CONTROL_BYTES} bytes")
-            self.greeted = True
+            self.hello_received = True
         else:
             raise WireError("operation", f"tenants do not send operation {operation}")
 
@@ -176,7 +176,7 @@ class ExecutorProtocol:
             )
 
     def answer(self, header: Header) -> Header:
-        """Header of the answer to an accepted product or effect."""
+        """Returns the header of the answer to an accepted product or effect."""
         columns = self._shapes[header.group].widths(header.direction, header.members).answer_columns
         return header._replace(operation=Operation.REPLY, columns=columns, request_class=0)
 
@@ -251,17 +251,17 @@ class TenantProtocol:
     _next_id: int = 1
 
     def control(self, operation: Operation, size: int, answer: Header) -> Header:
-        """Header of a control request of ``size`` bytes whose answer will look like ``answer``."""
+        """Returns the header of a control request of ``size`` bytes, whose answer is like ``answer``."""
         request_id = self._new_id()
         self._expected[request_id] = answer._replace(request_id=request_id)
         return Header(operation, request_id=request_id, rows=1, columns=size)
 
     def product(self, request: Header, shape: GroupShape) -> Header:
-        """Header of a product or effect request.
+        """Returns the header of a product or effect request.
 
         Args:
-            request: of its id, its columns, and the answer bits of floats, the header is filled in here.
-            shape: of the group.
+            request: the header without its id, its columns, and the answer bits of floats.
+            shape: the group's.
         """
         request_id = self._new_id()
         widths = shape.widths(request.direction, request.members)
@@ -281,7 +281,7 @@ class TenantProtocol:
         return request_id
 
     def expected(self, request_id: int) -> Header:
-        """Header of the answer that a request under way must get, unless it is an error."""
+        """Returns the header of the answer that a request under way must get, unless it is an error."""
         return self._expected[request_id]
 
     def accept(self, header: Header) -> None:
@@ -305,5 +305,5 @@ class TenantProtocol:
         raise WireError("unexpected", "the executor sent an answer that was not asked for", fatal=True)
 
     def answered(self, request_id: int) -> None:
-        """An answer is complete: its id is free again."""
+        """Record that an answer is complete: its id is free again."""
         self._expected.pop(request_id, None)

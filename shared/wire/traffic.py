@@ -19,12 +19,12 @@ class TokenBytes(NamedTuple):
     down: float
 
     def tokens_per_second(self, gigabits: float) -> float:
-        """What a link of so much each way takes at most, if it is all that counts."""
+        """Returns the most tokens per second over a link of so many gigabits per second each way."""
         busier = max(self.up, self.down)
         return gigabits * 1e9 / 8 / busier if busier else math.inf
 
     def said(self) -> str:
-        """In words, such as ``1.2 MB up and 2.4 MB down``."""
+        """Returns the bytes in words, such as ``1.2 MB up and 2.4 MB down``."""
         return f"{self.up / 1e6:,.3g} MB up and {self.down / 1e6:,.3g} MB down"
 
 
@@ -36,10 +36,10 @@ def token_bytes(
     answer_bits: int = EXACT,
     sources: int = 0,
 ) -> TokenBytes:
-    """Of one token that passes all these groups once in each direction.
+    """Computes the bytes of one token that passes all these groups once in each direction.
 
     Args:
-        shapes: of the groups, in their numerics.
+        shapes: the groups' shapes, in their numerics.
         directions: forward for decoding and prompts; both for training.
         itemsize: bytes of a number of the rows, and with float numerics of the answers.
         answer_bits: on the ring, of each number of an answer and of an effect.

@@ -33,7 +33,7 @@ CHUNK_BYTES = 256 * 1024
 
 
 class Opcode(enum.IntEnum):
-    """RFC 6455 §5.2."""
+    """The opcodes of RFC 6455 §5.2."""
 
     CONTINUATION = 0
     TEXT = 1
@@ -57,11 +57,11 @@ class Incoming:
     _payload: torch.Tensor | None = None
     error: WireError | None = None
     body: bytearray | None = None  # of a message that arrived at once, with its header
-    ticket: Any = None  # what was returned by whoever accepted the header
+    ticket: Any = None  # what ``accept`` returned for the header
 
     @property
     def payload(self) -> torch.Tensor | None:
-        """Its rows: [rows, columns] of the header's dtype."""
+        """The message's rows: [rows, columns] of the header's dtype."""
         if self._payload is None and self.body is not None:
             header = self.header
             flat = torch.frombuffer(self.body, dtype=header.payload_dtype, offset=HEADER_BYTES)
@@ -73,12 +73,12 @@ class Incoming:
         self._payload = value
 
     def blocks(self, widths: tuple[int, ...]) -> list[torch.Tensor]:
-        """The blocks of rows that lie one behind the other in the payload: [rows, width], none a view.
+        """Returns the blocks of rows that lie in order in the payload: [rows, width], none a view.
 
         An answer of which only the upper bits travel is one block, of its header's shape.
         """
         rows, dtype = self.header.rows, self.header.payload_dtype
-        if self.header.cut:
+        if self.header.truncated:
             widths = self.header.payload_shape[1:]
         if self.body is None:
             payload = self.payload
@@ -93,7 +93,7 @@ class Incoming:
 
 
 def own(block: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The same memory as a tensor that is no view: autograd lets nobody write into one of several views."""
+    """Returns the memory as a tensor that is no view: autograd forbids writing into one of several views."""
     if block._base is None and block.is_contiguous():
         return block.resize_(tuple(shape))
     owner = torch.empty(0, dtype=block.dtype, device=block.device)
@@ -109,7 +109,7 @@ class Control:
 
 
 def frame_header(opcode: Opcode, length: int, mask: bytes = b"", *, fin: bool = True) -> bytes:
-    """The 2 to 14 bytes in front of a frame's payload of ``length`` bytes; ``mask`` is empty or 4 bytes."""
+    """Returns the 2 to 14 bytes before a frame's payload of ``length`` bytes; ``mask``: empty or 4 bytes."""
     first = opcode | (0x80 if fin else 0)
     masked = 0x80 if mask else 0
     if length < 126:
@@ -120,7 +120,7 @@ def frame_header(opcode: Opcode, length: int, mask: bytes = b"", *, fin: bool = 
 
 
 def xor_mask(data: memoryview, mask: bytes, out: memoryview, offset: int = 0) -> None:
-    """``out[i] = data[i] ^ mask[(offset + i) % 4]``; ``out`` may be ``data`` itself."""
+    """Computes ``out[i] = data[i] ^ mask[(offset + i) % 4]``; ``out`` may be ``data`` itself."""
     shift = offset % 4
     mask = mask[shift:] + mask[:shift]
     whole = len(data) & ~3
@@ -135,14 +135,14 @@ def xor_mask(data: memoryview, mask: bytes, out: memoryview, offset: int = 0) ->
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, shared, not copied."""
+    """Returns the bytes of a contiguous CPU tensor, shared, not copied."""
     if tensor.dtype == torch.bfloat16:  # numpy has none
         tensor = tensor.view(torch.int16)
     return memoryview(tensor.detach().numpy().reshape(-1)).cast("B")  # type: ignore[arg-type]
 
 
 def _copy(tensor: torch.Tensor) -> bytes:
-    """The bytes of a small contiguous CPU tensor; without numpy, whose code a lone row would wait for."""
+    """Returns a small contiguous CPU tensor's bytes; without numpy, whose code a lone row would wait for."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError("a contiguous tensor of the CPU is wanted")
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
@@ -151,7 +151,7 @@ def _copy(tensor: torch.Tensor) -> bytes:
 def encode_message(
     header: Header, blocks: Sequence[torch.Tensor] | bytes, mask: bytes = b""
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of one message, in pieces to be written in order.
+    """Returns the bytes of one message, in pieces to be written in order.
 
     Args:
         header: its ``payload_bytes`` is the size of all blocks together.
@@ -189,7 +189,7 @@ def _masked_pieces(start: bytes, views: list[memoryview], mask: bytes) -> Iterat
 
 
 def encode_control(opcode: Opcode, data: bytes = b"", mask: bytes = b"") -> bytes:
-    """A ping, pong or close frame; ``data`` is at most 125 bytes."""
+    """Returns a ping, pong or close frame; ``data`` is at most 125 bytes."""
     return frame_header(opcode, len(data), mask) + (apply_mask(data, mask) if mask else data)
 
 
@@ -199,12 +199,12 @@ def check_header(
     payload_bytes: int | None,
     elsewhere: frozenset[Operation] = frozenset(),
 ) -> Incoming:
-    """The first check of every message, before anything is allocated for its payload.
+    """Does the first check of every message, before anything is allocated for its payload.
 
     Args:
         head: begins with the header.
         accept: see ``MessageReader``.
-        payload_bytes: what really follows the header; None: not known yet.
+        payload_bytes: the bytes that really follow the header; None: not known yet.
         elsewhere: operations whose payload does not follow.
 
     Returns:
@@ -232,7 +232,7 @@ def check_header(
 
 
 def new_payload(header: Header) -> torch.Tensor:
-    """Memory for a message's payload, of its shape and type."""
+    """Allocates memory for a message's payload, of its shape and dtype."""
     return torch.empty(header.payload_shape, dtype=header.payload_dtype)
 
 
@@ -294,7 +294,7 @@ class MessageReader:
         self._message, self._view, self._scratch = None, memoryview(b""), memoryview(b"")
 
     def get_buffer(self) -> memoryview:
-        """Where the next received bytes go; never empty."""
+        """Returns where the next received bytes go; never empty."""
         self._direct = self._frame_left > 0 and self._filled < len(self._view) and self._have == 0
         if self._direct:
             return self._view[self._filled : self._filled + self._frame_left]
@@ -326,7 +326,7 @@ class MessageReader:
         return events
 
     def _step(self, data: memoryview, events: list[Incoming | Control]) -> int:
-        """Parse one unit from the front of ``data``; how many bytes it used, 0 for "need more"."""
+        """Parse one unit from the front of ``data``. Returns how many bytes it used; 0: it needs more."""
         if self._frame_left:
             piece = data[: self._frame_left]
             if self._in_message and self._message is None:
@@ -394,7 +394,7 @@ class MessageReader:
         return end
 
     def _whole(self, data: memoryview, mask: bytes) -> Incoming:
-        """A small message that arrived at once, as those of decoding do."""
+        """Parses a small message that arrived at once, as those of decoding do."""
         self.progress += len(data)
         body = bytearray(apply_mask(data, mask) if mask else data)
         message = check_header(body, self._accept, len(body) - HEADER_BYTES)
@@ -406,7 +406,7 @@ class MessageReader:
         return message
 
     def _consume(self, data: memoryview, events: list[Incoming | Control], *, in_place: bool) -> None:
-        """Payload bytes of the current frame: header first, then tensor."""
+        """Take payload bytes of the current frame: header first, then tensor."""
         count = len(data)
         self.progress += count
         if self._message is None:
@@ -431,7 +431,7 @@ class MessageReader:
             self._finish(events)
 
     def _open(self) -> None:
-        """The header is complete: check it, then allocate."""
+        """Check a complete header, then allocate memory for the payload."""
         follows = self._message_bytes - HEADER_BYTES if self._fin else None
         message = self._message = check_header(self._head, self._accept, follows)
         if message.error is None:

@@ -58,7 +58,7 @@ def data(
     with imports.without_gc():
         from tenant_sdk.session.opening import open_session
         from tenant_sdk.tuning.data import Reader
-        from tenant_sdk.tuning.own import TokenizerInfo, tokenizer_info_in, tokenizer_info_of
+        from tenant_sdk.tuning.local_model import TokenizerInfo, tokenizer_info_in, tokenizer_info_of
 
     info: TokenizerInfo
     if config is None:

@@ -44,7 +44,7 @@ from tenant_sdk.connection.handshake import (
 )
 from tenant_sdk.connection.key_exchange import agreed, hybrid
 from tenant_sdk.connection.keys import ProductKey
-from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
+from tenant_sdk.connection.remote import LazyResult, RemoteExecutor
 from tenant_sdk.connection.replicas.reconnecting import single_replica
 from tenant_sdk.connection.urls import LOCAL, over_tls, split_url
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
@@ -464,7 +464,7 @@ def _layers(remote: RemoteExecutor) -> CheckResult:
     return CheckResult("layers", True, f"products of {len(groups)} groups answered")
 
 
-def _product(remote: RemoteExecutor, group: int, rows: int, member_bits: int = 0) -> PendingProduct:
+def _product(remote: RemoteExecutor, group: int, rows: int, member_bits: int = 0) -> LazyResult:
     """Of noise, by all members if none are said."""
     shape = remote.shapes[group]
     member_bits = member_bits or (1 << len(shape.outputs)) - 1

@@ -88,7 +88,7 @@ def finetune(training: TrainingOptions, local: ModelOptions, connection: options
         from tenant_sdk.tuning.data import has_chat_template
         from tenant_sdk.tuning.finetuning import TrainingCallbacks
         from tenant_sdk.tuning.finetuning import finetune as train
-        from tenant_sdk.tuning.own import load
+        from tenant_sdk.tuning.local_model import load
         from tenant_sdk.tuning.preview import show_first
         from tenant_sdk.tuning.trackers import check_reports
 

@@ -34,11 +34,11 @@ def opened_model(
     with loading():
         from tenant_sdk.session.opening import open_session
         from tenant_sdk.tuning.folders import load_adapter
-        from tenant_sdk.tuning.own import load, not_used, tokenizer_in
+        from tenant_sdk.tuning.local_model import load, tokenizer_ignored_message, tokenizer_in
 
     say_connecting(config)
     if local.tokenizer is None and choice.adapter is not None and tokenizer_in(choice.adapter):
-        STATUS.print(escape(shown(not_used(choice.adapter))))
+        STATUS.print(escape(shown(tokenizer_ignored_message(choice.adapter))))
     with open_session(config) as session:
         say_kept(session)
         model, tokenizer = load(session, local.tokenizer, local.model, bars=STATUS.is_terminal)

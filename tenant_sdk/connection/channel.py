@@ -1,9 +1,9 @@
 """One connection to an executor: many requests in flight, from any thread, without a thread of its own.
 
-Whoever waits for an answer and finds the transport free becomes the *leader*: it writes what is to be
-written and reads what arrives, for itself and for the others, until its own answer is complete;
-then it hands the transport to another waiter. So a lone thread, which is the usual case, sends and
-receives without a single hand-over between threads.
+This is the leader/followers pattern (Schmidt and others, 2000). A thread that waits for an answer and finds
+the transport free becomes the *leader*: it writes and reads for itself and for the others until its own
+answer is complete. Then another waiting thread is its *successor*. So a lone thread, which is the usual case,
+sends and receives without a single hand-over between threads.
 
 What carries the messages is a subclass's: ``websocket_channel``, ``colocated``, ``inprocess``.
 """
@@ -39,22 +39,22 @@ from tenant_sdk.connection.replicas.backoff import BACK_SECONDS
 Entropy = Callable[[int], bytes]
 
 
-class Pending:
-    """A request under way; ``Channel.wait`` turns it into its answer."""
+class ResponseFuture:
+    """The future of a request's answer; ``Channel.wait`` returns the answer."""
 
     __slots__ = ("answer", "done", "error", "event", "latency_sensitive", "leads", "waited")
 
     def __init__(self) -> None:
-        self.latency_sensitive = False  # somebody waits for what it is for
+        self.latency_sensitive = False  # a person waits for its result
         self.event: threading.Event | None = None  # made only if another thread leads
         self.answer: Incoming | None = None
         self.error: SymbiosisError | None = None
         self.done = False
         self.waited = False  # a thread is inside wait() for it
-        self.leads = False
+        self.leads = False  # the thread that waits for it is the leader
 
     def finish(self, answer: Incoming | None, error: SymbiosisError | None) -> None:
-        """Set the outcome and wake whoever waits for it."""
+        """Set the outcome and wake the thread that waits for it."""
         self.answer, self.error, self.done = answer, error, True
         if self.event is not None:
             self.event.set()
@@ -82,14 +82,14 @@ class Channel(abc.ABC):
         self._lock = threading.Lock()  # guards all below
         self._fork_guard = ForkGuard()
         self._leading = False
-        self._pending: dict[int, Pending] = {}
-        self._pongs: deque[Pending] = deque()
+        self._pending: dict[int, ResponseFuture] = {}
+        self._pongs: deque[ResponseFuture] = deque()
         self._outbox: deque[Any] = deque()  # what ``_message`` and ``_ping_message`` made
         self._broken: SymbiosisError | None = None
 
     def submit(
         self, header_of: Callable[[TenantProtocol], Header], blocks: list[torch.Tensor] | bytes
-    ) -> Pending:
+    ) -> ResponseFuture:
         """Queue a request; ``wait`` sends it, for this or another request.
 
         ``blocks`` must not change until the answer is here.
@@ -99,7 +99,7 @@ class Channel(abc.ABC):
             SymbiosisError: what broke the channel earlier.
         """
         self._fork_guard.check()
-        pending = Pending()
+        pending = ResponseFuture()
         with self._lock:
             if self._broken is not None:
                 raise copy_error(self._broken)
@@ -115,23 +115,23 @@ class Channel(abc.ABC):
                 self._wake_leader()
         return pending
 
-    def push(self) -> None:
-        """Send what the transport takes at once, if nobody else is at it; without waiting for anything.
+    def flush(self) -> None:
+        """Send what the transport takes at once, unless another thread leads; wait for nothing.
 
         What breaks the channel here is raised to those who wait.
         """
         self._fork_guard.check()
-        pusher = Pending()  # nobody waits for it
+        flusher = ResponseFuture()  # nobody waits for it
         try:
             with self._lock:
                 if self._leading or self._broken is not None:
                     return
-                self._leading = pusher.leads = True
+                self._leading = flusher.leads = True
             self._guarded(self._send)
         finally:
-            self._hand_over(pusher)
+            self._pass_leadership(flusher)
 
-    def wait(self, pending: Pending) -> Incoming:
+    def wait(self, pending: ResponseFuture) -> Incoming:
         """Block until the answer is here.
 
         Raises:
@@ -154,7 +154,7 @@ class Channel(abc.ABC):
         finally:
             # Also when interrupted while another leads: leadership left to a thread that is gone
             # would leave all others waiting for ever.
-            self._hand_over(pending)
+            self._pass_leadership(pending)
         error, pending.error = pending.error, None
         if error is None:
             return pending.answer or _NO_ANSWER
@@ -169,9 +169,9 @@ class Channel(abc.ABC):
         return self._broken is not None
 
     def ping(self) -> None:
-        """A round trip that asks for nothing."""
+        """Send a ping, and wait for its answer."""
         self._fork_guard.check()
-        pending = Pending()
+        pending = ResponseFuture()
         with self._lock:
             if self._broken is not None:
                 raise copy_error(self._broken)
@@ -207,31 +207,31 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     def _message(self, header: Header, blocks: list[torch.Tensor] | bytes) -> Any:
-        """A request as the outbox keeps it. Under the lock."""
+        """Returns a request as the outbox keeps it. Under the lock."""
 
     @abc.abstractmethod
     def _ping_message(self) -> Any:
-        """A ping as the outbox keeps it; its answer finishes the first of ``_pongs``. Under the lock."""
+        """Returns a ping as the outbox keeps it; the answer finishes the first pong. Under the lock."""
 
     @abc.abstractmethod
     def _wake_leader(self) -> None:
-        """There is something in the outbox, or the channel broke; from any thread."""
+        """Wake the leader: the outbox has a message, or the channel broke. Any thread may call this."""
 
     @abc.abstractmethod
     def _send(self) -> object:
-        """Write what there is room for. Only whoever leads is here."""
+        """Write what there is room for. Only the leader calls this."""
 
     @abc.abstractmethod
-    def _lead(self, pending: Pending) -> None:
+    def _lead(self, pending: ResponseFuture) -> None:
         """Write and read until a request is done; whatever this raises breaks the channel."""
 
     @abc.abstractmethod
     def _goodbye(self) -> None:
-        """Tell the executor; only whoever leads is here."""
+        """Tell the executor that the session ends. Only the leader calls this."""
 
     @abc.abstractmethod
     def _shut(self) -> None:
-        """Give the transport back; only whoever leads, or led last, is here."""
+        """Close the transport. Only the leader, or the last one, calls this."""
 
     # -- leading ---------------------------------------------------------------------------------
 
@@ -253,25 +253,25 @@ class Channel(abc.ABC):
             self._break(ConnectionLost("a request was interrupted; open a new session to go on"))
             raise
 
-    def _hand_over(self, pending: Pending) -> None:
-        """Leave ``wait``: the leader names an heir, or shuts a broken channel that needs none."""
+    def _pass_leadership(self, pending: ResponseFuture) -> None:
+        """Leave ``wait``: the leader names a successor, or shuts a broken channel that needs none."""
         with self._lock:
             pending.waited = False
             if not pending.leads:
                 return
             pending.leads = False
-            heir = None
+            successor = None
             if self._pending or self._pongs:
-                heir = next((p for p in (*self._pending.values(), *self._pongs) if p.waited), None)
-            self._leading = heir is not None
-            if heir is not None and heir.event is not None:
-                heir.leads = True
-                heir.event.set()
+                successor = next((p for p in (*self._pending.values(), *self._pongs) if p.waited), None)
+            self._leading = successor is not None
+            if successor is not None and successor.event is not None:
+                successor.leads = True
+                successor.event.set()
             elif self._broken is not None:
                 self._shut()
 
     def _handle(self, answer: Incoming) -> None:
-        """Give a complete answer to whoever asked for it."""
+        """Finish the future of a complete answer."""
         if answer.error is not None:
             raise answer.error
         error: SymbiosisError | None = None
@@ -307,7 +307,7 @@ class Channel(abc.ABC):
         """Fail everything under way and everything to come."""
         with self._lock:
             if self._broken is None:
-                self._broken = copy_error(error)  # without the frames of whoever met it
+                self._broken = copy_error(error)  # without the frames of the thread that met it
             waiting = [*self._pending.values(), *self._pongs]
             self._pending.clear()
             self._pongs.clear()
@@ -318,10 +318,10 @@ class Channel(abc.ABC):
 
 
 def copy_error(error: SymbiosisError) -> SymbiosisError:
-    """A copy to raise: one object raised many times would keep every caller's frames alive."""
+    """Returns a copy to raise: an object that is raised many times keeps every caller's frames alive."""
     return copy.copy(error).with_traceback(None)
 
 
 def control_payload(message: Incoming) -> bytes:
-    """The bytes of a control answer."""
+    """Returns the bytes of a control answer."""
     return message.payload.numpy().tobytes() if message.payload is not None else b""

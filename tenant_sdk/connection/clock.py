@@ -7,10 +7,10 @@ import time
 
 
 class Clock:
-    """The machine's."""
+    """The machine's clock."""
 
     def now(self) -> float:
-        """Seconds; they do not go back."""
+        """Returns the time in seconds, which does not go back."""
         return time.monotonic()
 
     def wait(self, until: float, ended: threading.Event) -> bool:

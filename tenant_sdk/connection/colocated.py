@@ -17,11 +17,11 @@ import zmq
 
 from shared.errors import ConnectionLost, RequestRefused, WireError
 from shared.forks import register_for_fork
-from shared.transport.colocated import END, MAX_IN_FLIGHT, MEMORY, MEMORY_BYTE, PLACES, aligned
+from shared.transport.colocated import END, MAX_IN_FLIGHT, MEMORY, MEMORY_BYTE, OFFSETS, aligned
 from shared.transport.colocated_session import RETRY_SECONDS, SharedMemoryLink, open_link
 from shared.wire.header import HEADER_BYTES, Header, Operation, parse_header
 from shared.wire.websocket import Incoming
-from tenant_sdk.connection.channel import Channel, Pending
+from tenant_sdk.connection.channel import Channel, ResponseFuture
 from tenant_sdk.connection.clock import CLOCK, Clock
 from tenant_sdk.connection.quick_poll import QuickPoll
 
@@ -29,7 +29,7 @@ SPIN_SECONDS = 2.5e-4  # a small product takes less
 
 
 class Areas:
-    """Which parts of the memory are in use; first fit.
+    """Allocates areas of the memory, first fit.
 
     A lone thread gets the same bytes for every request, which are then in the cache.
     """
@@ -38,7 +38,7 @@ class Areas:
         self._used: list[tuple[int, int]] = []
 
     def allocate(self, size: int, within: int) -> int | None:
-        """Offset of a free area, or None; ``within`` is the size of all memory."""
+        """Returns the offset of a new area, or None if there is no room. ``within`` is the memory's size."""
         at = 0
         for start, stop in self._used:
             if start - at >= size:
@@ -50,17 +50,17 @@ class Areas:
         return at
 
     def free(self, at: int, size: int) -> None:
-        """Free again."""
+        """Free an area."""
         if size:
             self._used.remove((at, at + size))
 
 
 class _Request(NamedTuple):
-    """What waits to be written."""
+    """A request that waits to be written."""
 
     header: Header
     blocks: list[torch.Tensor] | bytes
-    answer_bytes: int  # of an answer that goes to memory
+    answer_bytes: int  # size of an answer that goes to memory
 
 
 class ColocatedChannel(Channel):
@@ -81,7 +81,7 @@ class ColocatedChannel(Channel):
         self._max_size = link.opened.max_size
         self._areas = Areas()
         self._places: dict[int, tuple[int, int, int]] = {}  # by request: area, its size, the answer's place
-        self._asked: deque[bool] = deque()  # what was asked of the memory: to grow, or a ping
+        self._memory_requests: deque[bool] = deque()  # those under way: True: to grow; False: a ping
         # Not ZeroMQ's own: that looks at the socket each time, which answers of products do not need.
         self._poll, self._sock_fd = QuickPoll(SPIN_SECONDS), int(link.sock.get(zmq.FD))
         for each in (self._sock_fd, self._answers):
@@ -113,7 +113,7 @@ class ColocatedChannel(Channel):
         self._link.abandon()
         self._poll.close()
 
-    def _lead(self, pending: Pending) -> None:
+    def _lead(self, pending: ResponseFuture) -> None:
         deadline = self._clock.now() + self.timeout
         self._send()
         while not pending.done:
@@ -134,7 +134,7 @@ class ColocatedChannel(Channel):
             self._send()
 
     def _readable(self, deadline: float) -> set[int]:
-        """Descriptors that can be read from, none at the deadline."""
+        """Returns the descriptors that can be read from, none at the deadline."""
         return {fd for fd, _ in self._poll.poll(deadline - self._clock.now())}
 
     # -- writing ---------------------------------------------------------------------------------
@@ -154,14 +154,14 @@ class ColocatedChannel(Channel):
                     return
                 request: _Request | None = self._outbox[0]
             if request is None:
-                self._ask(0)
-            elif not self._place(request):
+                self._request_memory(0)
+            elif not self._send_request(request):
                 return
             with self._lock:
                 if self._outbox:
                     self._outbox.popleft()
 
-    def _place(self, request: _Request) -> bool:
+    def _send_request(self, request: _Request) -> bool:
         """Send one request; False if it has to wait for room."""
         header, blocks, answer_bytes = request
         in_line = isinstance(blocks, bytes)
@@ -176,8 +176,10 @@ class ColocatedChannel(Channel):
             return False
         at = self._areas.allocate(size, self._link.memory.size)
         if at is None:
-            if not any(self._asked) and self._link.memory.size < self._max_size:
-                self._ask(min(self._max_size, max(2 * self._link.memory.size, self._link.memory.size + size)))
+            if not any(self._memory_requests) and self._link.memory.size < self._max_size:
+                self._request_memory(
+                    min(self._max_size, max(2 * self._link.memory.size, self._link.memory.size + size))
+                )
             return False
         if isinstance(blocks, bytes):
             body = blocks
@@ -185,16 +187,16 @@ class ColocatedChannel(Channel):
             body = b""
             self._link.memory.write(at, blocks)
         self._places[header.request_id] = at, size, at + request_bytes
-        front = header.pack() + PLACES.pack(at, at + request_bytes)
+        preamble = header.pack() + OFFSETS.pack(at, at + request_bytes)
         if in_line:
-            self._write_out(front + body)
+            self._write_out(preamble + body)
         else:
-            os.write(self._requests, front)
+            os.write(self._requests, preamble)
         return True
 
-    def _ask(self, size: int) -> None:
-        """Ask for memory; for none, to have an answer."""
-        self._asked.append(size > 0)
+    def _request_memory(self, size: int) -> None:
+        """Ask for memory; size 0 is a ping."""
+        self._memory_requests.append(size > 0)
         self._write_out(MEMORY.pack(MEMORY_BYTE, size))
 
     def _give_up(self, header: Header, code: str, message: str, retry_after: float | None = None) -> None:
@@ -261,10 +263,10 @@ class ColocatedChannel(Channel):
         return Incoming(header, payload)
 
     def _has_memory(self, data: bytes) -> None:
-        if len(data) != MEMORY.size or not self._asked:
+        if len(data) != MEMORY.size or not self._memory_requests:
             raise WireError("unexpected", "the executor offers memory that was not asked for", fatal=True)
         size = MEMORY.unpack(data)[1]
-        if not self._asked.popleft():
+        if not self._memory_requests.popleft():
             with self._lock:
                 pong = self._pongs.popleft() if self._pongs else None
             if pong is not None:

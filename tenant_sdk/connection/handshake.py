@@ -64,12 +64,12 @@ def client_context(
     client_certificate: tuple[str | Path, str | Path] | None = None,
     option: str = "ca",
 ) -> ssl.SSLContext:
-    """TLS 1.3 only, host name and certificate checked.
+    """Makes a TLS 1.3 context that checks host name and certificate.
 
     Args:
         ca: PEM file of the authority to trust; None trusts the operating system's authorities.
         client_certificate: PEM files of certificate and key, for executors that ask for one.
-        option: with which ``ca`` is given.
+        option: the name of the option that gives ``ca``.
 
     Raises:
         ConfigurationError: a file is missing or does not hold what it should, others could change it or read
@@ -107,7 +107,7 @@ def client_context(
 
 
 def open_tcp(host: str, port: int, timeout: float, address: str = "") -> socket.socket:
-    """A TCP connection, or a ConnectError that says what failed.
+    """Open a TCP connection, or raise a ConnectError that says what failed.
 
     Args:
         address: the one of the host's addresses to connect to; empty: any.
@@ -132,7 +132,7 @@ def open_tcp(host: str, port: int, timeout: float, address: str = "") -> socket.
 
 
 def start_tls(sock: socket.socket, host: str, context: ssl.SSLContext) -> ssl.SSLSocket:
-    """TLS on an open connection, or a TlsError that says what to do."""
+    """Start TLS on an open connection, or raise a TlsError that says what to do."""
     try:
         return context.wrap_socket(sock, server_hostname=host)
     except ssl.SSLCertVerificationError as error:
@@ -165,11 +165,11 @@ def start_tls(sock: socket.socket, host: str, context: ssl.SSLContext) -> ssl.SS
 
 
 def why_untrusted(ca: str | Path | None, option: str) -> OptionText:
-    """What to say of a certificate that nobody trusted signed.
+    """Returns the message about a certificate that nobody trusted signed.
 
     Args:
         ca: the authority that was given for this party; None: the operating system's.
-        option: with which it is given.
+        option: the name of the option that gives it.
     """
     if ca is None:
         argument = Argument(option, Placeholder("FILE"))
@@ -187,7 +187,7 @@ def why_untrusted(ca: str | Path | None, option: str) -> OptionText:
 
 
 def upgrade(sock: ssl.SSLSocket, url: str, token: str, clock: Clock = CLOCK) -> None:
-    """The websocket handshake with the bearer token.
+    """Do the websocket handshake with the bearer token.
 
     Raises:
         AuthenticationError, ProtocolVersionError, ConnectError: the executor refused.
@@ -273,7 +273,7 @@ def check_token(token: str) -> None:
 def open_connection(
     url: str, token: str, context: ssl.SSLContext, timeout: float, address: str = "", clock: Clock = CLOCK
 ) -> ssl.SSLSocket:
-    """All steps together; TLS checks the URL's host, at whichever ``address`` of it."""
+    """Open a connection in all steps. TLS checks the URL's host, whichever ``address`` of it is used."""
     host, port = split_url(url)
     check_token(token)
     sock: socket.socket = open_tcp(host, port, timeout, address)

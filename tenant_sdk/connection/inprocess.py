@@ -9,11 +9,11 @@ from shared.forks import register_for_fork
 from shared.transport.endpoint import Endpoint
 from shared.wire.header import Header, parse_header
 from shared.wire.websocket import Incoming
-from tenant_sdk.connection.channel import Channel, Pending
+from tenant_sdk.connection.channel import Channel, ResponseFuture
 
 
 class InprocessChannel(Channel):
-    """See Channel. Whoever leads computes the answers itself, so there is always progress.
+    """See Channel. The leader computes the answers itself, so there is always progress.
 
     Args:
         endpoint: the executor.
@@ -42,9 +42,9 @@ class InprocessChannel(Channel):
         return None
 
     def _send(self) -> None:
-        """There is nothing between the two that could take it meanwhile."""
+        """Send nothing: between the two there is no buffer that could take it."""
 
-    def _lead(self, pending: Pending) -> None:
+    def _lead(self, pending: ResponseFuture) -> None:
         while not pending.done:
             with self._lock:
                 if not self._outbox:
@@ -62,10 +62,10 @@ class InprocessChannel(Channel):
         self._handle(Incoming(header, payload))
 
     def _wake_leader(self) -> None:
-        """It never sleeps."""
+        """Do nothing: the leader never sleeps."""
 
     def _goodbye(self) -> None:
-        """Nobody waits for one."""
+        """Do nothing: the executor waits for no goodbye."""
 
     def _shut(self) -> None:
         self._session.close()

@@ -49,19 +49,19 @@ def prefer(context: ssl.SSLContext) -> None:
 
 
 def hybrid(group: str) -> bool:
-    """Whether both an elliptic curve and a lattice would have to be broken to read recorded traffic."""
+    """Returns whether only breaking both an elliptic curve and a lattice would reveal recorded traffic."""
     return "MLKEM" in group and not group.startswith("MLKEM")
 
 
 def agreed(sock: ssl.SSLSocket) -> str:
-    """The name of the group of a finished handshake, or ``unknown``."""
+    """Returns the name of the group of a finished handshake, or ``unknown``."""
     group = getattr(sock, "group", None)
     name = str((group() if group is not None else getattr(sock, "seen_group", "")) or UNKNOWN)
     return _OPENSSL_NAMES.get(name, name)
 
 
 def group_of(answer: bytes) -> str:
-    """The name of the group in the first TLS record of a server's answer, or ``unknown``.
+    """Returns the name of the group in the first TLS record of a server's answer, or ``unknown``.
 
     That may be a ServerHello or a request to begin again with this very group.
     """
@@ -85,7 +85,7 @@ def group_of(answer: bytes) -> str:
 
 
 def peek(sock: ssl.SSLSocket, timeout: float) -> bytes:
-    """The first TLS record that waits to be read, which stays where it is; less, if the peer ends there.
+    """Returns the first TLS record that waits, and leaves it to be read; less, if the peer ends there.
 
     Args:
         sock: whose timeout is set to the rest of ``timeout`` meanwhile.

@@ -8,13 +8,13 @@ from shared.wire.header import EXACT, Direction
 
 
 class ProductKey(NamedTuple):
-    """What a request asks for. Masks and effects of one key are interchangeable, row by row.
+    """Identifies what a request asks for. Masks and effects of one key are interchangeable, row by row.
 
     Attributes:
         group: id in the manifest.
         direction: forward or backward.
         member_bits: bit mask of members.
-        answer_bits: of each number of an answer on the ring, one of ``shared.wire.header.ANSWER_BITS``.
+        answer_bits: bits of each number of an answer on the ring, one of ``shared.wire.header.ANSWER_BITS``.
     """
 
     group: int

@@ -39,10 +39,10 @@ class QuickPoll:
         self._wake_write.close()
 
     def poll(self, seconds: float, *, awake: bool = True) -> list[tuple[int, int]]:
-        """As ``select.poll``, but in seconds; asleep from the start unless ``awake``.
+        """Wait as ``select.poll`` does, but in seconds; asleep from the start unless ``awake``.
 
         Returns:
-            What is ready, and a descriptor of its own if it was woken; nothing if the time is over.
+            The descriptors that are ready, with one of its own if it was woken; none if the time is over.
         """
         began = now = time.monotonic()
         ready: list[tuple[int, int]] = []

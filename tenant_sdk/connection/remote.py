@@ -24,7 +24,7 @@ from shared.wire.header import (
 from shared.wire.messages import Fetch, FileInfo, ParameterInfo, encode
 from shared.wire.protocol import GroupShape, RequestWidths
 from shared.wire.websocket import Incoming, tensor_bytes
-from tenant_sdk.connection.channel import Channel, Pending, copy_error
+from tenant_sdk.connection.channel import Channel, ResponseFuture, copy_error
 from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.replicas.parts import PartConnections
 from tenant_sdk.connection.replicas.reconnecting import (
@@ -37,24 +37,24 @@ FETCH_BYTES = 4 << 20
 PIECE_ROWS = 16  # of a request that is cut, a multiple of this
 
 
-class PendingProduct:
-    """A product under way.
+class LazyResult:
+    """The result of a product under way, computed by the thread that asks for it.
 
-    Like a future, but without a thread in the background: whoever asks for the result receives, and sends
-    what is left to send, for all who wait on the same connection; then it takes the mask off its own answer.
-    For one thread at a time.
+    It is like a future, but without a thread in the background. The thread that asks for the result sends and
+    receives for all threads that wait on the same connection; then it takes the mask off its own answer. One
+    thread at a time may use it.
     """
 
     __slots__ = ("_error", "_finish", "_result")
 
     def __init__(self, finish: Callable[[], list[torch.Tensor]]) -> None:
-        """Make one of what waits and gives the result; it is called once."""
+        """Make one from a function that waits for the result and returns it; the function is called once."""
         self._finish: Callable[[], list[torch.Tensor]] | None = finish
         self._result: list[torch.Tensor] | None = None
         self._error: SymbiosisError | None = None
 
     def result(self) -> list[torch.Tensor]:
-        """Wait for the product; again, and it is the same tensors, or the same failure.
+        """Wait for the product. Further calls return the same tensors, or raise the same error.
 
         Raises:
             SymbiosisError: the connection, the executor, a mask source, or a wrong answer.
@@ -74,7 +74,7 @@ class PendingProduct:
 
 
 class RemoteExecutor:
-    """Products over one connection, opened again when it breaks, perhaps to another replica.
+    """Requests products over a connection that is opened again when it breaks, perhaps to another replica.
 
     Executors that serve a part of the layers each are one of these together, with a connection to each.
 
@@ -117,12 +117,12 @@ class RemoteExecutor:
 
     @property
     def url(self) -> str:
-        """Of the executor; of several the one that serves the first group."""
+        """The executor's URL; of several executors the one that serves the first group."""
         return self.connection.url
 
     def is_over_network(self, group: int) -> bool:
-        """Whether answers of a group come over a network."""
-        return self._parts.of(group).latest.piece_bytes > 0
+        """Returns whether answers of a group come over a network."""
+        return self._parts.connection_for(group).last_channel.piece_bytes > 0
 
     def submit(
         self,
@@ -130,18 +130,18 @@ class RemoteExecutor:
         key: ProductKey,
         blocks: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
-    ) -> PendingProduct:
+    ) -> LazyResult:
         """Ask the executor for a product; nothing is masked here. See ``submit_pieces``.
 
         Args:
             operation: PRODUCT, or EFFECT for the product of a mask.
-            key: of the product.
+            key: the kind of product.
             blocks: on the CPU: [T, D] forward; backward one [T, O_m] for each member. They must not
                 change until the result is here.
             request_class: how urgent it is.
 
         Returns:
-            Whose result are writable tensors in the blocks' dtype that nobody else holds: one [T, O_m] for
+            The result: writable tensors in the blocks' dtype that nobody else holds: one [T, O_m] for
             each member forward, one [T, D] backward; cut answers are as ``take_upper_bits`` makes them.
 
         Raises:
@@ -160,7 +160,7 @@ class RemoteExecutor:
         def finish() -> list[torch.Tensor]:
             return [torch.cat(parts) for parts in zip(*(sent.pop(0).result() for _ in pieces), strict=True)]
 
-        return PendingProduct(finish)
+        return LazyResult(finish)
 
     def submit_pieces(
         self,
@@ -169,20 +169,20 @@ class RemoteExecutor:
         pieces: list[slice],
         blocks_of: Callable[[slice], list[torch.Tensor]],
         request_class: RequestClass = RequestClass.UNDECLARED,
-    ) -> list[PendingProduct]:
+    ) -> list[LazyResult]:
         """Ask the executor for a product, with a request for each piece, in order and on one connection.
 
         What the connection takes is sent at once: while a piece travels or is multiplied, the next is made.
 
         Args:
             operation, key, request_class: see ``submit``.
-            pieces: of the rows, see ``pieces``.
-            blocks_of: makes the blocks that are sent of a piece; called in the order of the pieces.
+            pieces: slices of the rows, see ``pieces``.
+            blocks_of: makes the blocks of a piece that are sent; called in the order of the pieces.
 
         Returns:
-            One for each piece.
+            One result for each piece.
         """
-        channel = self._parts.of(key.group).channel
+        channel = self._parts.connection_for(key.group).channel
         return [
             self.submit_piece(channel, operation, key, blocks_of(piece), request_class) for piece in pieces
         ]
@@ -194,7 +194,7 @@ class RemoteExecutor:
         key: ProductKey,
         blocks: list[torch.Tensor],
         request_class: RequestClass,
-    ) -> PendingProduct:
+    ) -> LazyResult:
         """Send one request as it is; see ``submit``."""
         started = time.perf_counter()
         shape, rows, dtype = self.shapes[key.group], blocks[0].shape[0], blocks[0].dtype
@@ -206,12 +206,12 @@ class RemoteExecutor:
             members=key.member_bits, request_class=request_class, answer_bits=key.answer_bits,
         )  # fmt: skip
 
-        def ask(channel: Channel) -> Pending:
+        def send(channel: Channel) -> ResponseFuture:
             return channel.submit(lambda protocol: protocol.product(request, shape), wire)
 
         # A list, from which it is taken: the rows are let go as soon as the answer is there.
-        answers = [self._parts.of(key.group).ask(channel, ask)]
-        channel.push()
+        answers = [self._parts.connection_for(key.group).send(channel, send)]
+        channel.flush()
         spent = time.perf_counter() - started
 
         def finish() -> list[torch.Tensor]:
@@ -223,10 +223,10 @@ class RemoteExecutor:
             self._count(operation, rows, widths, answer_bytes, spent + time.perf_counter() - started)
             return results
 
-        return PendingProduct(finish)
+        return LazyResult(finish)
 
     def _item_bits(self, answer_bits: int) -> int:
-        """Of each number of an answer, as it travels."""
+        """Returns the bits of each number of an answer, as it travels."""
         return answer_bits if self.ring else 8 * self.wire_dtype.itemsize
 
     def _count(
@@ -248,13 +248,13 @@ class RemoteExecutor:
         return self.shapes[key.group].widths(key.direction, key.member_bits)
 
     def pieces(self, key: ProductKey, rows: int) -> list[slice]:
-        """What a request of so many rows is cut into, in order and about equally large.
+        """Cuts a request of so many rows into pieces, in order and about equally large.
 
-        No larger than the executor takes; and small enough for upload, product and download of one request
-        to go on at once, if there is something in between that takes time.
+        Pieces are no larger than the executor takes. Over a network they are so small that upload, product
+        and download of one request go on at once.
         """
         row_bytes, max_rows = self._row_bytes(key), self.max_rows(key)
-        if piece_bytes := self._parts.of(key.group).latest.piece_bytes:
+        if piece_bytes := self._parts.connection_for(key.group).last_channel.piece_bytes:
             max_rows = min(max_rows, max(PIECE_ROWS, piece_bytes // row_bytes))
         if rows <= max_rows:
             return [slice(0, rows)]
@@ -263,13 +263,13 @@ class RemoteExecutor:
         return [slice(at, min(at + each, rows)) for at in range(0, rows, each)]
 
     def _row_bytes(self, key: ProductKey) -> int:
-        """Of a row or its answer, whichever is larger."""
+        """Returns the bytes of a row or of its answer, whichever is larger."""
         widths = self._request_widths(key)
         answer = widths.answer_columns * self._item_bits(key.answer_bits) // 8
         return max(widths.request_columns * self.wire_dtype.itemsize, answer)
 
     def max_rows(self, key: ProductKey) -> int:
-        """How many rows one request of this kind may have, from the executor's limits."""
+        """Returns how many rows one request of this kind may have, from the executor's limits."""
         limits = self.manifest.limits
         return max(1, min(limits.max_rows, limits.max_message_bytes // self._row_bytes(key)))
 
@@ -280,7 +280,7 @@ class RemoteExecutor:
         seed: bytes,
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> torch.Tensor:
-        """The product of the mask that a seed expands to (``shared.ring.mask_stream``).
+        """Returns the product of the mask that a seed expands to (``shared.ring.mask_stream``).
 
         ``rows`` is at most ``max_rows``. The result is as ``take_upper_bits`` makes it.
         """
@@ -289,11 +289,11 @@ class RemoteExecutor:
             members=key.member_bits, request_class=request_class, answer_bits=key.answer_bits,
         )  # fmt: skip
 
-        def ask(channel: Channel) -> Pending:
+        def send(channel: Channel) -> ResponseFuture:
             return channel.submit(lambda protocol: protocol.product(request, self.shapes[key.group]), seed)
 
-        connection = self._parts.of(key.group)
-        answer = _payload(connection.answer(connection.channel, ask))
+        connection = self._parts.connection_for(key.group)
+        answer = _payload(connection.answer(connection.channel, send))
         self.stats.add(
             effect_requests=1,
             effect_rows=rows,
@@ -303,17 +303,17 @@ class RemoteExecutor:
         return answer
 
     def scales(self, group: int) -> torch.Tensor:
-        """Ring numerics: float32 scales of a group's outputs [O], all members one behind the other."""
+        """Ring numerics: fetches the float32 scales of a group's outputs [O], all members in order."""
         length = sum(self.shapes[group].outputs)
-        connection, dtype = self._parts.of(group), DTYPE_CODES[torch.float32]
+        connection, dtype = self._parts.connection_for(group), DTYPE_CODES[torch.float32]
         pieces = self._fetch(connection, "scales", str(group), length, FETCH_BYTES // 4, dtype, 1)
         return torch.cat([piece.view(-1) for piece in pieces])
 
     def parameter(self, info: ParameterInfo) -> Iterator[torch.Tensor]:
-        """A tenant-side parameter, [n, width] pieces in order of its rows (``info.rows``), in their dtype.
+        """Yields [n, width] pieces of a tenant-side parameter, in the order of its rows (``info.rows``).
 
         Raises:
-            WireError: ``parameter``, after the last piece: they are not what the manifest announced.
+            WireError: ``parameter``, after the last piece: the parameter is not what the manifest announced.
         """
         digest = parameter_hash(info.dtype, info.shape)
         dtype = DTYPE_NAMES[info.dtype]
@@ -328,7 +328,7 @@ class RemoteExecutor:
             raise WireError("parameter", f"{info.name} is not the parameter that the executor announced")
 
     def file(self, info: FileInfo) -> bytes:
-        """A configuration or tokenizer file, checked against the manifest's SHA-256.
+        """Fetches a configuration or tokenizer file, and checks its SHA-256 against the manifest's.
 
         Raises:
             WireError: ``file``, if the bytes are not those that the manifest announced.
@@ -351,9 +351,9 @@ class RemoteExecutor:
         dtype: int,
         width: int | None,
     ) -> Iterator[torch.Tensor]:
-        """Pieces in order, a few of them in flight. ``width`` None: one row of so many bytes."""
+        """Yields pieces in order, a few of them in flight. ``width`` None: one row of so many bytes."""
 
-        def submit(start: int, stop: int, channel: Channel) -> Pending:
+        def submit(start: int, stop: int, channel: Channel) -> ResponseFuture:
             body = encode(Fetch(kind, name, start, stop))
             rows, columns = (1, stop - start) if width is None else (stop - start, width)
             answer = Header(Operation.REPLY, dtype=dtype, rows=rows, columns=columns)
@@ -362,7 +362,7 @@ class RemoteExecutor:
         ahead: deque[Callable[[], Incoming]] = deque()
         for start in range(0, length, step):
             ahead.append(
-                connection.ask(connection.channel, partial(submit, start, min(start + step, length)))
+                connection.send(connection.channel, partial(submit, start, min(start + step, length)))
             )
             if len(ahead) == 4:
                 yield _payload(ahead.popleft()())
@@ -378,7 +378,7 @@ def check_shapes(blocks: Sequence[torch.Tensor], widths: Sequence[int]) -> None:
     """Refuse blocks that are not [T, width] for each width with one T, at least 1.
 
     Raises:
-        ValueError: they are not.
+        ValueError: the blocks have other shapes.
     """
     rows = blocks[0].shape[0] if blocks else 0
     if not rows or [block.shape for block in blocks] != [(rows, width) for width in widths]:

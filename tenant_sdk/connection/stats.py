@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Stats:
-    """What a session has done so far; ``session.stats`` returns a copy.
+    """Counts what a session has done so far; ``session.stats`` returns a copy.
 
     ``bytes_*`` count payloads, of products and effects. ``effect_rows`` are rows of masks whose
     effect a mask source computed; ``verified_rows`` are rows of answers that passed the check.
@@ -43,11 +43,11 @@ class Stats:
     key_exchange: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """The lock of those who count; no field, so that ``dataclasses.asdict`` gives plain values."""
+        """Make the lock, which is no field, so that ``dataclasses.asdict`` gives plain values."""
         self.lock = threading.Lock()
 
     def add(self, **amounts: float) -> None:
-        """Count what is a number; any thread may."""
+        """Add to counters that are numbers; any thread may."""
         with self.lock:
             for name, amount in amounts.items():
                 setattr(self, name, getattr(self, name) + amount)

@@ -1,4 +1,4 @@
-"""The socket of a TLS connection: it notes which group was agreed, and ends without a word in a child."""
+"""The socket of a TLS connection: it records the agreed group, and ends without a word in a child."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tenant_sdk.connection.key_exchange import UNKNOWN, group_of, peek
 
 
 class ClientTlsSocket(ssl.SSLSocket):
-    """Made by the contexts of ``handshake.client_context``.
+    """The class of sockets of ``handshake.client_context``.
 
     Attributes:
         seen_group: see ``key_exchange.agreed``, which asks Python first.
@@ -61,7 +61,7 @@ def end_reads(sock: socket.socket) -> None:
 
 @contextmanager
 def reads_end(sock: socket.socket, seconds: float) -> Iterator[None]:
-    """Around reads that shall take no longer, whatever the peer sends; see ``end_reads``."""
+    """Limit the time of the reads in the block, whatever the peer sends; see ``end_reads``."""
     timer = threading.Timer(seconds, end_reads, [sock])
     timer.daemon = True
     timer.start()

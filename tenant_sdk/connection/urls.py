@@ -19,34 +19,34 @@ _NEXT_URL = re.compile(r"\s*,\s*(?=[a-z]+://)")  # a folder's name may have comm
 
 
 def replicas_of(party: Party) -> tuple[str | Endpoint, ...]:
-    """The executors of one party: one, a list of them, or URLs with commas in between."""
+    """Returns the executors of one party: one, a list of them, or URLs with commas in between."""
     if isinstance(party, str):
         return tuple(_NEXT_URL.split(party))
     return tuple(party) if isinstance(party, Sequence) else (party,)
 
 
 def is_local(party: Party) -> bool:
-    """Whether a mask source is a checkpoint's folder on this machine."""
+    """Returns whether a mask source is a checkpoint's folder on this machine."""
     return isinstance(party, str) and party.startswith(LOCAL)
 
 
 def party_name(party: Party) -> str:
-    """What to call all executors of one party together."""
+    """Returns a name for all executors of one party together."""
     return " or ".join(map(url_of, replicas_of(party)))
 
 
 def url_of(where: str | Endpoint) -> str:
-    """What to call an executor."""
+    """Returns the URL of an executor, as messages name it."""
     return where if isinstance(where, str) else where.url
 
 
 def over_tls(where: str | Endpoint) -> bool:
-    """Whether an executor is reached by TLS; else it is on this machine."""
+    """Returns whether an executor is reached by TLS; else it is on this machine."""
     return isinstance(where, str) and not where.startswith(SCHEME)
 
 
 def split_url(url: str) -> tuple[str, int]:
-    """Host and port of a ``wss://`` URL.
+    """Returns host and port of a ``wss://`` URL.
 
     Raises:
         ConfigurationError: another scheme (``ws://`` would send everything in the clear) or no host.

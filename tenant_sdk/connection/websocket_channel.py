@@ -17,7 +17,7 @@ from shared.forks import register_for_fork
 from shared.wire.header import Header
 from shared.wire.websocket import Control, Incoming, MessageReader, Opcode, encode_control, encode_message
 from tenant_sdk.connection import key_exchange
-from tenant_sdk.connection.channel import Channel, Entropy, Pending
+from tenant_sdk.connection.channel import Channel, Entropy, ResponseFuture
 from tenant_sdk.connection.clock import CLOCK, Clock
 from tenant_sdk.connection.quick_poll import QuickPoll
 from tenant_sdk.connection.tls_socket import end_reads
@@ -34,7 +34,7 @@ READS_AT_ONCE = 1024  # before looking at the clock again
 
 
 def is_over_network(sock: socket.socket) -> bool:
-    """Whether bytes go over a network. On one machine they take no time, and pieces only more work."""
+    """Returns whether bytes go over a network. On one machine travelling takes no time; pieces are work."""
     try:
         return not ip_address(sock.getpeername()[0].partition("%")[0]).is_loopback
     except OSError:  # it has gone already, which the first request will notice
@@ -92,7 +92,7 @@ class WebsocketChannel(Channel):
             self._sock.sendall(encode_control(Opcode.CLOSE, code, self._entropy(4)))
 
     def _shut(self) -> None:
-        """Close the sockets. Only whoever leads may: a TLS socket that is closed under another
+        """Close the sockets. Only the leader may: a TLS socket that is closed under another
         thread's send would send in the clear, through the plain socket that is left of it."""
         self._writing, self._piece = None, memoryview(b"")
         self._sock.close()
@@ -108,7 +108,7 @@ class WebsocketChannel(Channel):
         self._writing, self._piece = None, memoryview(b"")
         self._poll.close()
 
-    def _lead(self, pending: Pending) -> None:
+    def _lead(self, pending: ResponseFuture) -> None:
         last_progress = self._clock.now()
         awake_until = last_progress + SPIN_SECONDS if pending.latency_sensitive else 0.0
         while not pending.done:
@@ -128,7 +128,7 @@ class WebsocketChannel(Channel):
                 last_progress = self._clock.now()
 
     def _sleep(self, blocked: bool, seconds: float, awake: bool) -> bool:
-        """Until there is something to read or, if writing is blocked, to write; True for the latter."""
+        """Wait until the socket can be read or, if writing is blocked, written; True for the latter."""
         events = select.POLLIN | (select.POLLOUT if blocked else 0)
         if events != self._events:
             self._poll.register(self._sock, events)

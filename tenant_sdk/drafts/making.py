@@ -37,7 +37,14 @@ from tenant_sdk.storage import check_new_folder, disk_errors
 from tenant_sdk.trust.attestation import base_model
 from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
 from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example, TemplateDate
-from tenant_sdk.tuning.data import Reader, Say, chat_prompt, has_chat_template, prompt_tokens, say_day
+from tenant_sdk.tuning.data import (
+    Notify,
+    Reader,
+    chat_prompt,
+    has_chat_template,
+    notify_template_day,
+    prompt_tokens,
+)
 from tenant_sdk.tuning.generation import (
     answer_ids,
     context_length,
@@ -46,8 +53,8 @@ from tenant_sdk.tuning.generation import (
     together,
 )
 from tenant_sdk.tuning.records import prompts_of
+from tenant_sdk.tuning.resume_settings import digest_of, template_day
 from tenant_sdk.tuning.sampling import Sampling, ends_of
-from tenant_sdk.tuning.settings import digest_of, template_day
 
 _LARGEST_ANSWERS = 256 << 20  # of one batch
 _HELD_OUT = 10  # one text of so many
@@ -62,13 +69,13 @@ class DraftCallbacks:
     """How the making of a draft tells its user of itself.
 
     Args:
-        say: called with a line.
+        notify: called with a line.
         writing: called while the model answers prompts, with the number that is done, and of all.
         reading: the same while the model computes the text.
         training: called with the steps that are done, all of them, and the loss of the first guess.
     """
 
-    say: Say = lambda _: None
+    notify: Notify = lambda _: None
     writing: Callable[[int, int], None] = lambda *_: None
     reading: Callable[[int, int], None] = lambda *_: None
     training: Callable[[int, int, float], None] = lambda *_: None
@@ -145,9 +152,9 @@ def make_draft(
     check_supported(model)
     output = check_new_folder(options.output)
     day = template_day(output, today, resume=options.resume)
-    examples = _read(options, model, tokenizer, day, callbacks.say)
+    examples = _read(options, model, tokenizer, day, callbacks.notify)
     prompts = _prompts(options.prompts, tokenizer, day)
-    say_day(day, callbacks.say)
+    notify_template_day(day, callbacks.notify)
     settings = _settings(options, examples, prompts, model, session)
     if day.written:
         settings["day"] = str(day.day)
@@ -164,9 +171,11 @@ def make_draft(
             base, frequent_tokens(trained, base.get_input_embeddings().weight.shape[0])
         )
         learned = sum(int(each.learned.sum()) for each in trained)
-        callbacks.say(f"{learned:,} tokens to learn, {len(vocabulary.tokens):,} of them different")
+        callbacks.notify(f"{learned:,} tokens to learn, {len(vocabulary.tokens):,} of them different")
         if (count := sum(int(each.learned.sum()) for each in held_out)) < _FEW:
-            callbacks.say(f"only {count} tokens are held out, so the shares of right guesses are uncertain")
+            callbacks.notify(
+                f"only {count} tokens are held out, so the shares of right guesses are uncertain"
+            )
         places = Positions(trained)
         epochs = options.epochs or default_epochs(len(places.starts))
         trainer = Trainer(vocabulary, places, epochs=epochs, seed=options.seed, progress=callbacks.training)
@@ -187,14 +196,16 @@ def make_draft(
     return report
 
 
-def _read(options: DraftOptions, model: Any, tokenizer: Any, day: TemplateDate, say: Say) -> list[Example]:
+def _read(
+    options: DraftOptions, model: Any, tokenizer: Any, day: TemplateDate, notify: Notify
+) -> list[Example]:
     reader = Reader(
         tokenizer,
         sequence_length(options.sequence_length, model),
         options.train_on_prompt,
         ends=ends_of(model.generation_config, tokenizer),
         embeddings=model.get_input_embeddings().weight.shape[0],
-        say=say,
+        notify=notify,
         day=day,
     )
     return reader.read(options.data)

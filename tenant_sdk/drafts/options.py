@@ -38,7 +38,7 @@ class DraftOptions(AdapterChoice, ReadingOptions):
             "Text that the draft learns to guess, in the forms of `finetune --data`. Answers "
             "that the model wrote itself are best.",
             unit="FILE",
-            single="data",
+            cli_singular="data",
         ),
     ] = ()
     prompts: Annotated[
@@ -48,7 +48,7 @@ class DraftOptions(AdapterChoice, ReadingOptions):
             "Files with one prompt a line, or with JSON objects that have `prompt`. The model answers the "
             "prompts, and the draft learns these answers.",
             unit="FILE",
-            single="prompts",
+            cli_singular="prompts",
         ),
     ] = ()
     answer_tokens: Annotated[

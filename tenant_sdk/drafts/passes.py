@@ -11,7 +11,7 @@ from shared.compat import cache_name, generation_steps
 from shared.errors import ConfigurationError
 from tenant_sdk.drafts.options import VIRTUAL_TOKENS
 from tenant_sdk.sequences.contexts import activated
-from tenant_sdk.sequences.positions import steady_length
+from tenant_sdk.sequences.positions import rope_stable_length
 from tenant_sdk.sequences.text_cache import forgets
 from tenant_sdk.trust.attestation import base_model
 
@@ -63,7 +63,7 @@ class Passes:
         config = model.config.get_text_config(decoder=True)
         names = ("max_position_embeddings", "original_max_position_embeddings")
         most: list[int | None] = [getattr(config, name, None) for name in names]
-        most.append(steady_length(model))
+        most.append(rope_stable_length(model))
         self._positions = min((each for each in most if each is not None), default=None)
 
     @property

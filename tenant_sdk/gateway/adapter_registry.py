@@ -49,7 +49,9 @@ class AdapterRegistry:
         self._changing = FairLock()
         # Names of each client, and of the folder if it is watched; and whose each is.
         authenticator = settings.authenticator
-        self._names = Reservations.one_each(MAX_ADAPTERS, authenticator.clients + bool(authenticator.keys))
+        self._names = Reservations.per_client_minimum(
+            MAX_ADAPTERS, authenticator.clients + bool(authenticator.keys)
+        )
         self._owners = dict[str, str]()
         self._last_id = 0
         # Of each folder below --adapters: its files when it was taken, and when it was last looked at.

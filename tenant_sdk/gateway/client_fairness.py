@@ -96,7 +96,7 @@ class SequenceInfo(NamedTuple):
         prefilling: it has begun, and not all of its prompt is read.
         tokens: that its next row attends to.
         blocks: of keys and values that it has.
-        more: blocks that it needs for its next step, or to begin.
+        blocks_needed: blocks that it needs for its next step, or to begin.
     """
 
     name: str
@@ -105,7 +105,7 @@ class SequenceInfo(NamedTuple):
     prefilling: bool = False
     tokens: int = 0
     blocks: int = 0
-    more: int = 0
+    blocks_needed: int = 0
 
 
 class Memory(NamedTuple):
@@ -141,8 +141,8 @@ def next_admissions(
         several: more than one client has had sequences lately.
         memory: for keys and values; None: is not looked at.
     """
-    held = Counter(each.client for each in running)
-    for_sequences = Reservations(max_sequences, clients, dict(held))
+    counts = Counter(each.client for each in running)
+    for_sequences = Reservations(max_sequences, clients, dict(counts))
     for_adapters = Reservations(max_adapters, clients)
     adapters = {0}
     for each in running:
@@ -156,32 +156,32 @@ def next_admissions(
         for client in {each.client for each in running if each.prefilling}:
             queues.pop(client, None)
     used, share = _used(running), _share((*running, *waiting), memory)
-    free = memory.free - sum(each.more for each in running) if memory else 0
-    begin = []
+    free = memory.free - sum(each.blocks_needed for each in running) if memory else 0
+    admitted = []
     while queues:
         client = min(
-            queues, key=lambda client: held[client]
+            queues, key=lambda client: counts[client]
         )  # of those that have as many, the first that came
         each = queues[client].popleft()
-        within_share = share is None or used[client] + each.more <= share or not held[client]
+        within_share = share is None or used[client] + each.blocks_needed <= share or not counts[client]
         if (
             not within_share
-            or (share is not None and each.more > free)
+            or (share is not None and each.blocks_needed > free)
             or not for_sequences.reserve(client, 1)
         ):
             del queues[client]
             continue
         if each.adapter in adapters or for_adapters.reserve(client, 1):
             adapters.add(each.adapter)
-            begin.append(each.name)
-            held[client] += 1
-            used[client] += each.more
-            free -= each.more
+            admitted.append(each.name)
+            counts[client] += 1
+            used[client] += each.blocks_needed
+            free -= each.blocks_needed
         else:
             for_sequences.release(client, 1)
         if not queues[client]:
             del queues[client]
-    return begin
+    return admitted
 
 
 def next_preemptions(
@@ -200,17 +200,19 @@ def next_preemptions(
     used, share = _used(running), _share((*running, *waiting), memory)
     if share is None:
         return []
-    missing = sum(each.more for each in running) - memory.free
+    missing = sum(each.blocks_needed for each in running) - memory.free
     prefilling = {each.client for each in running if each.prefilling}
     for client in {each.client for each in waiting} - prefilling:
         first = next(each for each in waiting if each.client == client)
-        missing += first.more if used[client] + first.more <= share or not used[client] else 0
+        missing += (
+            first.blocks_needed if used[client] + first.blocks_needed <= share or not used[client] else 0
+        )
     preempted = []
     for each in reversed(running):
         if missing > 0 and used[each.client] > share:
             preempted.append(each.name)
-            used[each.client] -= each.blocks + each.more
-            missing -= each.blocks + each.more
+            used[each.client] -= each.blocks + each.blocks_needed
+            missing -= each.blocks + each.blocks_needed
     return preempted
 
 
@@ -218,7 +220,7 @@ def _used(running: Sequence[SequenceInfo]) -> Counter[str]:
     """Blocks of each client's sequences after their next step."""
     used = Counter[str]()
     for each in running:
-        used[each.client] += each.blocks + each.more
+        used[each.client] += each.blocks + each.blocks_needed
     return used
 
 
@@ -236,27 +238,27 @@ class AttentionTimeDebt:
 
     def paused(
         self,
-        going: Sequence[SequenceInfo],
+        runnable: Sequence[SequenceInfo],
         latency: StepLatency,
         seconds: float,
         *,
         clients: int,
-        lightest: str | None,
+        least_attending: str | None,
     ) -> set[str]:
         """Names of the sequences that wait for a later step; a client that owes nothing has one in this.
 
         Args:
-            going: sequences that could go on; those that have waited longest first.
+            runnable: sequences that could go on; those that have waited longest first.
             latency: how long steps take.
-            seconds: beyond that of rows and of the lightest client, for all others together.
+            seconds: beyond that of rows and of the client ``least_attending``, for all others together.
             clients: how many there are.
-            lightest: the client whose sequences attend to the fewest tokens, which never wait.
+            least_attending: the client whose sequences attend to the fewest tokens, which never wait.
         """
         share, paused = seconds / clients, set[str]()
         self.owed = {client: owed - share for client, owed in self.owed.items() if owed > share}
-        for each in going:
+        for each in runnable:
             takes, owed = latency.per_token * each.tokens, self.owed.get(each.client, 0.0)
-            if each.client == lightest:
+            if each.client == least_attending:
                 continue
             if owed and owed + takes > share:
                 paused.add(each.name)
@@ -265,17 +267,17 @@ class AttentionTimeDebt:
         return paused
 
 
-def paused_sampling(sorting: Sequence[tuple[str, str]], vocabulary: int) -> set[str]:
+def paused_sampling(needs_sorting: Sequence[tuple[str, str]], vocabulary: int) -> set[str]:
     """Names of the sequences that wait for a later step: a client's are sampled a few at a time.
 
     Sampling sorts as many numbers for a sequence as there are tokens, which can take longer than the step.
 
     Args:
-        sorting: name and client of each sequence that has them sorted; those that have waited longest first.
+        needs_sorting: name and client of each sequence that has them sorted, the longest waiting first.
         vocabulary: how many tokens there are.
     """
     at_once, had, paused = max(1, MAX_SORTED // vocabulary), Counter[str](), set[str]()
-    for name, client in sorting:
+    for name, client in needs_sorting:
         had[client] += 1
         if had[client] > at_once:
             paused.add(name)

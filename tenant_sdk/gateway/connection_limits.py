@@ -42,7 +42,8 @@ class ConnectionLimits:
     def at(cls, authenticator: Authenticator) -> ConnectionLimits:
         """Those that an authenticator admits."""
         known, unread = (
-            Reservations.one_each(most, authenticator.clients) for most in (CONNECTIONS, UNREAD_BYTES)
+            Reservations.per_client_minimum(most, authenticator.clients)
+            for most in (CONNECTIONS, UNREAD_BYTES)
         )
         return cls(authenticator, known, UnauthenticatedConnections(MAX_UNAUTHENTICATED), unread)
 

@@ -42,13 +42,13 @@ class HeldModel(NamedTuple):
     Attributes:
         tokenizer: transformers'.
         positions: that the model has; None: its configuration does not say.
-        steady: see ``steady_length``.
+        rope_stable_length: see ``tenant_sdk.sequences.positions``.
         model_type: as transformers calls it.
     """
 
     tokenizer: Any
     positions: int | None
-    steady: int | None
+    rope_stable_length: int | None
     model_type: str = ""
 
     def context(self, asked: int | None) -> int | None:
@@ -61,7 +61,7 @@ class HeldModel(NamedTuple):
             ConfigurationError: the model has not so many positions.
         """
         if asked is None:
-            return min((each for each in (self.positions, self.steady) if each), default=None)
+            return min((each for each in (self.positions, self.rope_stable_length) if each), default=None)
         if self.positions is not None and asked > self.positions:
             raise ConfigurationError(
                 "{context}: this model takes {} tokens at most", self.positions, context=asked
@@ -91,7 +91,7 @@ def write_folder(
 
     from tenant_sdk.model.loading import check_causal
     from tenant_sdk.model.remote_weight import RemoteWeight
-    from tenant_sdk.sequences.positions import steady_length
+    from tenant_sdk.sequences.positions import rope_stable_length
     from tenant_sdk.storage import disk_errors
 
     check_causal(session.executor)
@@ -123,7 +123,7 @@ def write_folder(
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     positions = getattr(text_config, "max_position_embeddings", None)
-    return HeldModel(tokenizer, positions, steady_length(model), model.config.model_type)
+    return HeldModel(tokenizer, positions, rope_stable_length(model), model.config.model_type)
 
 
 def _drop_unknown_ends(config: dict[str, Any], generation: Any, tokenizer: Any, vocabulary: int) -> None:

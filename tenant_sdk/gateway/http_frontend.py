@@ -123,7 +123,7 @@ class HttpFrontend:
         self._client_locks: dict[str, asyncio.Lock] = {}
         self._parsing_turns = FairLock()
         self._preparation_turns = PreparationTurns(clock, lambda: queue.clients_under_way)
-        self._unqueued = Reservations.one_each(MAX_UNQUEUED, authenticator.clients)
+        self._unqueued = Reservations.per_client_minimum(MAX_UNQUEUED, authenticator.clients)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """See ASGI."""

@@ -88,12 +88,12 @@ class NonFiniteRows:
         self.rows: torch.Tensor | None = None
 
     def without(self, values: torch.Tensor) -> torch.Tensor:
-        """[T, D] with zeros in the rows that are lost, which are remembered; itself if none is."""
+        """Returns [T, D] with zeros in the rows that are not finite, which are remembered."""
         if all_finite_below(values, MOST):
             return values
-        lost = ~(values.abs().amax(-1) < MOST)  # NaN is not less either
-        self.rows = lost if self.rows is None else self.rows | lost
-        return values.masked_fill(lost.unsqueeze(-1), 0.0)
+        non_finite = ~(values.abs().amax(-1) < MOST)  # NaN is not less either
+        self.rows = non_finite if self.rows is None else self.rows | non_finite
+        return values.masked_fill(non_finite.unsqueeze(-1), 0.0)
 
 
 non_finite_rows = NonFiniteRows()

@@ -22,8 +22,8 @@ class Reservations:
     taken: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def one_each(cls, most: int, clients: int) -> Reservations:
-        """Of at least two for each client, so that one stays free for each."""
+    def per_client_minimum(cls, most: int, clients: int) -> Reservations:
+        """Returns reservations of at least two for each client, so that one stays free for each."""
         return cls(max(most, 2 * clients), clients)
 
     @property

@@ -87,8 +87,8 @@ class Scheduler(Base):  # type: ignore[misc]
         several = self._seen.count(clients, time.monotonic()) > 1
         self.max_num_scheduled_tokens, self._for_prompts = self._most_rows, 0
         constrained = self._paused_constraints(waiting.values()) if several else set[str]()
-        paused = self._pace(running, clients) | constrained if several else set[str]()
-        begin = next_admissions(
+        paused = self._share_step(running, clients) | constrained if several else set[str]()
+        admitted = next_admissions(
             running,
             [self._sequence_info(each) for name, each in waiting.items() if name not in constrained],
             self.max_num_running_reqs,
@@ -99,14 +99,14 @@ class Scheduler(Base):  # type: ignore[misc]
         )
         # What has begun comes first in vLLM, and would take all rows.
         self.scheduler_config.long_prefill_token_threshold = (
-            rows_per_client(self._for_prompts, running, map(client_of, begin)) if several else 0
+            rows_per_client(self._for_prompts, running, map(client_of, admitted)) if several else 0
         )
         self.waiting.clear()
-        self.waiting.extend(waiting.pop(name) for name in begin)
-        held = [each for each in self.running if each.request_id in paused]
+        self.waiting.extend(waiting.pop(name) for name in admitted)
+        paused_requests = [each for each in self.running if each.request_id in paused]
         self.running = [each for each in self.running if each.request_id not in paused]
         scheduled = super().schedule(*arguments, **options)
-        self.running = held + self.running  # so that they come first in the next step
+        self.running = paused_requests + self.running  # so that they come first in the next step
         self.waiting.extend(waiting.values())
         self._attended = sum(
             each.tokens
@@ -148,28 +148,28 @@ class Scheduler(Base):  # type: ignore[misc]
             self.running.remove(request)
             self._preempt_request(request, time.monotonic())
 
-    def _pace(self, running: list[SequenceInfo], attended: Counter[str]) -> set[str]:
+    def _share_step(self, running: list[SequenceInfo], attended: Counter[str]) -> set[str]:
         """Have each client leave a part of each step to the others; names of sequences that wait."""
-        sorting = [
+        needs_sorting = [
             (each.name, each.client)
             for each in running
             if not each.prefilling and _sorts(self.requests[each.name])
         ]
         vocabulary = self.vllm_config.model_config.get_vocab_size()
-        paused = paused_sampling(sorting, vocabulary) | second_prompts(running)
-        going = [each for each in running if each.name not in paused]
-        for each in going:
+        paused = paused_sampling(needs_sorting, vocabulary) | second_prompts(running)
+        runnable = [each for each in running if each.name not in paused]
+        for each in runnable:
             attended[each.client] += each.tokens
         busy, rows = len(attended) > 1, 1 + self.num_spec_tokens
-        lightest = min(attended, key=attended.__getitem__) if busy else None
-        count = rows * sum(not each.prefilling for each in going)
-        least = attended[lightest] if lightest is not None else 0
+        least_attending = min(attended, key=attended.__getitem__) if busy else None
+        count = rows * sum(not each.prefilling for each in runnable)
+        least = attended[least_attending] if least_attending is not None else 0
         max_seconds = self._latency.most(count, least, busy=busy)
         spare = max_seconds - self._latency.seconds(count, least)
         paused |= self._attention_debt.paused(
-            going, self._latency, spare, clients=max(1, len(attended)), lightest=lightest
+            runnable, self._latency, spare, clients=max(1, len(attended)), least_attending=least_attending
         )
-        decoding = [each for each in going if not each.prefilling and each.name not in paused]
+        decoding = [each for each in runnable if not each.prefilling and each.name not in paused]
         # A client whose prompt is read pays with its rows for what else it attends to.
         clients = {each.client for each in running if each.prefilling}
         count, tokens = len(decoding) * rows, sum(each.tokens for each in decoding if each.client in clients)
@@ -179,22 +179,22 @@ class Scheduler(Base):  # type: ignore[misc]
 
     def _sequence_info(self, request: Request) -> SequenceInfo:
         name, computed = request.request_id, request.num_computed_tokens
-        tokens, has, more = request.num_tokens + 1 + self.num_spec_tokens, 0, 0
+        tokens, blocks, blocks_needed = request.num_tokens + 1 + self.num_spec_tokens, 0, 0
         for group in self.kv_cache_manager.coordinator.single_type_managers:
-            held = sum(not block.is_null for block in group.req_to_blocks.get(name, ()))
+            allocated = sum(not block.is_null for block in group.req_to_blocks.get(name, ()))
             # A window's layers give up what has left it, and so need no more than it and a step.
             left = max(0, group.get_num_skipped_tokens(computed)) // group.block_size
             most = group.max_admission_blocks_per_request
-            needed = min(-(-tokens // group.block_size) - left, math.inf if most is None else most)
-            has, more = has + held, more + max(0, int(needed) - held)
+            required = min(-(-tokens // group.block_size) - left, math.inf if most is None else most)
+            blocks, blocks_needed = blocks + allocated, blocks_needed + max(0, int(required) - allocated)
         return SequenceInfo(
             name,
             client_of(name),
             request.lora_request.lora_int_id if request.lora_request else 0,
-            has > 0 and _prefilling(request),
+            blocks > 0 and _prefilling(request),
             computed,
-            has,
-            more,
+            blocks,
+            blocks_needed,
         )
 
     def update_from_output(
@@ -206,8 +206,8 @@ class Scheduler(Base):  # type: ignore[misc]
             prompts = rows > len(scheduler_output.num_scheduled_tokens) * (1 + self.num_spec_tokens)
             self._latency.observe(rows, self._attended, time.monotonic() - self._began, prompts=prompts)
         scheduled = scheduler_output.num_scheduled_tokens.keys()
-        lost: dict[str, str] = getattr(model_runner_output, "lost", {})
-        failed = scheduled if isinstance(model_runner_output, FailedStep) else lost.keys()
+        non_finite: dict[str, str] = getattr(model_runner_output, "non_finite", {})
+        failed = scheduled if isinstance(model_runner_output, FailedStep) else non_finite.keys()
         # They are in the cache since they were scheduled, and hold nothing.
         self.kv_cache_manager.evict_blocks(
             {block for each in failed for block in self._written.get(each, ())}
@@ -228,8 +228,8 @@ class Scheduler(Base):  # type: ignore[misc]
         spent |= dict.fromkeys(
             long, "texts with a constraint, of this answer or of your key, became too long"
         )
-        if lost or spent:
-            why = self._ended.add(self._folder, lost | spent)  # before the clients are told
+        if non_finite or spent:
+            why = self._ended.add(self._folder, non_finite | spent)  # before the clients are told
             if why and self._unwritten.due(time.monotonic()):
                 log.warning(
                     "clients are not told why their sequences ended: %s%s", why, self._unwritten.more()
@@ -246,7 +246,7 @@ class Scheduler(Base):  # type: ignore[misc]
         return outputs
 
     def _grammars_of(self, requests: Iterable[str]) -> dict[str, LimitedGrammar]:
-        """Of those that have one."""
+        """Returns the grammars of those requests that have one."""
         return {name: found for name in requests if (found := self._grammar(name)) is not None}
 
     def _grammar(self, request: str) -> LimitedGrammar | None:

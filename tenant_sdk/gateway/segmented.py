@@ -15,7 +15,7 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from tenant_sdk.gateway.linear import RemoteLinearMethod, non_finite_rows
-from tenant_sdk.tuning.segmented import Segments
+from tenant_sdk.tuning.segmented_lora import Segments
 
 
 class _Made(NamedTuple):

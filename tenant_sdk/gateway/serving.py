@@ -213,11 +213,11 @@ def _prepare(
         held = write_folder(session, written(config), os.environ[MARK], folder, options.dtype)
         manifest = session.manifest
     context, tokenizer = held.context(options.context), held.tokenizer
-    if held.steady is not None and context is not None and context > held.steady:
+    if held.rope_stable_length is not None and context is not None and context > held.rope_stable_length:
         say(
             f"with a context of {context:,} tokens, all texts get the positions that this model has for "
-            f"texts above {held.steady:,}: short ones, and adapters trained on them, have other answers than "
-            "in `generate`"
+            f"texts above {held.rope_stable_length:,}: short ones, and adapters trained on them, have other "
+            "answers than in `generate`"
         )
     check_drafts(options, manifest)
     _check_small_model(options, context)

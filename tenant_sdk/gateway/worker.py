@@ -60,10 +60,10 @@ class PartlyFailed(ModelRunnerOutput):  # type: ignore[misc]
     """The output of a step that came to nothing for some sequences.
 
     Attributes:
-        lost: these sequences, and why.
+        non_finite: these sequences, whose rows had NaN or infinity, and why.
     """
 
-    lost: dict[str, str] = field(default_factory=dict)
+    non_finite: dict[str, str] = field(default_factory=dict)
 
 
 class Worker(Base):  # type: ignore[misc]
@@ -99,9 +99,9 @@ class Worker(Base):  # type: ignore[misc]
             from tenant_sdk.gateway.segmented import multiply_meanwhile
 
             multiply_meanwhile(self.model_runner.model)
-        self.model_runner.model.register_forward_hook(_zero_lost_rows)
+        self.model_runner.model.register_forward_hook(_zero_non_finite_rows)
         vllm_patches.patch_sampling()
-        self._lost, self._in_step = dict[str, str](), list[str]()
+        self._non_finite, self._in_step = dict[str, str](), list[str]()
         config = self.vllm_config
         self._folder, self._health = Path(config.model_config.model), StepHealth()
         self._unwritten = LogRateLimiter(REMIND_SECONDS)
@@ -140,7 +140,7 @@ class Worker(Base):  # type: ignore[misc]
         scheduled, status = scheduler_output.num_scheduled_tokens, self._health.status
         if not scheduled:  # it says who has ended; nothing is asked for, so it does not show who is back
             return super().execute_model(scheduler_output)
-        non_finite_rows.rows, self._lost, self._in_step = None, {}, list(scheduled)
+        non_finite_rows.rows, self._non_finite, self._in_step = None, {}, list(scheduled)
         status.steps += 1
         status.sequences += len(scheduled)
         drafter = getattr(self.model_runner, "drafter", None)
@@ -151,7 +151,7 @@ class Worker(Base):  # type: ignore[misc]
                 output = super().execute_model(scheduler_output)
             if self._health.step_done():
                 self._write_status()
-            self._lost = self._lost_sequences(scheduled)
+            self._non_finite = self._non_finite_sequences(scheduled)
             return output
         except Exception as error:
             return self._failed(error)
@@ -170,31 +170,31 @@ class Worker(Base):  # type: ignore[misc]
         )
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """See vLLM; sequences whose rows were lost get no token."""
+        """See vLLM; sequences with rows that are not finite get no token."""
         try:
             with _keep_generators(self.model_runner):
                 output = super().sample_tokens(grammar_output)
         except Exception as error:
             return self._failed(error)
-        if not self._lost or not isinstance(output, ModelRunnerOutput):
+        if not self._non_finite or not isinstance(output, ModelRunnerOutput):
             return output
-        for sequence in self._lost:
+        for sequence in self._non_finite:
             output.sampled_token_ids[output.req_id_to_index[sequence]] = []
             output.prompt_logprobs_dict.pop(sequence, None)  # which vLLM expects beside a token alone
-        log.warning("%d of %d sequences of a step were lost", len(self._lost), len(output.req_ids))
-        return PartlyFailed(**vars(output), lost=self._lost)
+        log.warning("%d of %d sequences of a step were lost", len(self._non_finite), len(output.req_ids))
+        return PartlyFailed(**vars(output), non_finite=self._non_finite)
 
-    def _lost_sequences(self, scheduled: dict[str, int]) -> dict[str, str]:
-        """The sequences of a step whose rows were lost, and why."""
+    def _non_finite_sequences(self, scheduled: dict[str, int]) -> dict[str, str]:
+        """Returns the sequences of a step with rows that are not finite, and why."""
         if non_finite_rows.rows is None:
             return {}
         sequences = self.model_runner.input_batch.req_ids  # in the order of the rows
         counts = [scheduled[each] for each in sequences]
         parts = non_finite_rows.rows[: sum(counts)].split(counts)
-        lost = [sequence for sequence, part in zip(sequences, parts, strict=True) if part.any()]
-        return {sequence: self._lost_explanation(sequence) for sequence in lost}
+        found = [sequence for sequence, part in zip(sequences, parts, strict=True) if part.any()]
+        return {sequence: self._non_finite_explanation(sequence) for sequence in found}
 
-    def _lost_explanation(self, sequence: str) -> str:
+    def _non_finite_explanation(self, sequence: str) -> str:
         adapter = self.model_runner.requests[sequence].lora_request
         maker = "the model" if adapter is None else f"the adapter {adapter.lora_name}"
         return f"{maker} made NaN, infinity or absurdly large numbers of this text; other requests went on"
@@ -292,7 +292,7 @@ def _keep_generators(runner: Any) -> Iterator[None]:
         generators.update(kept)
 
 
-def _zero_lost_rows(_: Any, __: Any, hidden: Any) -> Any:
+def _zero_non_finite_rows(_: Any, __: Any, hidden: Any) -> Any:
     """What a model makes last is looked at by no layer behind it; see ``NonFiniteRows``."""
     return non_finite_rows.without(hidden) if isinstance(hidden, torch.Tensor) else hidden
 

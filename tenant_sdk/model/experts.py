@@ -16,7 +16,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from shared.compat import transforms_run
 from shared.errors import ConfigurationError
 from shared.wire.header import Direction, RequestClass
-from tenant_sdk.connection.remote import PendingProduct
+from tenant_sdk.connection.remote import LazyResult
 from tenant_sdk.model.recording import answered
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.model.virtual import RemoteGroup, check_values, request_class_for, requires_autograd
@@ -144,7 +144,7 @@ class Experts:
     ) -> torch.Tensor:
         busy = [expert for expert, part in enumerate(parts) if len(part)]
 
-        def submit(expert: int) -> PendingProduct:
+        def submit(expert: int) -> LazyResult:
             return self.groups[expert].submit(direction, 1, [parts[expert]], urgency)
 
         kinds = {(direction, expert) for expert in busy}
@@ -220,14 +220,14 @@ class RemoteExperts(RemoteWeight):
         forwards: bool,
         terms: tuple[_Term, ...] = (),
     ) -> RemoteExperts:
-        """A stand-in for the weights of the given shape."""
+        """A placeholder for the weights of the given shape."""
         model = experts.groups[0].model
         self: RemoteExperts = RemoteWeight.__new__(cls, experts.name, shape, dtype, device, model=model)  # type: ignore[assignment]
         self.experts, self.forwards, self.terms = experts, forwards, terms
         return self
 
     def like(self, dtype: torch.dtype, device: torch.device) -> RemoteExperts:
-        """A stand-in for the same weights."""
+        """A placeholder for the same weights."""
         return RemoteExperts(self.experts, self.shape, dtype, device, self.forwards, self.terms)
 
     @classmethod

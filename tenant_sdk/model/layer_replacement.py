@@ -380,8 +380,8 @@ def detach_layers(model: nn.Module, manifest: Manifest, checkpoint: str | Path |
 
 
 def _real_layer(layer: nn.Module, source: Checkpoint, member: Member) -> nn.Module:
-    stand_in = layer.weight
-    weight = source.member_weight(member).to(stand_in.device, stand_in.dtype)  # type: ignore[arg-type]
+    placeholder = layer.weight
+    weight = source.member_weight(member).to(placeholder.device, placeholder.dtype)  # type: ignore[arg-type]
     real: nn.Module
     if isinstance(layer, VirtConv1D):
         real = Conv1D.__new__(Conv1D)

@@ -1,4 +1,4 @@
-"""Swapping the weights of a model's experts for stand-ins, and back."""
+"""Swapping the weights of a model's experts for placeholders, and back."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _check(name: str, here: Projection | None, infos: Sequence[GroupInfo]) -> No
 
 
 def attach_experts(model: nn.Module, plan: Iterable[Planned], padding: Padding | None) -> int:
-    """Swap projections for stand-ins; how many."""
+    """Swap projections for placeholders; how many."""
     plan = list(plan)
     for projection, name, groups in plan:
         weight = projection.weight
@@ -113,8 +113,8 @@ def attach_experts(model: nn.Module, plan: Iterable[Planned], padding: Padding |
             None if projection.batched else padding,  # they get equally many rows anyway
             skips=projection.zeros and padding is None,
         )
-        stand_in = RemoteExperts(experts, weight.shape, weight.dtype, device, projection.transposed)
-        projection.module._parameters[projection.parameter] = nn.Parameter(stand_in, requires_grad=False)
+        placeholder = RemoteExperts(experts, weight.shape, weight.dtype, device, projection.transposed)
+        projection.module._parameters[projection.parameter] = nn.Parameter(placeholder, requires_grad=False)
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
     modules: list[Any] = [each.projection.module for each in plan if not each.projection.batched]
     # Each module's own configuration, which may be another than the model's; or several have the same.
@@ -168,13 +168,13 @@ def detach_experts(model: nn.Module, manifest: Manifest, source: Checkpoint) -> 
     count = 0
     for name, projection in own_projections(model).items():
         module, parameter = projection.module, projection.parameter
-        stand_in = module._parameters[parameter]
-        if isinstance(stand_in, RemoteExperts):
+        placeholder = module._parameters[parameter]
+        if isinstance(placeholder, RemoteExperts):
             weights = [source.member_weight(member) for member in members[name]]
             real = torch.stack(
                 [w.T if m.transposed else w for w, m in zip(weights, members[name], strict=True)]
             )
-            real = real.to(stand_in.device, stand_in.dtype)
+            real = real.to(placeholder.device, placeholder.dtype)
             module._parameters[parameter] = nn.Parameter(real, requires_grad=False)
             if _BEFORE in vars(module):
                 config: Any = module.config

@@ -1,4 +1,4 @@
-"""The stand-in for a frozen weight: its shape, dtype and device, and no values."""
+"""The placeholder for a frozen weight: its shape, dtype and device, and no values."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class _OfWeights(torch._C._TensorMeta):
     """Lets libraries that move a parameter make one of its own class again, as of ``nn.Parameter``."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A stand-in, or a parameter of one."""
+        """Make a placeholder, or a parameter of one."""
         if not args or not isinstance(args[0], torch.Tensor):
             return super().__call__(*args, **kwargs)
         if not isinstance(args[0], RemoteWeight):
@@ -125,7 +125,7 @@ class RemoteWeight(torch.Tensor, metaclass=_OfWeights):
         added: torch.Tensor | None = None,
         model: str = "",
     ) -> RemoteWeight:
-        """A stand-in for ``layer``'s weight of the given shape."""
+        """A placeholder for ``layer``'s weight of the given shape."""
         self: RemoteWeight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         self.layer, self.added, self.model = layer, added, model
         return self
@@ -179,7 +179,7 @@ class RemoteWeight(torch.Tensor, metaclass=_OfWeights):
         raise weight.unavailable(*(_DISPATCHED.get(name) or _any_other(name)))
 
     def like(self, dtype: torch.dtype, device: torch.device) -> RemoteWeight:
-        """A stand-in for the same weight."""
+        """A placeholder for the same weight."""
         return RemoteWeight(self.layer, self.shape, dtype, device, self.added, self.model)
 
     def is_same(self, other: RemoteWeight) -> bool:
@@ -214,7 +214,7 @@ class RemoteWeight(torch.Tensor, metaclass=_OfWeights):
         return self.__deepcopy__({})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteWeight:
-        """A copy of the stand-in; as a Parameter if it is one."""
+        """A copy of the placeholder; as a Parameter if it is one."""
         copy = self.like(self.dtype, self.device)
         if isinstance(self, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, requires_grad=False)  # type: ignore[assignment]
@@ -236,5 +236,5 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _first(args: Any, kwargs: Any) -> RemoteWeight:
-    """The first stand-in among a function's arguments."""
+    """The first placeholder among a function's arguments."""
     return next(each for each in tree_leaves((args, kwargs)) if isinstance(each, RemoteWeight))

@@ -23,7 +23,7 @@ from shared.ring.rows import all_finite_below
 from shared.wire.header import Direction, RequestClass, member_indices
 from shared.wire.messages import GroupInfo, Member
 from shared.wire.websocket import own
-from tenant_sdk.connection.remote import PendingProduct
+from tenant_sdk.connection.remote import LazyResult
 from tenant_sdk.model.recording import answered
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.products.modes import Privacy
@@ -202,7 +202,7 @@ class RemoteGroup:
         member_bits: int,
         blocks: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
-    ) -> PendingProduct:
+    ) -> LazyResult:
         """Blocks of any float dtype through the privacy mode, which works in float32 on the CPU.
 
         Raises:
@@ -222,14 +222,14 @@ class RemoteGroup:
         first = blocks[0]
         if not len(first):  # an empty batch: nothing to ask for
             block_widths = outputs if direction == Direction.FORWARD else [self.info.inputs]
-            return PendingProduct(lambda: [first.new_empty((0, width)) for width in block_widths])
+            return LazyResult(lambda: [first.new_empty((0, width)) for width in block_widths])
         for block in blocks:
             check_values(block, direction, (member.name for member in self.info.members))
         if first.dtype == torch.float32 and first.device.type == "cpu":
             return self._products.submit(self.index, direction, member_bits, blocks, request_class)
         here = to_host(blocks, torch.float32)
         pending = self._products.submit(self.index, direction, member_bits, here, request_class)
-        return PendingProduct(lambda: to_device(pending.result(), first.device, first.dtype))
+        return LazyResult(lambda: to_device(pending.result(), first.device, first.dtype))
 
     def widths(self, member_bits: int) -> list[int]:
         """Outputs of the members."""
@@ -449,8 +449,8 @@ class _Virtual(nn.Module):
         weight = original.weight
         bias = getattr(original, "bias", None)
         device = torch.device("cpu") if weight.is_meta else weight.device
-        stand_in = RemoteWeight(name, weight.shape, weight.dtype, device, model=group.model)
-        self.weight = nn.Parameter(stand_in, requires_grad=False)
+        placeholder = RemoteWeight(name, weight.shape, weight.dtype, device, model=group.model)
+        self.weight = nn.Parameter(placeholder, requires_grad=False)
         self.register_parameter("bias", bias)
         self.train(original.training)
 

@@ -9,14 +9,14 @@ _BULK = frozenset({RequestClass.PREFILL, RequestClass.FINETUNING})
 
 
 class AnswerBits:
-    """Chooses for each request.
+    """Chooses the answer bits of each request.
 
     Args:
         answers: ``exact``, ``half`` or ``auto``, as ``tenant_sdk.connect`` describes them.
-        numerics: of the executor.
+        numerics: the executor's.
 
     Attributes:
-        measures: answers are to be noted; else nothing depends on them.
+        measures: whether the choice depends on answers' rates, so that ``record`` must be called.
     """
 
     def __init__(self, answers: str, numerics: str) -> None:
@@ -25,16 +25,16 @@ class AnswerBits:
         self._fastest = 0.0  # bytes a second
 
     def choose(self, request_class: RequestClass) -> int:
-        """For a request of this class."""
+        """Returns the answer bits for a request of this class."""
         if self._answers == "exact":
             return EXACT
         slow = 0 < self._fastest < FAST_LINK
         return self._half if self._answers == "half" or (slow and request_class in _BULK) else EXACT
 
-    def note(
+    def record(
         self, request_class: RequestClass, answer_bytes: int, seconds: float, *, is_over_network: bool
     ) -> None:
-        """An answer has come. Its rate is at most the link's, which is therefore as fast as the fastest.
+        """Record the rate of an answer. The link is at least as fast as the fastest answer.
 
         Args:
             seconds: from request to answer.

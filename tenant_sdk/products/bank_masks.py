@@ -93,7 +93,7 @@ class _BankMask:
     answer_bits: int
     fork_guard: ForkGuard = field(default_factory=ForkGuard)
 
-    def numbers(self) -> torch.Tensor:
+    def take_values(self) -> torch.Tensor:
         self.fork_guard.check()
         return self.masks  # a copy: indexing made it
 

@@ -45,7 +45,7 @@ class StoredFingerprints:
     """The fingerprints of a file.
 
     Args:
-        path: of the file.
+        path: the file.
         key: as ``write_fingerprints`` returned it.
 
     Raises:
@@ -83,7 +83,7 @@ class StoredFingerprints:
         self._made: dict[ProductKey, Fingerprint] = {}
 
     def fit(self, manifest: Manifest) -> None:
-        """Use them for an executor.
+        """Use the fingerprints for an executor.
 
         Raises:
             ConfigurationError: they were made for other numerics.
@@ -106,7 +106,7 @@ class StoredFingerprints:
         self._groups = manifest.groups
 
     def attest(self, manifest: Manifest) -> None:
-        """Hold everything that is downloaded against the checkpoint that they were made of.
+        """Compare everything that is downloaded with the checkpoint from which the fingerprints were made.
 
         Raises:
             ModelMismatch: an executor lists something else.
@@ -115,13 +115,13 @@ class StoredFingerprints:
 
     def _check(self, group: GroupInfo, member: Member) -> None:
         scales = self._tensors.get(f"{member.name}/scales")
-        factor = self._tensors.get(f"{member.name}/forward")
-        if scales is None or factor is None:
+        projection = self._tensors.get(f"{member.name}/forward")
+        if scales is None or projection is None:
             raise ModelMismatch(
                 f"the fingerprints {self._path} do not have {member.name}, which the executor serves: they "
                 "are of another model"
             )
-        if scales.shape != (member.outputs,) or factor.shape != (group.inputs,):
+        if scales.shape != (member.outputs,) or projection.shape != (group.inputs,):
             raise self._mismatch(member)
 
     def _mismatch(self, member: Member) -> ModelMismatch:
@@ -135,7 +135,7 @@ class StoredFingerprints:
         return self._tensors[f"{member.name}/{what}"]
 
     def scales(self, group: int) -> torch.Tensor:
-        """Of all members of a group: float32 [O]."""
+        """Returns the scales of all members of a group: float32 [O]."""
         return torch.cat([self._of(member, "scales") for member in self._groups[group].members])
 
     def get(self, key: ProductKey, product: IntegerProduct) -> Fingerprint:
@@ -150,11 +150,11 @@ class StoredFingerprints:
         members = [info.members[i] for i in member_indices(key.member_bits)]
         if key.direction == Direction.FORWARD:
             challenge = torch.cat([self._of(member, "challenge") for member in members], 1)
-            factor = torch.stack([self._of(member, "forward") for member in members]).sum(0)
+            projection = torch.stack([self._of(member, "forward") for member in members]).sum(0)
         else:
             challenge = self._tensors[f"{info.inputs}/challenge"]
-            factor = torch.cat([self._of(member, "backward") for member in members])
-        return Fingerprint(challenge.reshape(-1), factor)
+            projection = torch.cat([self._of(member, "backward") for member in members])
+        return Fingerprint(challenge.reshape(-1), projection)
 
 
 def write_fingerprints(
@@ -202,7 +202,7 @@ def write_fingerprints(
 
 
 def _add(tensors: dict[str, torch.Tensor], name: str, weight: torch.Tensor, count: int) -> None:
-    """The entries of one layer's weight [O, D]."""
+    """Add the entries of one layer's weight [O, D]."""
     outputs, inputs = weight.shape
     planes, scales = quantize_weight(weight, count)
     products = PlaneProducts(planes, [outputs])
@@ -232,13 +232,13 @@ def _add(tensors: dict[str, torch.Tensor], name: str, weight: torch.Tensor, coun
 
 
 def _metadata(data: bytes) -> dict[str, str]:
-    """What a safetensors file says of itself."""
+    """Returns what a safetensors file says of itself."""
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return header.get("__metadata__") or {}
 
 
 def checkpoint_layers(checkpoint: Checkpoint) -> list[Member]:
-    """The linear layers whose weights a checkpoint holds; the head too, also if it is tied to the embeddings.
+    """Returns the linear layers whose weights a checkpoint holds, with the head, even if it is a tied one.
 
     Raises:
         CheckpointError: transformers does not know the model, or it has no linear layers.
@@ -251,7 +251,7 @@ def checkpoint_layers(checkpoint: Checkpoint) -> list[Member]:
 
 
 def _fernet(key: str) -> Fernet:
-    """The cipher of a key.
+    """Returns the cipher of a key.
 
     Raises:
         ConfigurationError: it is none.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from shared.ring.mask_stream import MaskStream
-from shared.ring.upper_bits import cut_share
+from shared.ring.upper_bits import truncation_variance
 from shared.wire.header import EXACT, SEED_BYTES
 from tenant_sdk.connection.channel import Entropy
 from tenant_sdk.connection.keys import ProductKey
@@ -33,17 +33,17 @@ class HalfFingerprint(NamedTuple):
 
     Attributes:
         challenges: [P N, J], the planes one behind the other.
-        factors: [C, J], W z_j in units of ``2^(32 - answer_bits)``.
+        projections: [C, J], W z_j in units of ``2^(32 - answer_bits)``.
         limit: of the sum of a row's J squares.
     """
 
     challenges: torch.Tensor
-    factors: torch.Tensor
+    projections: torch.Tensor
     limit: float
 
 
 def draw_normal(entropy: Entropy, rows: int, columns: int, deviation: float) -> torch.Tensor:
-    """Secret normal numbers, rounded: int32 [rows, columns] (Box and Muller, 1958)."""
+    """Draws secret normal numbers, rounded: int32 [rows, columns] (Box and Muller, 1958)."""
     words = MaskStream(entropy(SEED_BYTES)).draw(2 * rows, columns).double()
     radius, angle = ((words + 2**31 + 0.5) / 2**32).split(rows)  # uniform in (0, 1)
     normal = (-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()
@@ -51,7 +51,7 @@ def draw_normal(entropy: Entropy, rows: int, columns: int, deviation: float) -> 
 
 
 def limit_of(challenges: torch.Tensor, sources: int) -> float:
-    """What the sum of an honest row's J squares exceeds with a probability of at most 2^-10.
+    """Returns what the sum of an honest row's J squares exceeds with a probability of at most 2^-10.
 
     If the rounding errors e of a row are independent, they are sub-Gaussian, and the tail bound for quadratic
     forms of Hsu, Kakade and Zhang (2012, Theorem 1) holds for ``|Z e|^2``. In a row that is longer than the
@@ -64,7 +64,7 @@ def limit_of(challenges: torch.Tensor, sources: int) -> float:
     columns = challenges.double()
     squares = torch.linalg.eigvalsh(columns.T @ columns)
     spread = 2 * math.sqrt(float(squares.square().sum()) * _DOUBTS) + 2 * float(squares.max()) * _DOUBTS
-    return cut_share(sources) * (float(squares.sum()) + spread)
+    return truncation_variance(sources) * (float(squares.sum()) + spread)
 
 
 def make_half_fingerprint(
@@ -77,7 +77,7 @@ def make_half_fingerprint(
     sources: int,
     entropy: Entropy,
 ) -> HalfFingerprint:
-    """The fingerprint of one kind.
+    """Makes the fingerprint of one kind of product.
 
     Args:
         key: with the bits of its answers.
@@ -92,24 +92,24 @@ def make_half_fingerprint(
     deviation = min(_DEVIATION, max(1.0, 2**28 / math.sqrt(max(bound, 1))))
     drawn = draw_normal(entropy, CHALLENGES * planes, width, deviation)
     answers = product(transposed(key), drawn).view(CHALLENGES, planes, planes, -1)
-    factors = answers.diagonal(dim1=1, dim2=2).sum(2)  # each plane's challenges times that plane
+    projections = answers.diagonal(dim1=1, dim2=2).sum(2)  # each plane's challenges times that plane
     # With few bits cut off, float32's own rounding would count.
     dtype = torch.float32 if key.answer_bits == 16 else torch.float64
     challenges = drawn.view(CHALLENGES, planes * width).T.to(dtype).contiguous()
-    unit = float(1 << EXACT - key.answer_bits)
+    quantum = float(1 << EXACT - key.answer_bits)
     return HalfFingerprint(
-        challenges, (factors.T.double() / unit).to(dtype).contiguous(), limit_of(challenges, sources)
+        challenges, (projections.T.double() / quantum).to(dtype).contiguous(), limit_of(challenges, sources)
     )
 
 
 def expected_sums(fingerprint: HalfFingerprint, integers: torch.Tensor) -> torch.Tensor:
-    """``x . f_j`` of the integers of rows: float32 [T, C] to [T, J]."""
+    """Returns ``x . f_j`` for the integers of rows: float32 [T, C] to [T, J]."""
     with torch.autocast("cpu", enabled=False):  # a doubt is not to depend on the size of products
-        return integers.to(fingerprint.factors.dtype) @ fingerprint.factors
+        return integers.to(fingerprint.projections.dtype) @ fingerprint.projections
 
 
 def wrong_rows(fingerprint: HalfFingerprint, products: torch.Tensor, expected: torch.Tensor) -> int:
-    """How many rows of products [T, P N], in units, are further from right than rounding is."""
+    """Returns how many rows of products [T, P N], in units, are further from right than rounding is."""
     with torch.autocast("cpu", enabled=False):
         sums = torch.addmm(expected, products.to(expected.dtype), fingerprint.challenges, beta=-1)
     return int((~(sums.square_().sum(1) <= fingerprint.limit)).sum())  # NaN is wrong, too

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from shared.errors import ModelMismatch
 from shared.wire.header import Direction, RequestClass, member_indices
 from shared.wire.messages import GroupInfo
-from tenant_sdk.connection.remote import PendingProduct
+from tenant_sdk.connection.remote import LazyResult
 from tenant_sdk.products.products import PrivacyMode, WrappedProducts
 
 ROWS_BYTES = 1 << 22  # of unit rows, or of their products, when a weight is asked for
@@ -22,10 +22,10 @@ def group_weights(
     member: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """A member's weight as the executor multiplies with it: its products with unit rows.
+    """Computes a member's weight as the executor multiplies with it, from its products with unit rows.
 
     Args:
-        product: forward, of a bit mask of the group's members and rows float32 [T, D].
+        product: computes forward products, given a bit mask of the group's members and rows float32 [T, D].
 
     Returns:
         W transposed, [D, O], in ``dtype``.
@@ -46,7 +46,7 @@ def group_weights(
 
 
 class KeptProducts(WrappedProducts):
-    """Another mode, without requests for some groups, whose weights are here.
+    """Computes products of groups whose weights are here, and asks another mode for all others.
 
     Args:
         inner: what asks for the products of all other groups.
@@ -64,7 +64,7 @@ class KeptProducts(WrappedProducts):
         member_bits: int,
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
-    ) -> PendingProduct:
+    ) -> LazyResult:
         """See PrivacyMode."""
         weights = self._weights.get(group)
         if weights is None:
@@ -77,4 +77,4 @@ class KeptProducts(WrappedProducts):
             else:
                 parts = [(block @ weight).float() for block, weight in zip(blocks, used, strict=True)]
                 results = [sum(parts[1:], parts[0])]
-        return PendingProduct(lambda: results)
+        return LazyResult(lambda: results)

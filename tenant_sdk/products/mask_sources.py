@@ -25,7 +25,7 @@ class MaskSource(Protocol):
     """Computes bias-free products of masks; shapes as in ``RemoteExecutor.submit``."""
 
     def effect(self, key: ProductKey, masks: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The products of masks, float32 or, on a ring, int32."""
+        """Returns the products of masks, float32 or, on a ring, int32."""
         ...
 
     def close(self) -> None:
@@ -43,7 +43,7 @@ class SeedSource(Protocol):
         ...
 
     def max_rows(self, key: ProductKey) -> int:
-        """How many rows one call may ask for."""
+        """Returns how many rows one call may ask for."""
         ...
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class OwnCheckpoint:
     """The tenant's own checkpoint of the model that an executor serves.
 
     Args:
-        folder: of the checkpoint.
+        folder: the checkpoint's.
         manifest: the executor's.
 
     Raises:
@@ -99,7 +99,7 @@ class OwnCheckpoint:
         self._checkpoint, self._groups = trusted_checkpoint(folder, manifest), manifest.groups
 
     def weights(self, group: int) -> list[torch.Tensor]:
-        """Of each member of a group, [O, D] float32, as the checkpoint has them."""
+        """Returns the weights of a group's members as the checkpoint has them: [O, D] float32 each."""
         return [self._checkpoint.member_weight(member).float() for member in self._groups[group].members]
 
 
@@ -160,7 +160,7 @@ class LocalRing(OwnCheckpoint):
         return GroupShape.of(self._groups[key.group], self._numerics).widths(key.direction, key.member_bits)
 
     def scales(self, group: int) -> torch.Tensor:
-        """Of all members of a group: float32 [O]."""
+        """Returns the scales of all members of a group: float32 [O]."""
         return self._of(group)[1]
 
     def _of(self, group: int) -> tuple[PlaneProducts, torch.Tensor]:

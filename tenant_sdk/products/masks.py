@@ -21,12 +21,14 @@ class Mask(Protocol):
     All methods raise ConnectionLost in a forked child.
     """
 
-    def numbers(self) -> torch.Tensor:
-        """The numbers, int32 [T, C], for rows to be added to in place; once."""
+    def take_values(self) -> torch.Tensor:
+        """Hands out the mask's numbers, int32 [T, C], once. Rows are added to them in place."""
         ...
 
     def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-        """What to subtract from the answer's rows, part by part: of each source rows, packed as answers are.
+        """Yields slices of the answer's rows with what to subtract from them.
+
+        These are rows of each source, packed as answers are.
 
         Waits for what is not there yet.
 
@@ -36,7 +38,7 @@ class Mask(Protocol):
         ...
 
     def exact_effects(self) -> list[torch.Tensor]:
-        """The same effects with all bits, of all rows, computed again: int32 [T, P N] of each source.
+        """Returns the effects of all rows again, with all bits: int32 [T, P N] of each source.
 
         Raises:
             SymbiosisError: see ``effects``.
@@ -59,27 +61,27 @@ class MaskGenerator(Protocol):
         *,
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> Mask:
-        """The mask of a request, or of a piece of one.
+        """Returns the mask of a request, or of a piece of one.
 
         Args:
-            request_class: of the request; an effect that has to be asked for now is as urgent.
+            request_class: the request's; an effect that has to be asked for now is as urgent.
         """
         ...
 
-    def note_request(self, key: ProductKey, rows: int) -> None:
-        """A request of so many rows had its masks, and others like it will come."""
+    def record_request(self, key: ProductKey, rows: int) -> None:
+        """Record that a request of so many rows had its masks; others like it will come."""
         return  # by default there is nothing to do
 
     @property
     def rows_ahead(self) -> int:
-        """Rows of masks, of all kinds, whose effects are in store or ordered; 0 if none are fetched ahead."""
+        """Rows of masks, of all kinds, whose effects are in store or under way; 0: none are fetched ahead."""
         return 0
 
-    def fill(self, budget_bytes: int, timeout: float, batch_rows: int = 0) -> None:
+    def fill(self, budget_bytes: int, timeout: float, chunk_rows: int = 0) -> None:
         """Fetch ahead what a budget allows, wait until it is there, and fetch no more: for measurements.
 
         Args:
-            batch_rows: to order at once at most; 0: as many as by default.
+            chunk_rows: the largest number of rows to request at once; 0: as many as by default.
         """
         return  # by default nothing is fetched ahead
 
@@ -119,7 +121,7 @@ class _NoMask:
     zeros: torch.Tensor
     fork_guard: ForkGuard = field(default_factory=ForkGuard)
 
-    def numbers(self) -> torch.Tensor:
+    def take_values(self) -> torch.Tensor:
         self.fork_guard.check()
         return self.zeros
 

@@ -19,7 +19,7 @@ from shared.forks import ForkGuard, register_for_fork
 from shared.wire.header import Direction, Operation, RequestClass, member_indices
 from tenant_sdk.connection.channel import Entropy
 from tenant_sdk.connection.keys import ProductKey
-from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
+from tenant_sdk.connection.remote import LazyResult, RemoteExecutor
 from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.products.mask_sources import MaskSource
 from tenant_sdk.products.modes import Privacy
@@ -79,7 +79,7 @@ class NoiseBank(PrivacyMode):
         member_bits: int,
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
-    ) -> PendingProduct:
+    ) -> LazyResult:
         """See ``tenant_sdk.products.products.PrivacyMode``.
 
         Raises:
@@ -112,10 +112,10 @@ class NoiseBank(PrivacyMode):
             self._remote.stats.add(seconds_masking=spent + time.perf_counter() - started)
             return results
 
-        return PendingProduct(finish)
+        return LazyResult(finish)
 
     def _choose(self, blocks: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What mask each row gets, and which rows are zero.
+        """Chooses the mask of each row, and finds the rows of zeros.
 
         Returns:
             [T, K]: in each row one entry, the power of two a, in a secretly drawn column.
@@ -135,7 +135,7 @@ class NoiseBank(PrivacyMode):
 
     @staticmethod
     def _norms(blocks: list[torch.Tensor], dtype: torch.dtype) -> Any:
-        """L2 norm [T] of each row over all blocks."""
+        """Returns the L2 norm [T] of each row over all blocks."""
         norms = [torch.linalg.vector_norm(block, dim=1, dtype=dtype).numpy() for block in blocks]
         return norms[0] if len(norms) == 1 else np.linalg.norm(norms, axis=0)
 
@@ -154,7 +154,7 @@ class NoiseBank(PrivacyMode):
         return _Bank(masks, effects)
 
     def _normal(self, width: int) -> torch.Tensor:
-        """[K, width] standard normal by the Box-Muller transform of secret random bytes."""
+        """Draws [K, width] standard normal numbers: the Box-Muller transform of secret random bytes."""
         count = self._options.masks * width
         uniform = np.frombuffer(self._entropy(8 * count), np.uint32).reshape(2, count)
         radius = np.sqrt(-2.0 * np.log((uniform[0] + 1.0) / 2.0**32))

@@ -20,17 +20,17 @@ from tenant_sdk.connection.channel import Entropy
 from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.products.forecast import PrefetchRequest
 from tenant_sdk.products.mask_sources import SeedSource
-from tenant_sdk.products.mask_store import BATCH_ROWS, IDLE_SECONDS, MaskStore
+from tenant_sdk.products.mask_store import CHUNK_ROWS, IDLE_SECONDS, MaskStore
 from tenant_sdk.products.masks import Mask
 from tenant_sdk.products.modes import Privacy
 
 log = logging.getLogger(__name__)
 
-ORDERS_UNDER_WAY = 2  # ahead: so that a source computes one while the other's answer travels
-ORDERS_AT_ONCE = 16  # of what is needed now, such as that of many experts
+PREFETCHES_UNDER_WAY = 2  # ahead: so that a source computes one while the other's answer travels
+EFFECT_REQUESTS_AT_ONCE = 16  # of what is needed now, such as that of many experts
 
 
-class _Batch:
+class _SeedChunk:
     """Rows that each mask source multiplies for one fresh seed of its own; handed out once, in order."""
 
     def __init__(
@@ -45,7 +45,7 @@ class _Batch:
         self.effects = effects
         self.exact = exact  # asks for the same effects again, with all bits; None: they have them
         self.used = 0
-        self._drawing = False  # how far the streams have gone is not known if that was interrupted
+        self._position_unknown = False  # whether a draw was interrupted
 
     @property
     def remaining(self) -> int:
@@ -53,23 +53,23 @@ class _Batch:
 
     @property
     def failed(self) -> bool:
-        return self._drawing or any(
+        return self._position_unknown or any(
             e.done() and (e.cancelled() or e.exception() is not None) for e in self.effects
         )
 
     def draw(self, rows: int, columns: int) -> torch.Tensor:
-        """The sum of the sources' masks of the next rows. The streams cannot be turned back."""
-        self._drawing = True
+        """Draws the sum of the sources' masks of the next rows. The streams cannot be turned back."""
+        self._position_unknown = True
         total = self.streams[0].draw(rows, columns)
         for stream in self.streams[1:]:
             total.add_(stream.draw(rows, columns))
         self.used += rows
-        self._drawing = False
+        self._position_unknown = False
         return total
 
 
 def _results(effects: list[Future[torch.Tensor]]) -> list[torch.Tensor]:
-    """Of orders, when they are there.
+    """Waits for effects.
 
     Raises:
         SymbiosisError: what a mask source failed with; ConnectionLost: the session was closed.
@@ -84,7 +84,7 @@ class OneTimeMask:
     """A mask and its effect that serve one set of rows and no other.
 
     The mask is handed over once, and the rows are added to it in place: the sum is all that remains. The key
-    streams that made it have gone on. For answers of which only the upper bits travel, the batch keeps its
+    streams that made it have gone on. For answers of which only the upper bits travel, the chunk keeps its
     seeds, so that sources can be asked again. Masks are not made from them a second time.
 
     A request may be sent more than once: after a lost connection or a refusal
@@ -92,7 +92,7 @@ class OneTimeMask:
     bytes.
     """
 
-    def __init__(self, mask: torch.Tensor, parts: list[tuple[int, int, _Batch]]) -> None:
+    def __init__(self, mask: torch.Tensor, parts: list[tuple[int, int, _SeedChunk]]) -> None:
         self._fork_guard = ForkGuard()
         self._mask: torch.Tensor | None = mask
         self._parts = parts  # rows, where they begin in the effects, and whose these are
@@ -100,7 +100,7 @@ class OneTimeMask:
     def __reduce__(self) -> Any:
         raise TypeError("a copy of a one-time mask would hand it over again")
 
-    def numbers(self) -> torch.Tensor:
+    def take_values(self) -> torch.Tensor:
         """See Mask.
 
         Raises:
@@ -116,17 +116,17 @@ class OneTimeMask:
     def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
         """See Mask."""
         at = 0
-        for rows, start, batch in self._parts:
+        for rows, start, chunk in self._parts:
             self._fork_guard.check()  # nothing arrives in a child
-            yield slice(at, at + rows), [effect[start : start + rows] for effect in _results(batch.effects)]
+            yield slice(at, at + rows), [effect[start : start + rows] for effect in _results(chunk.effects)]
             at += rows
 
     def exact_effects(self) -> list[torch.Tensor]:
         """See Mask."""
         self._fork_guard.check()
         parts = []
-        for rows, start, batch in self._parts:
-            effects = batch.exact() if batch.exact else _results(batch.effects)
+        for rows, start, chunk in self._parts:
+            effects = chunk.exact() if chunk.exact else _results(chunk.effects)
             parts.append([effect[start : start + rows] for effect in effects])
         return [torch.cat(effects) for effects in zip(*parts, strict=True)]
 
@@ -143,7 +143,7 @@ class OneTimeMasks:
     Args:
         shapes: the provider's groups.
         sources: at least one.
-        budget_bytes: what effects in store or ordered ahead may take.
+        budget_bytes: what effects in store or under way may take.
         entropy: secret random bytes; the operating system's.
         fill_when_idle: fetch as much as the budget takes while nothing is asked for.
     """
@@ -164,17 +164,17 @@ class OneTimeMasks:
             raise ConfigurationError("one-time masks need at least one mask source")
         self._shapes, self._sources, self._entropy = shapes, sources, entropy
         self._pools = [
-            ThreadPoolExecutor(ORDERS_AT_ONCE, thread_name_prefix=f"symbiosis-mask-source-{i}")
+            ThreadPoolExecutor(EFFECT_REQUESTS_AT_ONCE, thread_name_prefix=f"symbiosis-mask-source-{i}")
             for i in range(len(sources))
         ]
         self._fill_when_idle, self._clock = fill_when_idle, clock
         self._changed = Condition()  # guards all below
-        self._store = MaskStore[_Batch](self._row_bytes, budget_bytes, fill_when_idle=fill_when_idle)
+        self._store = MaskStore[_SeedChunk](self._row_bytes, budget_bytes, fill_when_idle=fill_when_idle)
         self._under_way = 0
-        self._suspended = True  # until the first request, and after a source failed
+        self._paused = True  # until the first request; after a source failed, until the next one
         self._closed = False
         self._warned = not budget_bytes  # users who give none know
-        self._idle = False  # nothing under way, and nothing to order
+        self._idle = False  # nothing under way, and nothing to fetch
         self._fork_guard = ForkGuard()
         register_for_fork(self)
         Thread(target=self._fetch_ahead, name="symbiosis-masks", daemon=True).start()
@@ -194,29 +194,29 @@ class OneTimeMasks:
         self._fork_guard.check()
         columns = self._shapes[key.group].widths(key.direction, key.member_bits).request_columns
         masks: list[torch.Tensor] = []
-        parts: list[tuple[int, int, _Batch]] = []
+        parts: list[tuple[int, int, _SeedChunk]] = []
         with self._changed:
             if self._closed:
                 raise ConnectionLost("the session is closed")
             missing = rows
             while missing:
-                batch = self._store.first(key)
-                if batch is None:
-                    self._order(key, min(missing, self._max_rows(key)), request_class)
+                chunk = self._store.first(key)
+                if chunk is None:
+                    self._request_effects(key, min(missing, self._max_rows(key)), request_class)
                     continue
-                count, start = min(missing, batch.remaining), batch.used
-                masks.append(batch.draw(count, columns))
-                parts.append((count, start, batch))
+                count, start = min(missing, chunk.remaining), chunk.used
+                masks.append(chunk.draw(count, columns))
+                parts.append((count, start, chunk))
                 self._store.taken(key, self._clock())
                 missing -= count
-            self._suspended = False
+            self._paused = False
         return OneTimeMask(masks[0] if len(masks) == 1 else torch.cat(masks), parts)
 
-    def note_request(self, key: ProductKey, rows: int) -> None:
+    def record_request(self, key: ProductKey, rows: int) -> None:
         """See MaskGenerator."""
         with self._changed:
-            if self._store.note_request(key, rows):
-                self._idle = False  # until it is known whether there is something to order
+            if self._store.record_request(key, rows):
+                self._idle = False  # until it is known whether there is something to fetch
                 self._changed.notify_all()
 
     @property
@@ -243,7 +243,7 @@ class OneTimeMasks:
         widths = self._shapes[key.group].widths(key.direction, key.member_bits)
         return widths.answer_columns * key.answer_bits // 8 * len(self._sources)
 
-    def _order(self, key: ProductKey, rows: int, request_class: RequestClass) -> None:
+    def _request_effects(self, key: ProductKey, rows: int, request_class: RequestClass) -> None:
         """Have every source multiply the mask of a fresh seed."""
         seeds = [self._entropy(SEED_BYTES) for _ in self._sources]
         effects = [
@@ -263,8 +263,8 @@ class OneTimeMasks:
 
         # Seeds of what need not be asked for again are kept nowhere.
         again = exact if key.answer_bits < EXACT else None
-        batch = _Batch(rows, [MaskStream(seed) for seed in seeds], effects, again)
-        self._store.add(key, batch)
+        chunk = _SeedChunk(rows, [MaskStream(seed) for seed in seeds], effects, again)
+        self._store.add(key, chunk)
         self._under_way += len(effects)
         self._idle = False
         for effect in effects:
@@ -274,19 +274,19 @@ class OneTimeMasks:
         with self._changed:
             self._under_way -= 1
             if effect.cancelled() or effect.exception() is not None:
-                self._suspended = True  # users of the effect get the error; do not ask on and on
+                self._paused = True  # users of the effect get the error; do not ask on and on
             self._changed.notify_all()
 
     def _fetch_ahead(self) -> None:
         with self._changed:
             while not self._closed:
-                if not self._suspended and self._under_way < ORDERS_UNDER_WAY * len(self._sources):
-                    order = self._store.next_order(self._clock())
-                    self._warn_of(self._store.too_large)
-                    if order is not None:
+                if not self._paused and self._under_way < PREFETCHES_UNDER_WAY * len(self._sources):
+                    prefetch = self._store.next_prefetch(self._clock())
+                    self._warn_too_large(self._store.too_large)
+                    if prefetch is not None:
                         try:
-                            rows = min(order.rows, self._max_rows(order.key))
-                            self._order(order.key, rows, RequestClass.FINETUNING)
+                            rows = min(prefetch.rows, self._max_rows(prefetch.key))
+                            self._request_effects(prefetch.key, rows, RequestClass.FINETUNING)
                         except RuntimeError:
                             return  # the interpreter ends, and its pools take no more work
                         continue
@@ -295,20 +295,20 @@ class OneTimeMasks:
                         self._changed.notify_all()
                 self._changed.wait(IDLE_SECONDS if self._fill_when_idle else None)
 
-    def _warn_of(self, order: PrefetchRequest | None) -> None:
-        """Say once that the budget holds no order of this size."""
-        if order is None or self._warned:
+    def _warn_too_large(self, prefetch: PrefetchRequest | None) -> None:
+        """Warn once that the budget holds no prefetch of this size."""
+        if prefetch is None or self._warned:
             return
         self._warned = True
         log.warning(
             "the budget for masks, %.1f MiB, is too small to fetch effects ahead for requests of %d "
             "rows, which take %.1f MiB each; they are asked for when needed, which is slower",
             self._store.budget_bytes / 2**20,
-            order.rows,
-            order.rows * self._row_bytes(order.key) / 2**20,
+            prefetch.rows,
+            prefetch.rows * self._row_bytes(prefetch.key) / 2**20,
         )
 
-    def fill(self, budget_bytes: int, timeout: float, batch_rows: int = 0) -> None:
+    def fill(self, budget_bytes: int, timeout: float, chunk_rows: int = 0) -> None:
         """See MaskGenerator.
 
         Raises:
@@ -318,9 +318,9 @@ class OneTimeMasks:
         self._fork_guard.check()
         with self._changed:
             self._store.budget_bytes = budget_bytes
-            self._store.batch_rows = batch_rows or BATCH_ROWS
+            self._store.chunk_rows = chunk_rows or CHUNK_ROWS
             self._idle, self._warned = False, True
-            self._store.order_whole_batches()
+            self._store.prefetch_whole_chunks()
             self._changed.notify_all()
             full = self._changed.wait_for(lambda: self._idle, timeout)
             self._store.budget_bytes = 0

@@ -8,7 +8,7 @@ import torch
 
 from shared.wire.header import Direction, Operation, RequestClass
 from tenant_sdk.connection.keys import ProductKey
-from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
+from tenant_sdk.connection.remote import LazyResult, RemoteExecutor
 from tenant_sdk.products.modes import Privacy
 
 
@@ -22,7 +22,7 @@ class PrivacyMode(Protocol):
         member_bits: int,
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
-    ) -> PendingProduct:
+    ) -> LazyResult:
         """Ask for a product of some members of a group; several may be under way at once.
 
         Returns when the request is on its way, or waits for the connection to take it. The first request of
@@ -50,20 +50,20 @@ class PrivacyMode(Protocol):
 
     @property
     def privacy(self) -> Privacy:
-        """Which mode it is."""
+        """The mode's name."""
         ...
 
     @property
     def rows_ahead(self) -> int:
-        """Rows of masks, of all kinds, whose effects are in store or ordered; 0 if none are fetched ahead."""
+        """Rows of masks, of all kinds, whose effects are in store or under way; 0: none are fetched ahead."""
         return 0
 
-    def fill(self, budget_bytes: int, timeout: float, batch_rows: int = 0) -> None:
+    def fill(self, budget_bytes: int, timeout: float, chunk_rows: int = 0) -> None:
         """See ``MaskGenerator.fill``."""
         return  # by default nothing is fetched ahead
 
     def verifying_everything(self) -> PrivacyMode:
-        """The same executor and masks, with exact answers, of which all are checked if any are."""
+        """Returns this mode with exact answers, all of which are checked if any are."""
         return self  # by default answers are exact, and none are checked
 
     def close(self) -> None:
@@ -86,14 +86,14 @@ class PlainProducts(PrivacyMode):
         member_bits: int,
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
-    ) -> PendingProduct:
+    ) -> LazyResult:
         """See PrivacyMode."""
         key = ProductKey(group, direction, member_bits)
         return self._remote.submit(Operation.PRODUCT, key, rows, request_class)
 
 
 class WrappedProducts:
-    """What a mode around another one has of it."""
+    """Base of modes that wrap another mode: what they forward to it."""
 
     def __init__(self, inner: PrivacyMode) -> None:
         self._inner = inner
@@ -108,9 +108,9 @@ class WrappedProducts:
         """See PrivacyMode."""
         return self._inner.rows_ahead
 
-    def fill(self, budget_bytes: int, timeout: float, batch_rows: int = 0) -> None:
+    def fill(self, budget_bytes: int, timeout: float, chunk_rows: int = 0) -> None:
         """See PrivacyMode."""
-        self._inner.fill(budget_bytes, timeout, batch_rows)
+        self._inner.fill(budget_bytes, timeout, chunk_rows)
 
     def verifying_everything(self) -> PrivacyMode:
         """See PrivacyMode; that of the mode inside."""
@@ -122,16 +122,16 @@ class WrappedProducts:
 
 
 class PaddedProducts(WrappedProducts):
-    """Another mode, with rows of zeros added until their number is a power of two.
+    """Adds rows of zeros to the requests of another mode until their number is a power of two.
 
     Args:
         inner: what hides and sends them.
-        least: the smallest number of rows sent.
+        min_rows: the smallest number of rows sent.
     """
 
-    def __init__(self, inner: PrivacyMode, least: int) -> None:
+    def __init__(self, inner: PrivacyMode, min_rows: int) -> None:
         super().__init__(inner)
-        self._least = least
+        self._min_rows = min_rows
 
     def submit(
         self,
@@ -140,17 +140,17 @@ class PaddedProducts(WrappedProducts):
         member_bits: int,
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
-    ) -> PendingProduct:
+    ) -> LazyResult:
         """See PrivacyMode."""
         count = rows[0].shape[0]
-        padded_count = 1 << (max(count, self._least) - 1).bit_length()
+        padded_count = 1 << (max(count, self._min_rows) - 1).bit_length()
         sent = [pad_with_zeros(block, padded_count, self.privacy) for block in rows]
         pending = self._inner.submit(group, direction, member_bits, sent, request_class)
-        return PendingProduct(lambda: [result[:count] for result in pending.result()])
+        return LazyResult(lambda: [result[:count] for result in pending.result()])
 
 
 def pad_with_zeros(rows: torch.Tensor, count: int, privacy: Privacy) -> torch.Tensor:
-    """Rows [T, D] with rows of zeros behind them until there are ``count``; themselves if there are as many.
+    """Returns rows [T, D] with rows of zeros behind them until there are ``count``.
 
     Raises:
         RuntimeError: the executor would recognise the zeros.
@@ -163,5 +163,5 @@ def pad_with_zeros(rows: torch.Tensor, count: int, privacy: Privacy) -> torch.Te
 
 
 def padded(products: PrivacyMode, pad_rows: int) -> PrivacyMode:
-    """A mode that hides row numbers too, if ``pad_rows`` is not 0; see ``connect``."""
+    """Returns a mode that hides row numbers too, if ``pad_rows`` is not 0; see ``connect``."""
     return PaddedProducts(products, pad_rows) if pad_rows else products

@@ -11,10 +11,10 @@ from shared.wire.messages import GroupInfo
 
 
 class RingGroup:
-    """What turns a group's floats into integers and back.
+    """Has the numbers that turn a group's floats into integers and back.
 
     Args:
-        info: from the manifest, with its bounds.
+        info: the group's entry in the manifest, with its bounds.
         scales: float32 [O] of all members.
 
     Raises:
@@ -40,22 +40,26 @@ class RingGroup:
         self._scales = scales.split(widths)
         self._chosen: dict[int, torch.Tensor] = {}
 
-    def max_norm(self, direction: Direction, units: int = 0) -> float:
-        """Of rows, see ``max_row_norm``; what rounding may add to a product is ``units``.
+    def max_norm(self, direction: Direction, rounding_error: int = 0) -> float:
+        """Returns the largest norm of rows, see ``max_row_norm``.
+
+        Args:
+            rounding_error: the largest number that rounding adds to a product.
 
         Raises:
             ModelMismatch: no row fits.
         """
-        norm = self._norms.get((direction, units))
+        norm = self._norms.get((direction, rounding_error))
         if norm is None:
             try:
-                norm = self._norms[direction, units] = max_row_norm(*self._ends[direction], LIMIT - units)
+                norm = max_row_norm(*self._ends[direction], LIMIT - rounding_error)
             except ValueError as error:
                 raise ModelMismatch(f"the executor's bounds are impossible: {error}") from error
+            self._norms[direction, rounding_error] = norm
         return norm
 
     def scales_of(self, member_bits: int) -> torch.Tensor:
-        """Of some members, one behind the other."""
+        """Returns the scales of some members, one behind the other."""
         chosen = self._chosen.get(member_bits)
         if chosen is None:
             chosen = torch.cat([self._scales[i] for i in member_indices(member_bits)])

@@ -16,7 +16,7 @@ from shared.wire.header import EXACT, Direction, Operation, RequestClass, member
 from shared.wire.protocol import RequestWidths
 from tenant_sdk.connection.channel import copy_error
 from tenant_sdk.connection.keys import ProductKey
-from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor, check_shapes
+from tenant_sdk.connection.remote import LazyResult, RemoteExecutor, check_shapes
 from tenant_sdk.products.answer_bits import AnswerBits
 from tenant_sdk.products.masks import MaskGenerator
 from tenant_sdk.products.modes import Privacy
@@ -27,14 +27,14 @@ from tenant_sdk.products.verifier import Verifier
 
 
 class RingProducts:
-    """Products on a ring executor; which privacy mode it is, is in the masks.
+    """Products on a ring executor. The masks decide the privacy mode.
 
     Args:
         remote: the provider.
-        masks: what hides the rows.
+        masks: the masks that hide the rows.
         verifier: None: answers are not checked.
-        scales: of a group, [O], once they are known to be the right ones.
-        unpredictable: groups that are asked for in no order that the last pass told.
+        scales: returns the scales of a group, [O], once they are known to be the right ones.
+        unpredictable: groups whose requests come in an order that the last pass does not predict.
         answers: ``exact``, ``half`` or ``auto``.
     """
 
@@ -72,7 +72,7 @@ class RingProducts:
         member_bits: int,
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
-    ) -> PendingProduct:
+    ) -> LazyResult:
         """See ``tenant_sdk.products.products.PrivacyMode``.
 
         Raises:
@@ -84,17 +84,17 @@ class RingProducts:
         key = ProductKey(group, direction, member_bits, self._answer_bits.choose(request_class))
         if key.product in self._exact_only:
             key = key.exact
-        check_shapes(rows, self._widths(transposed(key)))
+        check_shapes(rows, self._row_widths(key))
         request, count = self._request(key), rows[0].shape[0]
         spent = 0.0
 
-        def hide_piece(piece: slice) -> list[torch.Tensor]:
+        def mask_piece(piece: slice) -> list[torch.Tensor]:
             nonlocal spent
             started = time.perf_counter()
             mask = self._masks.take(key, piece.stop - piece.start, request_class=request_class)
-            hidden = request.hide([block[piece] for block in rows], piece.start, mask)
+            masked = request.mask_rows([block[piece] for block in rows], piece.start, mask)
             spent += time.perf_counter() - started
-            return [hidden]
+            return [masked]
 
         pieces = self._remote.pieces(key, count)
         started = time.perf_counter()
@@ -103,28 +103,28 @@ class RingProducts:
             all_finite_below(block, self._group(group).safe_size) for block in rows
         ):
             # All, or one that cannot be sent might follow others.
-            ready = [hide_piece(piece) for piece in pieces]
-        next_piece = (lambda _: ready.pop(0)) if ready else hide_piece
+            ready = [mask_piece(piece) for piece in pieces]
+        next_piece = (lambda _: ready.pop(0)) if ready else mask_piece
         sent = self._remote.submit_pieces(Operation.PRODUCT, key, pieces, next_piece, request_class)
         if group not in self._unpredictable:
-            self._masks.note_request(key, count)
+            self._masks.record_request(key, count)
 
         def finish() -> list[torch.Tensor]:
             results = self._finish(request, count, sent, spent)
             if self._answer_bits.measures:
-                self._note_answer(key, count, request_class, time.perf_counter() - started)
+                self._record_answer(key, count, request_class, time.perf_counter() - started)
             return results
 
-        return PendingProduct(finish)
+        return LazyResult(finish)
 
-    def _note_answer(self, key: ProductKey, rows: int, request_class: RequestClass, seconds: float) -> None:
+    def _record_answer(self, key: ProductKey, rows: int, request_class: RequestClass, seconds: float) -> None:
         size = rows * self._request_widths(key).answer_columns * key.answer_bits // 8
-        self._answer_bits.note(
+        self._answer_bits.record(
             request_class, size, seconds, is_over_network=self._remote.is_over_network(key.group)
         )
 
     def _request(self, key: ProductKey) -> ExactRequest:
-        """The next request of a kind, with what its answers are checked with."""
+        """Returns the next request of a kind, with what its answers are checked with."""
         ring = self._group(key.group)
         try:
             if key.answer_bits == EXACT:
@@ -156,10 +156,10 @@ class RingProducts:
         return self._remote.submit(Operation.PRODUCT, key.exact, [request]).result()[0]
 
     def _finish(
-        self, request: ExactRequest, count: int, sent: list[PendingProduct], masking: float
+        self, request: ExactRequest, count: int, sent: list[LazyResult], masking: float
     ) -> list[torch.Tensor]:
         """Take the effects off the answers and check them."""
-        results = [torch.empty((count, width)) for width in self._widths(request.key)]
+        results = [torch.empty((count, width)) for width in self._answer_widths(request.key)]
         started, waiting = time.perf_counter(), 0.0
         try:
             while sent:
@@ -168,21 +168,21 @@ class RingProducts:
                 before = time.perf_counter()
                 (answer,) = sent.pop(0).result()
                 waiting += time.perf_counter() - before
-                if not request.reveal(answer, results):
+                if not request.unmask(answer, results):
                     self._check_failed(request.key)
             masking += time.perf_counter() - started - waiting - request.seconds_waiting
-            if not request.confirm():
+            if not request.recheck():
                 self._check_failed(request.key)
         except VerificationError:
             raise
         except BaseException as error:
             # What is owed must come: an executor that lies would withhold it.
-            if request.owes_confirmation and self._verifier is not None:
-                unconfirmed = self._refuse_further(self._verifier.unconfirmed(request.key))
+            if request.recheck_pending and self._verifier is not None:
+                missing = self._refuse_further(self._verifier.recheck_missing(request.key))
                 if isinstance(error, SymbiosisError):
-                    raise unconfirmed from error
+                    raise missing from error
             raise
-        if request.doubted:  # often so of weights of low rank; each doubt tells of a row's lower bits
+        if request.suspect:  # often so of weights of low rank; each doubt tells of a row's lower bits
             self._exact_only.add(request.key.product)
         self._remote.stats.add(
             seconds_masking=masking,
@@ -201,15 +201,15 @@ class RingProducts:
         return self._remote.shapes[key.group].widths(key.direction, key.member_bits)
 
     def _refuse_further(self, error: VerificationError) -> VerificationError:
-        """From now on nothing is asked for; a copy is kept, which holds no frames alive."""
+        """Ask for nothing from now on, and keep a copy of the error, which holds no frames alive."""
         self._failed = copy_error(error)  # type: ignore[assignment]
         self._masks.close()
         return error
 
     def integer_product(self, key: ProductKey, rows: torch.Tensor) -> torch.Tensor:
-        """The products of a fingerprint's integers, under a mask like any: int32 [n, C] to [n, 2 N]."""
+        """Returns products of a fingerprint's integers, under a mask like any: int32 [n, C] to [n, 2 N]."""
         mask = self._masks.take(key, len(rows))
-        request = mask.numbers().add_(rows)
+        request = mask.take_values().add_(rows)
         (answer,) = self._remote.submit(Operation.PRODUCT, key.exact, [request]).result()
         for part, effects in mask.effects():
             for effect in effects:
@@ -221,11 +221,15 @@ class RingProducts:
         """See PrivacyMode."""
         return self._masks.rows_ahead
 
-    def fill(self, budget_bytes: int, timeout: float, batch_rows: int = 0) -> None:
+    def fill(self, budget_bytes: int, timeout: float, chunk_rows: int = 0) -> None:
         """See PrivacyMode."""
-        self._masks.fill(budget_bytes, timeout, batch_rows)
+        self._masks.fill(budget_bytes, timeout, chunk_rows)
 
-    def _widths(self, key: ProductKey) -> list[int]:
+    def _row_widths(self, key: ProductKey) -> list[int]:
+        """Widths of the blocks of rows, which are those of answers in the other direction."""
+        return self._answer_widths(transposed(key))
+
+    def _answer_widths(self, key: ProductKey) -> list[int]:
         shape = self._remote.shapes[key.group]
         if key.direction == Direction.BACKWARD:
             return [shape.inputs]

@@ -1,4 +1,4 @@
-"""One product on the ring: its rows hidden, and its answers revealed and checked.
+"""One product on the ring: its rows are masked, and its answers are unmasked and checked.
 
 Answers have all bits (``ExactRequest``) or the upper ones alone (``HalfRequest``). Each kind has its check.
 """
@@ -24,7 +24,7 @@ from tenant_sdk.products.verification import Fingerprint
 
 
 class _Piece(NamedTuple):
-    """Rows that are hidden together, with one mask, from the first on."""
+    """Rows that are masked together, with one mask, from the first on."""
 
     first: int
     mask: Mask
@@ -36,18 +36,18 @@ class ExactRequest:
     """A product whose answers have all bits.
 
     Args:
-        key: of the product.
+        key: the kind of product.
         ring: the group's.
         fingerprint: None: the answers are not checked.
     """
 
-    owes_confirmation = False  # whether an answer counts only once its confirmation is here
-    doubted = False  # whether an answer seemed wrong, although it may be right
+    recheck_pending = False  # whether the answers count only once a second, exact request has confirmed them
+    suspect = False  # whether an answer seemed wrong, although it may be right
 
     def __init__(self, key: ProductKey, ring: RingGroup, fingerprint: Fingerprint | None) -> None:
         self.key, self.seconds_waiting = key, 0.0  # for effects
         self._ring, self._fingerprint = ring, fingerprint
-        self._hidden: deque[_Piece] = deque()
+        self._masked: deque[_Piece] = deque()
         forward = key.direction == Direction.FORWARD
         # Forward, scales turn the answers into floats; backward, they go into the rows.
         self._row_scales = None if forward else ring.scales_of(key.member_bits)
@@ -58,7 +58,7 @@ class ExactRequest:
         """Whether the answers are checked."""
         return self._fingerprint is not None
 
-    def hide(self, rows: list[torch.Tensor], first: int, mask: Mask) -> torch.Tensor:
+    def mask_rows(self, rows: list[torch.Tensor], first: int, mask: Mask) -> torch.Tensor:
         """Add the next piece's rows to its mask.
 
         Args:
@@ -72,28 +72,28 @@ class ExactRequest:
         Raises:
             NonFiniteError: rows that the ring cannot hold.
         """
-        request = mask.numbers()
-        self._hidden.append(_Piece(first, mask, *self._add(rows, request)))
+        request = mask.take_values()
+        self._masked.append(_Piece(first, mask, *self._add(rows, request)))
         return request
 
     def _add(
         self,
         rows: list[torch.Tensor],
         request: torch.Tensor,
-        units: int = 0,
+        rounding_error: int = 0,
         integers: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See ``shared.ring.rows.quantize_and_mask``; ``units`` is what rounding may add to a product."""
-        hidden = quantize_and_mask(
+        """See ``quantize_and_mask``. Rounding of answers adds at most ``rounding_error`` to a product."""
+        added = quantize_and_mask(
             [block.contiguous() for block in rows],
             self._row_scales,
-            self._ring.max_norm(self.key.direction, units),
+            self._ring.max_norm(self.key.direction, rounding_error),
             request,
-            self._fingerprint.factor if self._fingerprint else None,
+            self._fingerprint.projection if self._fingerprint else None,
             integers,
         )
-        if hidden is not None:
-            return hidden
+        if added is not None:
+            return added
         if not all(block.isfinite().all() for block in rows):
             raise NonFiniteError(
                 "the rows hold NaN or infinity; nothing was sent. Look for what diverged before this layer"
@@ -103,7 +103,7 @@ class ExactRequest:
             "learning rate or the loss scale"
         )
 
-    def reveal(self, answer: torch.Tensor, results: list[torch.Tensor]) -> bool:
+    def unmask(self, answer: torch.Tensor, results: list[torch.Tensor]) -> bool:
         """Write the next piece's results; False if its answer is wrong.
 
         Args:
@@ -113,7 +113,7 @@ class ExactRequest:
         Raises:
             SymbiosisError: from a mask source.
         """
-        piece = self._hidden.popleft()
+        piece = self._masked.popleft()
         for part, effects in self._effects(piece.mask):
             wrong = unmask_and_dequantize(
                 answer[part],
@@ -138,23 +138,23 @@ class ExactRequest:
                 return
             yield effect
 
-    def confirm(self) -> bool:
-        """Have answers confirmed where that is necessary; False if one is wrong.
+    def recheck(self) -> bool:
+        """Ask for answers again, with all bits, where that is necessary; False if one is wrong.
 
-        Call it once all pieces are revealed: a confirmed piece would tell a liar what the others must be.
+        Call it once all pieces are unmasked: a rechecked piece would tell a liar what the others must be.
 
         Raises:
-            SymbiosisError: the confirmation did not come.
+            SymbiosisError: an exact answer did not come.
         """
         return True
 
 
 class HalfChecks(NamedTuple):
-    """What half answers are checked with.
+    """The fingerprints that half answers are checked with.
 
     Attributes:
-        half: each answer.
-        exact: an answer that is asked for again, with all bits.
+        half: checks each answer.
+        exact: checks an answer that is asked for again, with all bits.
         repeats: whether answers are asked for again even if they seem right.
     """
 
@@ -163,8 +163,8 @@ class HalfChecks(NamedTuple):
     repeats: bool
 
 
-class _Revealed(NamedTuple):
-    """What is compared with a confirmation."""
+class _Unmasked(NamedTuple):
+    """What is compared with an exact answer."""
 
     request: torch.Tensor
     answer: torch.Tensor
@@ -178,11 +178,11 @@ class HalfRequest(ExactRequest):
     An answer that seems wrong is asked for again with all bits, which decides.
 
     Args:
-        key: of the product.
+        key: the kind of product.
         ring: the group's.
         sources: how many effects are subtracted from an answer.
         checks: None: the answers are not checked.
-        exact_product: of a request's integers, int32 [T, C]: all bits of its answer.
+        exact_product: returns all bits of the answer to a request's integers, int32 [T, C].
     """
 
     def __init__(
@@ -194,63 +194,63 @@ class HalfRequest(ExactRequest):
         exact_product: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         super().__init__(key, ring, checks.exact if checks else None)
-        self._units = max(1, sources) << EXACT - key.answer_bits
+        self._rounding_error = max(1, sources) << EXACT - key.answer_bits
         self._checks, self._exact_product = checks, exact_product
         self._sums: deque[tuple[torch.Tensor, torch.Tensor]] = deque()  # requests, and what the check expects
-        self._unconfirmed: list[_Revealed] = []
+        self._to_recheck: list[_Unmasked] = []
 
-    def hide(self, rows: list[torch.Tensor], first: int, mask: Mask) -> torch.Tensor:
+    def mask_rows(self, rows: list[torch.Tensor], first: int, mask: Mask) -> torch.Tensor:
         """See ExactRequest."""
-        request = mask.numbers()
+        request = mask.take_values()
         integers = torch.empty(request.shape) if self._checks else None
-        self._hidden.append(_Piece(first, mask, *self._add(rows, request, self._units, integers)))
+        self._masked.append(_Piece(first, mask, *self._add(rows, request, self._rounding_error, integers)))
         if self._checks and integers is not None:
             self._sums.append((request, expected_sums(self._checks.half, integers)))
         return request
 
-    def reveal(self, answer: torch.Tensor, results: list[torch.Tensor]) -> bool:
-        """See ExactRequest; an answer that seems wrong waits for ``confirm``."""
-        piece, doubted = self._hidden.popleft(), False
+    def unmask(self, answer: torch.Tensor, results: list[torch.Tensor]) -> bool:
+        """See ExactRequest; an answer that seems wrong waits for ``recheck``."""
+        piece, suspect = self._masked.popleft(), False
         request, sums = self._sums.popleft() if self._checks else (answer, None)
         exponents = piece.exponents + 8 * (EXACT - self.key.answer_bits)
         step = max(1, CHUNK_ELEMENTS // answer.shape[1])
         for part, effects in self._effects(piece.mask):
             for start in range(part.start, part.stop, step):
                 rows = slice(start, min(start + step, part.stop))
-                cut_effects = [effect[start - part.start :][:step] for effect in effects]
-                products = subtract_upper_bits(answer[rows], cut_effects, self.key.answer_bits)
+                truncated_effects = [effect[start - part.start :][:step] for effect in effects]
+                products = subtract_upper_bits(answer[rows], truncated_effects, self.key.answer_bits)
                 if self._checks and sums is not None and wrong_rows(self._checks.half, products, sums[rows]):
                     # At once: the next effects may not come.
-                    doubted = self.doubted = self.owes_confirmation = True
+                    suspect = self.suspect = self.recheck_pending = True
                 write_products(
                     products, exponents[rows], self._answer_scales, _rows_of(results, piece.first, rows)
                 )
-        if self._checks and (doubted or self._checks.repeats):
-            self._unconfirmed.append(_Revealed(request, answer, piece.mask, piece.expected))
+        if self._checks and (suspect or self._checks.repeats):
+            self._to_recheck.append(_Unmasked(request, answer, piece.mask, piece.expected))
         return True
 
-    def confirm(self) -> bool:
+    def recheck(self) -> bool:
         """See ExactRequest."""
-        while self._unconfirmed:
-            self.owes_confirmation = True
-            if not self._is_confirmed(self._unconfirmed.pop(0)):
+        while self._to_recheck:
+            self.recheck_pending = True
+            if not self._recheck_holds(self._to_recheck.pop(0)):
                 return False
         return True
 
-    def _is_confirmed(self, revealed: _Revealed) -> bool:
+    def _recheck_holds(self, unmasked: _Unmasked) -> bool:
         """Ask for an answer and its effects again, with all bits, and compare all that came."""
-        whole = self._exact_product(revealed.request)
-        effects, bits = revealed.mask.exact_effects(), self.key.answer_bits
-        same = torch.equal(take_upper_bits(whole, bits), revealed.answer)
-        for part, cut_effects in revealed.mask.effects():
-            for effect, again in zip(cut_effects, effects, strict=True):
+        whole = self._exact_product(unmasked.request)
+        effects, bits = unmasked.mask.exact_effects(), self.key.answer_bits
+        same = torch.equal(take_upper_bits(whole, bits), unmasked.answer)
+        for part, truncated_effects in unmasked.mask.effects():
+            for effect, again in zip(truncated_effects, effects, strict=True):
                 same = same and torch.equal(take_upper_bits(again[part], bits), effect)
         for effect in effects:
             whole.sub_(effect)
-        if self._checks is None or revealed.expected is None:
-            raise RuntimeError("an answer is confirmed that nothing checks")
+        if self._checks is None or unmasked.expected is None:
+            raise RuntimeError("an answer is rechecked that nothing checks")
         sums = (whole.long() * self._checks.exact.challenge).sum(1)
-        return same and torch.equal(sums, revealed.expected)
+        return same and torch.equal(sums, unmasked.expected)
 
 
 def _rows_of(results: list[torch.Tensor], first: int, part: slice) -> list[torch.Tensor]:

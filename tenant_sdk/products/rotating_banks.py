@@ -24,7 +24,7 @@ class _Serving(Generic[Bank]):
 
 
 class RotatingBanks(Generic[Key, Bank]):
-    """Banks by key. A worn one serves until the next one, which a thread fetches, is there.
+    """Has a bank for each key. A worn bank serves until a thread has fetched the next one.
 
     Args:
         make: fetches a bank; called in the thread of a key's first request, then in a thread of this object.
@@ -41,7 +41,7 @@ class RotatingBanks(Generic[Key, Bank]):
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-banks")
 
     def take(self, key: Key, rows: int) -> Bank:
-        """The bank that masks so many rows of a key.
+        """Returns the bank that masks so many rows of a key.
 
         The first request of a key waits for its bank, and others of this key wait with it.
 

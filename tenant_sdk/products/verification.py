@@ -37,32 +37,32 @@ class Fingerprint(NamedTuple):
     """Secret z and ``W z`` of one kind of product."""
 
     challenge: torch.Tensor  # int32 [P N], the planes one behind the other
-    factor: torch.Tensor  # int64 [C], modulo 2^64
+    projection: torch.Tensor  # int64 [C], modulo 2^64
 
 
 class Fingerprints(Protocol):
     """Where fingerprints come from."""
 
     def get(self, key: ProductKey, product: IntegerProduct) -> Fingerprint:
-        """The fingerprint of a kind; ``product`` is the session's own, with its masks."""
+        """Returns the fingerprint of a kind; ``product`` is the session's own, with its masks."""
         ...
 
 
 def transposed(key: ProductKey) -> ProductKey:
-    """The product in the other direction, with which a fingerprint is made."""
+    """Returns the product in the other direction, with which a fingerprint is made."""
     other = Direction.BACKWARD if key.direction == Direction.FORWARD else Direction.FORWARD
     return ProductKey(key.group, other, key.member_bits)
 
 
 def draw_challenge(entropy: Entropy, planes: int, width: int) -> torch.Tensor:
-    """A secret z: uniform int32 [planes, width]."""
+    """Draws a secret z: uniform int32 [planes, width]."""
     return MaskStream(entropy(SEED_BYTES)).draw(planes, width)
 
 
 def multiply_challenge(
     challenge: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """``W z`` modulo 2^64: int64 [C] from z [P, N] and the transposed product, [n, N] to [n, P C].
+    """Computes ``W z`` modulo 2^64: int64 [C] from z [P, N] and the transposed product, [n, N] to [n, P C].
 
     That product is modulo 2^32, so z is multiplied digit by digit, in base 256. The digits are random, so a
     sum is near 2^7 times the norm of a column, which is far below 2^31. A plane's part of z needs that
@@ -81,7 +81,7 @@ def multiply_challenge(
 
 
 class LiveFingerprints:
-    """Made when a kind is first asked for, through products of the session itself or of a checkpoint.
+    """Makes the fingerprint of a kind at its first request, with the session's products or a checkpoint's.
 
     Through the session, z travels under one-time masks like any row, so nobody who could use it
     learns it. What is checked then is that the executors go on multiplying with the weights that they
@@ -90,7 +90,7 @@ class LiveFingerprints:
 
     Args:
         entropy: secret random bytes.
-        product: None for the session's own.
+        product: computes the products; None for the session's own.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class LiveFingerprints:
             widths = shape.widths(key.direction, key.member_bits)
             challenge = draw_challenge(self._entropy, shape.planes, widths.answer_columns // shape.planes)
             multiply = self._product or product
-            factor = multiply_challenge(challenge, lambda rows: multiply(transposed(key), rows))
-            fingerprint = Fingerprint(challenge.view(-1), factor)
+            projection = multiply_challenge(challenge, lambda rows: multiply(transposed(key), rows))
+            fingerprint = Fingerprint(challenge.view(-1), projection)
             if self._product is None:
                 self._try(key, fingerprint, widths.request_columns, multiply)
             fingerprint = self._made.setdefault(key, fingerprint)
@@ -124,6 +124,6 @@ class LiveFingerprints:
         rows = MaskStream(self._entropy(SEED_BYTES)).draw(TRIAL_ROWS, columns) >> 24
         answers = multiply(key, rows).long()
         if not torch.equal(
-            (answers * fingerprint.challenge).sum(1), (rows.long() * fingerprint.factor).sum(1)
+            (answers * fingerprint.challenge).sum(1), (rows.long() * fingerprint.projection).sum(1)
         ):
             raise FingerprintRefuted

@@ -25,12 +25,12 @@ class Verifier:
 
     Args:
         fingerprints: of the executors' weights.
-        groups: for messages.
-        rate: of requests, more than 0 and at most 1; which ones is drawn secretly.
-        repeat_rate: of checked requests with half answers, those that are asked for again with all bits.
+        groups: the manifest's, for messages.
+        rate: share of requests to check, more than 0 and at most 1; they are drawn secretly.
+        repeat_rate: share of checked requests with half answers that are asked for again with all bits.
         trusted: exact products of weights that the tenant has; None: the session's are used, and checked.
         entropy: secret random bytes.
-        parties: who may have been wrong, for messages.
+        parties: the parties that may have been wrong, for messages.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Verifier:
         self._entropy, self._parties = entropy, parties
 
     def verifying_everything(self) -> Verifier:
-        """The same, and every request is drawn."""
+        """Returns a verifier like this one that checks every request."""
         return Verifier(
             self._fingerprints,
             self._groups,
@@ -61,7 +61,7 @@ class Verifier:
         )
 
     def fingerprint(self, key: ProductKey, product: IntegerProduct) -> Fingerprint | None:
-        """What to check the next request of a kind with, or None if it is not drawn.
+        """Returns what to check the next request of a kind with, or None if it is not drawn.
 
         The fingerprint is made either way: executors see when one is, and what comes next.
 
@@ -74,7 +74,7 @@ class Verifier:
     def half_fingerprint(
         self, key: ProductKey, product: IntegerProduct, **shape: Any
     ) -> HalfFingerprint | None:
-        """The same for answers of which only the upper bits travel.
+        """Returns what to check the next half answers of a kind with, or None if they are not drawn.
 
         Args:
             key: with the bits of its answers.
@@ -95,7 +95,7 @@ class Verifier:
         return fingerprint if self._sampled(self._rate) else None
 
     def exact_of_half(self, key: ProductKey, product: IntegerProduct) -> tuple[Fingerprint, bool]:
-        """What to check a half answer with if it is asked for again, and whether it is in any case.
+        """Returns the fingerprint of an exact answer, and whether to ask for one in any case.
 
         Raises:
             VerificationError: see ``fingerprint``.
@@ -104,7 +104,7 @@ class Verifier:
 
     def _checked(self, key: ProductKey, rows: torch.Tensor, product: IntegerProduct) -> torch.Tensor:
         fingerprint, answers = self._made(key, product), product(key, rows)
-        expected = (rows.long() * fingerprint.factor).sum(1)
+        expected = (rows.long() * fingerprint.projection).sum(1)
         if not torch.equal((answers.long() * fingerprint.challenge).sum(1), expected):
             raise self.error(key)
         return answers
@@ -116,19 +116,19 @@ class Verifier:
             raise self.error(key) from None
 
     def _sampled(self, rate: float) -> bool:
-        """Secretly, with this probability."""
+        """Draws secretly: True with this probability."""
         return rate >= 1 or (rate > 0 and int.from_bytes(self._entropy(4)) < max(1, round(rate * 2**32)))
 
     def error(self, key: ProductKey) -> VerificationError:
-        """A wrong answer to a request of this kind, in words."""
+        """Returns the error for a wrong answer to a request of this kind."""
         return VerificationError(
             f"a wrong answer: {self._product(key)} is not what the weights give. {self._parties} computed "
             "it. Nothing of it was used, and this session asks for nothing more. Go on from your last "
             "checkpoint in a new session, with other executors if you can, and tell the operators"
         )
 
-    def unconfirmed(self, key: ProductKey) -> VerificationError:
-        """A half answer that was asked for again, with all bits, and did not come, in words."""
+    def recheck_missing(self, key: ProductKey) -> VerificationError:
+        """Returns the error for a half answer whose recheck, with all bits, did not come."""
         return VerificationError(
             f"an answer could not be confirmed: {self._product(key)} was asked for again with all bits, and "
             f"did not come. {self._parties} computed it. This is an outage, or hides a wrong answer. "

@@ -21,7 +21,7 @@ from shared.wire.messages import GroupInfo
 from tenant_sdk.sequences.encrypted_file import EncryptedFile
 from tenant_sdk.sequences.kv_budget import KvBudget
 from tenant_sdk.sequences.kv_layers import DiskLayer, HostLayer
-from tenant_sdk.sequences.positions import steady_length
+from tenant_sdk.sequences.positions import rope_stable_length
 from tenant_sdk.sequences.prefill import MOST, Demand
 from tenant_sdk.sequences.text_cache import TextCache, guard
 
@@ -184,8 +184,8 @@ def _base(model: Any) -> Any:
 
 def _positions_depend_on_length(model: Any, part: int, whole: int) -> bool:
     """Whether the beginning of a text, of so many tokens, has other positions than it has in the whole."""
-    steady = steady_length(_base(model))
-    return steady is not None and part <= steady < whole
+    stable_length = rope_stable_length(_base(model))
+    return stable_length is not None and part <= stable_length < whole
 
 
 def activated(model: Any) -> bool:

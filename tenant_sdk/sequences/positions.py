@@ -9,8 +9,8 @@ from torch import nn
 _BY_LENGTH = ("dynamic", "longrope")
 
 
-def steady_length(model: nn.Module) -> int | None:
-    """Tokens up to which a model's positions do not depend on the length of the text; None: they never do.
+def rope_stable_length(model: nn.Module) -> int | None:
+    """Returns up to how many tokens a model's positions do not depend on a text's length; None: never.
 
     A longer text has other frequencies at all its positions. So its keys are not those of its beginning, nor
     those that a shorter text beside it has.

@@ -76,7 +76,7 @@ class Kept:
 def keep_groups(
     config: SessionConfig,
     products: PrivacyMode,
-    origin: WeightSource,
+    weight_source: WeightSource,
     executor: RemoteExecutor,
     token_bytes: Callable[[list[GroupShape], tuple[Direction, ...]], TokenBytes],
 ) -> tuple[PrivacyMode, Kept]:
@@ -89,8 +89,8 @@ def keep_groups(
 
     Args:
         products: of all groups.
-        origin: of the weights; products that are all checked, since a wrong answer would be in all later
-            products, or the tenant's own checkpoint.
+        weight_source: asked for the weights: products that are all checked, since a wrong answer would be in
+            all later products, or the tenant's own checkpoint.
         executor: that serves them.
         token_bytes: of one token that passes groups of these shapes in these directions.
 
@@ -116,7 +116,9 @@ def keep_groups(
     chosen = [places[at] for at in choose_groups(candidates, budget)]
     left = [at for at in places if at not in chosen]
     passed = [executor.shapes[at] for at in left], [executor.shapes[at] for at in places]
-    weights = _weights(origin, {at: infos[at] for at in chosen}, dtype, _cache(config, executor, dtype))
+    weights = _weights(
+        weight_source, {at: infos[at] for at in chosen}, dtype, _cache(config, executor, dtype)
+    )
     return KeptProducts(products, weights), Kept(
         frozenset(chosen),
         sum(sizes[at] for at in chosen),
@@ -213,20 +215,20 @@ def _least_seconds(products: PrivacyMode, groups: Iterable[int], shape: Shape, *
 
 
 def _weights(
-    origin: WeightSource, infos: Mapping[int, GroupInfo], dtype: torch.dtype, cache: WeightCache | None
+    weight_source: WeightSource, infos: Mapping[int, GroupInfo], dtype: torch.dtype, cache: WeightCache | None
 ) -> dict[int, list[torch.Tensor]]:
     """Of each group and member, [O, D]."""
     weights = dict[int, list[torch.Tensor]]()
     for at, info in tqdm(infos.items(), "reading kept weights", unit="group", disable=None):
-        if callable(origin):
-            weights[at] = [weight.to(dtype) for weight in origin(at)]
+        if callable(weight_source):
+            weights[at] = [weight.to(dtype) for weight in weight_source(at)]
             continue
         cached = cache.read(info, dtype) if cache else None
         if cached is not None:
             weights[at] = cached
             continue
         weights[at] = [
-            group_weights(partial(_product, origin, at), info, member, dtype).T.contiguous()
+            group_weights(partial(_product, weight_source, at), info, member, dtype).T.contiguous()
             for member in range(len(info.members))
         ]
         if cache:

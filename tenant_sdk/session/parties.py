@@ -42,7 +42,7 @@ class ReplicatedExecutor:
         party: one that the session names.
         token, ca: for all of its replicas.
         operators: told who is there, at every connection; what one replica shows holds for the party.
-        of: in front of the names of this party's options.
+        option_prefix: in front of the names of this party's options; empty for the provider.
         clock: how time passes.
 
     Raises:
@@ -56,13 +56,14 @@ class ReplicatedExecutor:
         token: str,
         ca: str | Path | None,
         operators: Operators,
-        of: str = "",
+        option_prefix: str = "",
         clock: Clock = CLOCK,
     ) -> None:
-        self._config, self._token, self._ca, self._operators, self._of = config, token, ca, operators, of
+        self._config, self._token, self._ca, self._operators = config, token, ca, operators
+        self._option_prefix, self._is_mask_source = option_prefix, bool(option_prefix)
         self._targets, self._clock = replicas_of(party), clock
         self._resolver = Resolver(self._targets, clock)
-        self._context = client_context(ca, config.client_certificate, f"{of}ca")
+        self._context = client_context(ca, config.client_certificate, f"{option_prefix}ca")
         self._party = object()  # so that a mask source with the provider's own URL is noticed
 
     def open(self, stats: Stats) -> RemoteExecutor:
@@ -76,7 +77,7 @@ class ReplicatedExecutor:
         patience = config.patience if any(isinstance(target, str) for target in self._targets) else 0.0
         dtype = DTYPE_NAMES[config.wire_dtype]
         # Of mask sources, all of the manifest is compared with the provider's.
-        digest = "" if self._of else config.digest or ""
+        digest = "" if self._is_mask_source else config.digest or ""
         party = url_of(self._targets[0])
         options = ConnectionOptions(stats, patience, party, digest, self._clock)
         return RemoteExecutor(self._find, dtype, options)
@@ -128,13 +129,13 @@ class ReplicatedExecutor:
     def _explain(self, error: ConnectError, address: Address) -> None:
         """Add to an error what the session's user can do about it."""
         if isinstance(error, TlsError) and error.untrusted:
-            error.structured_message += why_untrusted(self._ca, f"{self._of}ca")
+            error.structured_message += why_untrusted(self._ca, f"{self._option_prefix}ca")
         elif isinstance(error, AuthenticationError) and not isinstance(error.__cause__, OSError):
-            argument = Argument(f"{self._of}token", Placeholder("TOKEN"))
+            argument = Argument(f"{self._option_prefix}token", Placeholder("TOKEN"))
             error.structured_message += OptionText(". This one was given with {}", argument)
         elif isinstance(error, ConnectionRefused):
             error.structured_message += " `symbiosis-tenant doctor --wait SECONDS` waits for it"
-        if self._of:
+        if self._is_mask_source:
             named = error.message.startswith(url_of(address.target))
             error.structured_message = OptionText(
                 "mask source {}{}", "" if named else f"{address}: ", error.structured_message

@@ -17,7 +17,7 @@ from shared.atomic import write_atomically
 from shared.encoded import UNREADABLE, path_text, read_within
 from shared.errors import ALONE, ConfigurationError, OptionText, Placeholder, SymbiosisError
 from shared.hub import HUB
-from shared.options import Flag, check_options, described, fields_of, read_options, secret_ways
+from shared.options import Flag, check_options, described, fields_of, read_options, secret_reference_keys
 from shared.ownership import check_own
 from shared.secrets import Secret
 from shared.user_folders import configuration_home
@@ -45,7 +45,7 @@ BELONGINGS = {
 # A profile has a table for each mask source, with these keys.
 SOURCE_NAMES = {name: name.removeprefix("mask_source_") for name in BELONGINGS[MASK_SOURCES]}
 SOURCE_NAMES[MASK_SOURCES] = "url"
-SOURCE_KINDS: dict[str, Any] = {"url": str | list[str], "ca": str, **secret_ways("token")}
+SOURCE_KINDS: dict[str, Any] = {"url": str | list[str], "ca": str, **secret_reference_keys("token")}
 
 
 def _kinds() -> dict[str, Any]:
@@ -54,7 +54,7 @@ def _kinds() -> dict[str, Any]:
     for name, field in FIELDS.items():
         if field.option.python or name == "profile" or name in SOURCE_NAMES:
             continue
-        kinds |= secret_ways(name) if field.option.confidential else {name: field.toml}
+        kinds |= secret_reference_keys(name) if field.option.confidential else {name: field.toml}
     return kinds | {"mask_sources": list[dict[str, Any]]}
 
 
@@ -176,7 +176,7 @@ def read_profile(name: str | os.PathLike[str]) -> dict[str, Any]:
             values |= _secret(tables, key, secret, path.name, folder)
         elif key not in tables:
             continue
-        elif field.plain is not Path:
+        elif field.scalar_type is not Path:
             values[key] = tables[key]
         elif field.option.parts:
             values[key] = tuple(_beside(folder, each) for each in tables[key])
@@ -239,11 +239,11 @@ def _name_in(name: str, value: Any, file: str) -> Callable[[Any], str]:
     secrets = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, Secret)]
     if len(secrets) == 1:
         return Flag(secrets[0].given, alone=True)
-    way = "_env" if FIELDS[name].option.confidential else ""
+    suffix = "_env" if FIELDS[name].option.confidential else ""
     if name in SOURCE_NAMES and name != MASK_SOURCES:
-        return Flag(f"`{SOURCE_NAMES[name]}{way}` of the mask source in {file}", alone=True)
-    if way or name in BELONGINGS or FIELDS[name].plain is Path:
-        return Flag(f"`{name}{way}` in {file}", alone=True)
+        return Flag(f"`{SOURCE_NAMES[name]}{suffix}` of the mask source in {file}", alone=True)
+    if suffix or name in BELONGINGS or FIELDS[name].scalar_type is Path:
+        return Flag(f"`{name}{suffix}` in {file}", alone=True)
     return Key(name, file)
 
 
@@ -271,17 +271,17 @@ def _sources(tables: list[dict[str, Any]], path: Path, folder: Path) -> dict[str
 
 def _secret(table: Mapping[str, Any], name: str, what: str, where: str, folder: Path) -> dict[str, Secret]:
     """Under its ``name`` the one secret that a table leads to, if there is any."""
-    ways = [key for key in secret_ways(name) if key in table]
-    if len(ways) > 1:
-        raise ConfigurationError(f"{where}: give {what} in one way, not by {' and '.join(ways)}")
-    if not ways:
+    references = [key for key in secret_reference_keys(name) if key in table]
+    if len(references) > 1:
+        raise ConfigurationError(f"{where}: give {what} in one way, not by {' and '.join(references)}")
+    if not references:
         return {}
-    value, origin = table[ways[0]], f"`{ways[0]}` {'of' if ' in ' in where else 'in'} {where}"
+    value, origin = table[references[0]], f"`{references[0]}` {'of' if ' in ' in where else 'in'} {where}"
     if not value:
-        raise ConfigurationError(f"{where}: {ways[0]} is empty")
-    if ways[0].endswith("_env"):
+        raise ConfigurationError(f"{where}: {references[0]} is empty")
+    if references[0].endswith("_env"):
         return {name: Secret(what, variable=value, given=origin)}
-    if ways[0].endswith("_file"):
+    if references[0].endswith("_file"):
         return {name: Secret(what, file=_beside(folder, value), given=origin)}
     return {name: Secret(what, command=tuple(value), folder=folder, given=origin)}
 

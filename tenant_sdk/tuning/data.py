@@ -34,7 +34,7 @@ from tenant_sdk.tuning.records import Record, holds_records, read_text, records_
 
 Blocks = list[list[int]]
 Collate = Callable[[Sequence[Example]], dict[str, Tensor]]
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 def pack(tokens: Sequence[int], length: int, *, keep_tail: bool) -> Blocks:
@@ -127,10 +127,12 @@ def has_chat_template(tokenizer: Any) -> bool:
         return False
 
 
-def say_day(day: TemplateDate, say: Say) -> None:
-    """Say that records have a date, if a chat template wrote it."""
+def notify_template_day(day: TemplateDate, notify: Notify) -> None:
+    """Notify that records have a date, if a chat template wrote it."""
     if day.written:
-        say(f"the chat template writes the date: {day.day} in each record, and at inference that of the day")
+        notify(
+            f"the chat template writes the date: {day.day} in each record, and at inference that of the day"
+        )
 
 
 def chat_prompt(tokenizer: Any, messages: Messages, day: TemplateDate | None = None) -> list[int]:
@@ -260,7 +262,7 @@ class Reader:
         keep_tail: of text files, see ``pack``.
         ends: ids of the tokens at which `generate` stops, as ``ends_of`` has them; default: the tokenizer's.
         embeddings: how many tokens the model knows; None: not known.
-        say: called with lines about each file; of the data's text they name lost characters alone.
+        notify: called with lines about each file; of the data's text they name lost characters alone.
         day: see ``Conversations``.
     """
 
@@ -270,7 +272,7 @@ class Reader:
     keep_tail: bool = False
     ends: tuple[int, ...] = ()
     embeddings: int | None = None
-    say: Say = lambda _: None
+    notify: Notify = lambda _: None
     day: TemplateDate | None = None
 
     def read(self, paths: Sequence[Path]) -> list[Example]:
@@ -287,7 +289,7 @@ class Reader:
                     f"{path} holds no record to learn from: all are longer than {self.length} tokens"
                 )
             for line in file.summary(self.length):
-                self.say(line)
+                self.notify(line)
             examples += file.examples
         return examples
 

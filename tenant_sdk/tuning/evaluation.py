@@ -15,10 +15,10 @@ from peft.tuners.tuners_utils import BaseTuner
 from torch.nn.functional import cross_entropy
 
 from shared.errors import ConfigurationError
-from tenant_sdk.sequences.positions import steady_length
+from tenant_sdk.sequences.positions import rope_stable_length
 from tenant_sdk.trust.attestation import base_model
 from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example, TemplateDate
-from tenant_sdk.tuning.data import Reader, Say, collate, learned_tokens, say_day
+from tenant_sdk.tuning.data import Notify, Reader, collate, learned_tokens, notify_template_day
 from tenant_sdk.tuning.generation import sequence_length
 from tenant_sdk.tuning.options import EvaluationOptions
 from tenant_sdk.tuning.samples import Sample, base_alone, compare
@@ -30,12 +30,12 @@ class EvaluationCallbacks:
     """How an evaluation tells its user of itself.
 
     Args:
-        say: called with a line about a file.
+        notify: called with a line about a file.
         reading: called while the loss is measured, with the number of records that are done, and of all.
         answering: the same for prompts that are answered.
     """
 
-    say: Say = lambda _: None
+    notify: Notify = lambda _: None
     reading: Callable[[int, int], None] = lambda *_: None
     answering: Callable[[int, int], None] = lambda *_: None
 
@@ -82,18 +82,18 @@ def evaluate(
         day=day,
         ends=ends_of(model.generation_config, tokenizer),
         embeddings=model.get_input_embeddings().weight.shape[0],
-        say=callbacks.say,
+        notify=callbacks.notify,
     )
     examples, size = reader.read(files), options.batch_size
-    say_day(day, callbacks.say)
+    notify_template_day(day, callbacks.notify)
     adapter = base = None
     if hasattr(model, "peft_config"):
         adapter = perplexity(model, examples, size, callbacks.reading)
-        callbacks.say(f"perplexity of the adapter: {adapter:.2f}")
+        callbacks.notify(f"perplexity of the adapter: {adapter:.2f}")
     with base_alone(model) as alone:
         if alone:
             base = perplexity(model, examples, size, callbacks.reading)
-            callbacks.say(f"perplexity of the base: {base:.2f}")
+            callbacks.notify(f"perplexity of the base: {base:.2f}")
     samples = compare(model, tokenizer, examples, None, options.answer_tokens, callbacks.answering)
     return EvaluationReport(base, adapter, samples)
 
@@ -193,12 +193,12 @@ def perplexity(
 
 def _batches(model: Any, ordered: Sequence[Example], size: int) -> Iterator[list[Example]]:
     """Examples for one pass each; of one length where positions depend on the longest text of a pass."""
-    steady = steady_length(base_model(model))
+    stable_length = rope_stable_length(base_model(model))
     virtual = getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None) or 0
     batch = list[Example]()
     for example in ordered:
         length = len(example["input_ids"])
-        apart = steady is not None and length + virtual > steady and batch
+        apart = stable_length is not None and length + virtual > stable_length and batch
         if len(batch) == size or (apart and length != len(batch[-1]["input_ids"])):
             yield batch
             batch = []

@@ -16,7 +16,7 @@ from tenant_sdk.storage import disk_errors
 from tenant_sdk.tuning.adapters import find_method
 from tenant_sdk.tuning.checkpoints import TrainingCheckpoints, step_of
 from tenant_sdk.tuning.conversations import Example
-from tenant_sdk.tuning.data import Say
+from tenant_sdk.tuning.data import Notify
 from tenant_sdk.tuning.folders import save_adapter
 from tenant_sdk.tuning.held_out import HeldOutLoss
 from tenant_sdk.tuning.options import TrainingOptions
@@ -59,16 +59,16 @@ class TrainingCallbacks:
     """How a training tells its user of itself.
 
     Args:
-        say: called with a line; of the data's text it may name single characters, no more.
-        show: called after every step, and with every loss.
+        notify: called with a line; of the data's text it may name single characters, no more.
+        show_step: called after every step, and with every loss.
         preview: called with the first example before anything is trained.
         evaluating: called while the held-out loss is measured, with the number of examples done and of all.
         samples: called at the end with held-out prompts and their answers.
         trained: called last with the model and its adapter, which is saved.
     """
 
-    say: Say
-    show: Callable[[TrainingStep], None]
+    notify: Notify
+    show_step: Callable[[TrainingStep], None]
     preview: Callable[[Example], None] = lambda _: None
     evaluating: Callable[[int, int], None] = lambda *_: None
     samples: Callable[[Sequence[Sample]], None] = lambda _: None
@@ -120,20 +120,24 @@ def finetune(
         ConfigurationError: an option does not fit the text, the model or the output folder.
         StorageError: the disk is full or not writable; no half-written adapter is left.
     """
-    say, new_adapter = callbacks.say, training.adapter is None
-    prepared = prepare(training, model, tokenizer, session, today=today, say=say, preview=callbacks.preview)
+    notify, new_adapter = callbacks.notify, training.adapter is None
+    prepared = prepare(
+        training, model, tokenizer, session, today=today, notify=notify, preview=callbacks.preview
+    )
     training, model, examples = prepared.options, prepared.model, prepared.examples
     steps, eval_steps = prepared.steps.count, prepared.steps.eval_steps
-    checkpoints = TrainingCheckpoints(prepared.output, prepared.settings)
+    checkpoints = TrainingCheckpoints(prepared.output, prepared.resume_settings)
     with checkpoints.resumable():
-        resume_from, done = _begin(checkpoints, steps, training.resume, say)
-        progress = Progress(callbacks.show, say, shown_losses(steps), eval_steps, lambda: session.stats)
+        resume_from, done = _begin(checkpoints, steps, training.resume, notify)
+        progress = Progress(
+            callbacks.show_step, notify, shown_losses(steps), eval_steps, lambda: session.stats
+        )
         held_out = HeldOutLoss(
-            model, prepared.held_out, training.batch_size, session, progress, callbacks.evaluating, say
+            model, prepared.held_out, training.batch_size, session, progress, callbacks.evaluating, notify
         )
         before = held_out.perplexity_before(checkpoints, of_base=new_adapter)
         if done < steps:
-            check_gradients(warm_up(model, examples[:_WARM_UPS]), say)
+            check_gradients(warm_up(model, examples[:_WARM_UPS]), notify)
         started = time.perf_counter()
         rate = prepared.steps.learning_rate
         run = TrainingRun(steps, rate, eval_steps, held_out.measure, checkpoints.folder, resume_from)
@@ -141,8 +145,8 @@ def finetune(
         seconds = time.perf_counter() - started
         losses, after = (ended.first_loss, ended.last_loss), held_out.perplexity_after(ended)
         report = TrainingReport(ended.step, seconds, done, *losses, before, after, ended.best)
-        figures = _card_figures(training, prepared.settings, count_tokens(examples), report)
-        _save(prepared.output, model, session, figures, tokenizer if keep_tokenizer else None)
+        entries = _card_entries(training, prepared.resume_settings, count_tokens(examples), report)
+        _save(prepared.output, model, session, entries, tokenizer if keep_tokenizer else None)
         checkpoints.remove()
     if prepared.held_out and training.samples:  # when nothing can be lost any more
         report = _with_answers(report, model, tokenizer, prepared.held_out, training, callbacks)
@@ -150,14 +154,18 @@ def finetune(
     return report
 
 
-def _begin(checkpoints: TrainingCheckpoints, steps: int, resume: bool, say: Say) -> tuple[Path | None, int]:
+def _begin(
+    checkpoints: TrainingCheckpoints, steps: int, resume: bool, notify: Notify
+) -> tuple[Path | None, int]:
     """The checkpoint from which a training goes on, and the steps that are done."""
     checkpoint = checkpoints.begin(resume=resume)
     done = step_of(checkpoint) if checkpoint else 0
     if checkpoint is not None:
-        say(f"the training goes on after step {done} of {steps}, from {checkpoint}")
+        notify(f"the training goes on after step {done} of {steps}, from {checkpoint}")
     elif resume:
-        say(f"there is no whole checkpoint in {checkpoints.folder}: the training begins with its first step")
+        notify(
+            f"there is no whole checkpoint in {checkpoints.folder}: the training begins with its first step"
+        )
     return checkpoint, done
 
 
@@ -173,7 +181,7 @@ def _with_answers(
     try:
         samples = compare(model, tokenizer, examples, training.samples)
     except Exception as error:  # the adapter is saved, and good
-        callbacks.say(f"held-out prompts could not be answered: {peer_text(repr(error))}")
+        callbacks.notify(f"held-out prompts could not be answered: {peer_text(repr(error))}")
         return report
     except BaseException as error:
         saved = str(training.output)
@@ -185,7 +193,7 @@ def _with_answers(
     return replace(report, answered=len(samples), right_base=base, right_adapter=adapter)
 
 
-def _card_figures(
+def _card_entries(
     training: TrainingOptions, settings: Mapping[str, Any], tokens: int, report: TrainingReport
 ) -> dict[str, Any]:
     """What the adapter's folder says of its training: nothing of the text but its length."""
@@ -195,18 +203,18 @@ def _card_figures(
         names += ["rank", "targets", "alpha", "dropout"]
     if method.prompt_like:
         names.append("virtual_tokens")
-    figures = {name: settings.get(name) for name in names} | {"tokens_of_data": tokens}
-    figures |= {name: measured[name] for name in _CARD_RESULTS}
-    if resumed_at := figures.pop("resumed_at"):
-        figures |= {"resumed_at_step": resumed_at, "seconds_since_resumed": figures.pop("seconds")}
-    return {name: value for name, value in figures.items() if value is not None}
+    entries = {name: settings.get(name) for name in names} | {"tokens_of_data": tokens}
+    entries |= {name: measured[name] for name in _CARD_RESULTS}
+    if resumed_at := entries.pop("resumed_at"):
+        entries |= {"resumed_at_step": resumed_at, "seconds_since_resumed": entries.pop("seconds")}
+    return {name: value for name, value in entries.items() if value is not None}
 
 
-def _save(output: Path, model: Any, session: Session, figures: dict[str, Any], tokenizer: Any) -> None:
+def _save(output: Path, model: Any, session: Session, entries: dict[str, Any], tokenizer: Any) -> None:
     """Make the adapter's folder; a tokenizer goes there unless it is None."""
     resume = OptionText(
         "Then run the same training with {resume}: the trained adapter is in the last checkpoint.",
         resume=True,
     )
     with disk_errors(output, "the adapter", resume), atomic_folder(output) as folder:
-        save_adapter(model, folder, session, training=figures, tokenizer=tokenizer)
+        save_adapter(model, folder, session, training=entries, tokenizer=tokenizer)

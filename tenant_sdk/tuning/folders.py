@@ -83,8 +83,8 @@ def save_adapter(
         _save_one(model, Path(folder), adapter, options)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
-    figures = training_of(training) if hasattr(training, "state") else training or {}
-    record = Provenance.of(session, figures)
+    entries = training_of(training) if hasattr(training, "state") else training or {}
+    record = Provenance.of(session, entries)
     record.write(Path(folder))
     write_card(Path(folder), record, named_base, configs[adapter] if adapter else model.active_peft_config)
 

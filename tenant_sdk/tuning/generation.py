@@ -25,7 +25,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from shared.errors import ConfigurationError, OptionText, counted
-from tenant_sdk.sequences.positions import steady_length
+from tenant_sdk.sequences.positions import rope_stable_length
 from tenant_sdk.sequences.text_cache import forgets
 from tenant_sdk.terminal import visible
 from tenant_sdk.trust.attestation import base_model
@@ -294,7 +294,7 @@ def ignores_padding(model: Any, longest: int) -> bool:
         or getattr(base, "_is_stateful", False)
         or not forgets(DynamicCache(config=base.config))
         or "position_ids" not in inspect.signature(base.forward).parameters
-        or ((steady := steady_length(base)) is not None and longest > steady)
+        or ((stable_length := rope_stable_length(base)) is not None and longest > stable_length)
     )
 
 

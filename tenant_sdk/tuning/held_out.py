@@ -12,10 +12,10 @@ from typing import Any
 from tenant_sdk.session.session import Session
 from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
 from tenant_sdk.tuning.conversations import Example
-from tenant_sdk.tuning.data import Say
+from tenant_sdk.tuning.data import Notify
 from tenant_sdk.tuning.evaluation import perplexity
 from tenant_sdk.tuning.progress import Progress
-from tenant_sdk.tuning.settings import digest_of
+from tenant_sdk.tuning.resume_settings import digest_of
 from tenant_sdk.tuning.trainer import TrainingEnd
 
 _BEFORE = "perplexity before"  # in the file of settings
@@ -26,7 +26,7 @@ class HeldOutLoss:
     """Measures the loss on held-out examples; a step's measurement is not made again for the end.
 
     Attributes:
-        evaluating, say: see ``TrainingCallbacks``.
+        evaluating, notify: see ``TrainingCallbacks``.
     """
 
     model: Any
@@ -35,7 +35,7 @@ class HeldOutLoss:
     session: Session
     progress: Progress
     evaluating: Callable[[int, int], None]
-    say: Say
+    notify: Notify
     _last: tuple[int, float] = field(default=(0, 0.0), init=False)  # the step measured last, and its loss
 
     def measure(self, step: int = 0, steps: int = 0) -> float:
@@ -56,7 +56,7 @@ class HeldOutLoss:
             with self.model.disable_adapter() if of_base else nullcontext():
                 figure = math.exp(self.measure())
             checkpoints.keep(name, figure)
-        self.say(f"held-out perplexity before: {figure:.2f}")
+        self.notify(f"held-out perplexity before: {figure:.2f}")
         return figure
 
     def perplexity_after(self, ended: TrainingEnd) -> float | None:
@@ -65,5 +65,5 @@ class HeldOutLoss:
             return None
         step, loss = self._last
         after = math.exp(loss if step == (ended.best or ended.step) else self.measure())
-        self.say(f"held-out perplexity after: {after:.2f}")
+        self.notify(f"held-out perplexity after: {after:.2f}")
         return after

@@ -21,7 +21,7 @@ from tenant_sdk.sequences.chunked_loss import ChunkedLoss, Loss, loss_divisor, s
 from tenant_sdk.sequences.encrypted_file import EncryptedFile
 from tenant_sdk.sequences.measuring import FRACTION, free_disk, memory_left, shapes_of
 from tenant_sdk.sequences.planning import GIB, MemoryPlan, StorageTier, plan_step
-from tenant_sdk.sequences.positions import steady_length
+from tenant_sdk.sequences.positions import rope_stable_length
 from tenant_sdk.sequences.stack import CannotSplit, Stack, instead
 from tenant_sdk.sequences.windows import Batch, ReferenceStore, Stores, WindowedLoss, WindowedRun
 from tenant_sdk.trust.attestation import base_model
@@ -318,7 +318,7 @@ def _compare(tuning: LongTuning, plan: MemoryPlan, model: nn.Module, ids: torch.
     if not plan.chunked_loss:
         return
     name = type(tuning._model).__name__
-    if plan.window is not None and steady_length(tuning._model) is not None:
+    if plan.window is not None and rope_stable_length(tuning._model) is not None:
         raise CannotSplit(
             f"{name} has positions that depend on the length of the whole: windows would differ"
         )

@@ -26,13 +26,13 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from shared.errors import ConfigurationError, NonFiniteError, OptionText
 from tenant_sdk.model.virtual import without_padding
 from tenant_sdk.sequences.chunked_loss import shifted
-from tenant_sdk.sequences.positions import steady_length
+from tenant_sdk.sequences.positions import rope_stable_length
 from tenant_sdk.session.session import Session
 from tenant_sdk.tuning.adapter_config import ALLOWED_INIT_LORA_WEIGHTS, not_plain
 from tenant_sdk.tuning.adapters import without_false_warnings
 from tenant_sdk.tuning.conversations import IGNORE_INDEX
 from tenant_sdk.tuning.folders import save_adapter
-from tenant_sdk.tuning.segmented import segmented_lora
+from tenant_sdk.tuning.segmented_lora import segmented_lora
 
 Batch = Mapping[str, Any]
 _KEYS = {"input_ids", "attention_mask", "labels", "num_items_in_batch"}
@@ -185,12 +185,13 @@ class MultiAdapter:
                 "several adapters are not trained together with gradient checkpointing: "
                 "model.gradient_checkpointing_disable()"
             )
-        steady, found = steady_length(self._base), dict[str, Tensor]()
+        stable_length, found = rope_stable_length(self._base), dict[str, Tensor]()
         ids = {name: batch.get("input_ids") for name, batch in batches.items()}  # checked later
         lengths = {name: 0 if each is None else each.shape[-1] for name, each in ids.items()}
         # Longer ones later: such a model may remember the longest text.
         long = sorted(
-            (n for n in batches if steady is not None and lengths[n] > steady), key=lengths.__getitem__
+            (n for n in batches if stable_length is not None and lengths[n] > stable_length),
+            key=lengths.__getitem__,
         )
         for part in [{n: b for n, b in batches.items() if n not in long}, *({n: batches[n]} for n in long)]:
             found |= self._finite_logits(part) if part else {}

@@ -21,7 +21,7 @@ class TrainingOption(Option):
     """An option of a training.
 
     Attributes:
-        may_change: a training that is resumed may have another value; ``settings_of`` has the two exceptions.
+        may_change: a resumed training may have another value; ``resume_settings_of`` has two exceptions.
     """
 
     may_change: bool = False
@@ -69,7 +69,7 @@ class TrainingOptions(ReadingOptions):
             "`text`, or `prompt` and `completion`, or `messages`, or ShareGPT's or Alpaca's keys. "
             "`symbiosis-tenant data` shows the learned tokens, which count in the loss.",
             unit="FILE",
-            single="data",
+            cli_singular="data",
         ),
     ]
     output: Annotated[
@@ -86,7 +86,7 @@ class TrainingOptions(ReadingOptions):
             "Data that is not learned. The loss on it is measured before, during and after the training. At "
             "the end, the base model and the adapter answer some of its prompts.",
             unit="FILE",
-            single="held_out",
+            cli_singular="held_out",
             may_change=True,
         ),
     ] = ()
@@ -243,7 +243,7 @@ class TrainingOptions(ReadingOptions):
             "Tracker: tensorboard (files in OUTPUT.runs), wandb or another of transformers' Trainer. The "
             "tracker gets losses, options and the model's configuration, but no text.",
             unit="NAME",
-            single="report_to",
+            cli_singular="report_to",
             may_change=True,
         ),
     ] = ()

@@ -14,7 +14,7 @@ from transformers import set_seed
 
 from shared.errors import ConfigurationError, OptionText, Placeholder, StorageError, counted
 from tenant_sdk.model.naming import base_of
-from tenant_sdk.sequences.positions import steady_length
+from tenant_sdk.sequences.positions import rope_stable_length
 from tenant_sdk.sequences.stack import CannotSplit
 from tenant_sdk.session.session import Session
 from tenant_sdk.storage import check_new_folder, free_megabytes
@@ -27,14 +27,14 @@ from tenant_sdk.tuning.adapters import (
     training_options_of,
 )
 from tenant_sdk.tuning.conversations import Example, TemplateDate
-from tenant_sdk.tuning.data import Reader, Say, collate_packed, say_day
+from tenant_sdk.tuning.data import Notify, Reader, collate_packed, notify_template_day
 from tenant_sdk.tuning.folders import load_adapter
 from tenant_sdk.tuning.generation import sequence_length
 from tenant_sdk.tuning.long_sequences import long_tuning
 from tenant_sdk.tuning.options import TrainingOptions
+from tenant_sdk.tuning.resume_settings import resume_settings_of, template_day
 from tenant_sdk.tuning.resuming import state_bytes
 from tenant_sdk.tuning.sampling import ends_of
-from tenant_sdk.tuning.settings import settings_of, template_day
 from tenant_sdk.tuning.trackers import check_reports, where_reports_go
 
 _PROBE_TOKENS = 32  # tokens that show how a model attends
@@ -57,7 +57,7 @@ class PreparedTraining:
         examples: to learn from.
         held_out: on which the loss is measured; empty: it is not.
         steps: the schedule of the optimizer and of evaluations.
-        settings: what must be the same if the training is resumed.
+        resume_settings: what must be the same if the training is resumed.
     """
 
     options: TrainingOptions
@@ -66,7 +66,7 @@ class PreparedTraining:
     examples: Sequence[Example]
     held_out: Sequence[Example]
     steps: StepPlan
-    settings: Mapping[str, Any]
+    resume_settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,13 @@ def prepare(
     session: Session,
     *,
     today: Callable[[], date],
-    say: Say,
+    notify: Notify,
     preview: Callable[[Example], None],
 ) -> PreparedTraining:
     """Read the examples, plan steps and memory, and add the adapter to the model.
 
     Args:
-        say, preview: see ``TrainingCallbacks``.
+        notify, preview: see ``TrainingCallbacks``.
 
     The other arguments and the errors are those of ``finetune``.
     """
@@ -117,17 +117,17 @@ def prepare(
         training = replace(training, adapter=None, **training_options_of(model.peft_config["default"]))
     new_tokens = training.virtual_tokens if find_method(training.method).prompt_like else 0
     length = sequence_length(training.sequence_length, model, new_tokens if adapter_folder is None else 0)
-    examples, held_out = _read(training, model, tokenizer, length, day, say)
+    examples, held_out = _read(training, model, tokenizer, length, day, notify)
     preview(examples[0])
     steps = _plan_steps(training, model, len(examples), evaluated=bool(held_out))
-    say(
+    notify(
         f"{counted(steps.count, 'step')} of {steps.size} out of {counted(len(examples), 'example')}, "
         f"learning rate {steps.learning_rate:g}"
     )
     learned = steps.count * count_tokens(examples) / math.ceil(len(examples) / steps.size)
-    say(_traffic(session, learned, steps.evaluations * count_tokens(held_out)))
+    notify(_traffic(session, learned, steps.evaluations * count_tokens(held_out)))
     for line in where_reports_go(training.report_to):
-        say(line)
+        notify(line)
 
     if adapter_folder is None:
         model = _with_new_adapter(training, model, steps.count)
@@ -135,13 +135,15 @@ def prepare(
         model.config.use_cache = False
         _check_packing(model, examples)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    say(f"{training.method} adapter with {trained:,} trained parameters{other_ranks_text(model)}")
+    notify(f"{training.method} adapter with {trained:,} trained parameters{other_ranks_text(model)}")
     if not base_of(model).name:
-        say(_NO_BASE)
+        notify(_NO_BASE)
     _check_space(output, state_bytes(model))
-    _plan_memory(training, model, max(len(example["input_ids"]) for example in [*examples, *held_out]), say)
+    _plan_memory(
+        training, model, max(len(example["input_ids"]) for example in [*examples, *held_out]), notify
+    )
 
-    settings = settings_of(training, examples, held_out, day, adapter_folder)
+    settings = resume_settings_of(training, examples, held_out, day, adapter_folder)
     settings |= {"steps": steps.count, "learning_rate": steps.learning_rate}
     settings |= {"sequence_length": length, "base_model": session.manifest.digest[:16]}
     return PreparedTraining(training, output, model, examples, held_out, steps, settings)
@@ -153,11 +155,11 @@ def count_tokens(examples: Sequence[Example]) -> int:
 
 
 def _read(
-    training: TrainingOptions, model: Any, tokenizer: Any, length: int, day: TemplateDate, say: Say
+    training: TrainingOptions, model: Any, tokenizer: Any, length: int, day: TemplateDate, notify: Notify
 ) -> tuple[list[Example], list[Example]]:
     """The examples to learn from, and those that are held out, of so many tokens at most."""
     if length < training.sequence_length:
-        say(
+        notify(
             OptionText(
                 "{sequence_length} is cut to {}: the model's context has no room for more",
                 length,
@@ -170,26 +172,28 @@ def _read(
         training.train_on_prompt,
         ends=ends_of(model.generation_config, tokenizer),
         embeddings=model.get_input_embeddings().weight.shape[0],
-        say=say,
+        notify=notify,
         day=day,
     )
     examples = reader.read(training.data)
-    say_day(day, say)
+    notify_template_day(day, notify)
     held_out = replace(reader, keep_tail=True, day=TemplateDate(day.day)).read(training.held_out)
-    lengths, steady = [len(example["input_ids"]) for example in examples], steady_length(model)
+    lengths, stable_length = [len(example["input_ids"]) for example in examples], rope_stable_length(model)
     if (
-        steady is not None
-        and min(lengths) <= steady < max(lengths)
+        stable_length is not None
+        and min(lengths) <= stable_length < max(lengths)
         and (training.batch_size > 1 or training.packing)
     ):
-        say(
-            f"this model has other positions for texts above {steady:,} tokens: shorter records learn with "
-            "these positions if they share a batch with such a text. Train with records of one kind, or one "
-            "record at a time"
+        notify(
+            f"this model has other positions for texts above {stable_length:,} tokens: shorter records learn "
+            "with these positions if they share a batch with such a text. Train with records of one kind, or "
+            "one record at a time"
         )
     known = {tuple(example["input_ids"]) for example in examples}
     if same := sum(tuple(example["input_ids"]) in known for example in held_out):
-        say(f"{same} of {len(held_out)} held-out records are learned too: their loss says nothing of others")
+        notify(
+            f"{same} of {len(held_out)} held-out records are learned too: their loss says nothing of others"
+        )
     return examples, held_out
 
 
@@ -276,7 +280,7 @@ def _check_space(output: Path, state: int) -> None:
         )
 
 
-def _plan_memory(training: TrainingOptions, model: Any, longest: int, say: Say) -> None:
+def _plan_memory(training: TrainingOptions, model: Any, longest: int, notify: Notify) -> None:
     """Have a batch of the longest examples fit into memory; say how, if that takes anything.
 
     Raises:
@@ -293,4 +297,4 @@ def _plan_memory(training: TrainingOptions, model: Any, longest: int, say: Say) 
             raise
         return  # nobody asked for it, and perhaps it is not needed
     if tuning.plan.chunked_loss or training.memory_gib is not None:
-        say(tuning.plan.sentence(length, batch))
+        notify(tuning.plan.sentence(length, batch))

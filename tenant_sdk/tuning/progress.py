@@ -54,8 +54,8 @@ class Progress(TrainerCallback):
     """Tells about every step, with the mean loss of so many whenever they are done.
 
     Args:
-        show: called after every step.
-        say: called with a line, once some steps are done: what the rest will take.
+        show_step: called after every step.
+        notify: called with a line, once some steps are done: what the rest will take.
         steps: of which losses are the mean.
         eval_steps: after so many the held-out loss is measured; 0: never.
         stats: of the session.
@@ -64,14 +64,14 @@ class Progress(TrainerCallback):
 
     def __init__(
         self,
-        show: Callable[[TrainingStep], None],
-        say: Callable[[str], None],
+        show_step: Callable[[TrainingStep], None],
+        notify: Callable[[str], None],
         steps: int,
         eval_steps: int,
         stats: Callable[[], Stats],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._show, self._say, self._steps, self._eval_steps = show, say, steps, eval_steps
+        self._show_step, self._notify, self._steps, self._eval_steps = show_step, notify, steps, eval_steps
         self._stats, self._clock = stats, clock
         self._begun: tuple[float, int, Stats] | None = None
         self._costs: deque[_Cost] = deque(maxlen=_RECENT_STEPS)
@@ -110,7 +110,7 @@ class Progress(TrainerCallback):
             self._costs.append(cost)
         left = state.max_steps - state.global_step
         if self._done == 1 + _MEASURED_STEPS and left:
-            self._say(self._estimate(left, state.global_step))
+            self._notify(self._estimate(left, state.global_step))
         self._show_progress(state.global_step, state.max_steps, None)
         if state.global_step == 1 or state.global_step % self._steps == 0:
             self._show_progress(state.global_step, state.max_steps, last_loss(state.log_history, self._steps))
@@ -131,7 +131,7 @@ class Progress(TrainerCallback):
         tokens = sum(cost.tokens for cost in self._costs)
         now = (tokens / seconds, moved / seconds, left)
         held_out = self._held_out
-        self._show(TrainingStep(step, steps, loss, held_out, *now))
+        self._show_step(TrainingStep(step, steps, loss, held_out, *now))
 
     def _estimate(self, left: int, step: int) -> str:
         steps = step + left

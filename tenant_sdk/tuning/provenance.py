@@ -122,7 +122,7 @@ def training_of(trainer: Any) -> dict[str, Any]:
     state, chosen = trainer.state, trainer.args
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     held_out = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry]
-    figures = {
+    entries = {
         "steps": state.global_step,
         "epochs": state.epoch,
         "tokens": state.num_input_tokens_seen or None,
@@ -135,7 +135,7 @@ def training_of(trainer: Any) -> dict[str, Any]:
         "weight_decay": chosen.weight_decay,
         "seed": chosen.seed,
     }
-    return {name: value for name, value in figures.items() if value is not None}
+    return {name: value for name, value in entries.items() if value is not None}
 
 
 def write_card(folder: Path, record: Provenance, base: Base, config: Any) -> None:

@@ -75,7 +75,7 @@ class Sampling:
             _GROUP,
             "Also stop after this text. The text itself is printed.",
             unit="TEXT",
-            single="stop",
+            cli_singular="stop",
         ),
     ] = ()
     allow_loops: Annotated[

@@ -107,9 +107,9 @@ def copy_and_check(
                 copy(name, MAX_JSON_BYTES)
         config = read_adapter_config(folder, model)
         check(config)
-        with _with_meta_adapter(model, config, source) as meta:
-            copy(WEIGHTS, meta.max_file_bytes)
-            overwritten = _check_weights(folder / WEIGHTS, meta, own_modules)
+        with _with_meta_adapter(model, config, source) as meta_adapter:
+            copy(WEIGHTS, meta_adapter.max_file_bytes)
+            overwritten = _check_weights(folder / WEIGHTS, meta_adapter, own_modules)
     except SymbiosisError as error:
         error.structured_message = error.structured_message.replaced(str(folder), str(source))
         raise
@@ -133,7 +133,7 @@ class _MetaAdapter:
 
     @property
     def max_file_bytes(self) -> int:
-        """That the file can have, with what it may repeat of the base's."""
+        """The most bytes that the file can have, with what it may repeat of the base's."""
         held = [
             each for each in self.state.values() if not each.is_meta and not isinstance(each, RemoteWeight)
         ]
@@ -143,8 +143,8 @@ class _MetaAdapter:
         """Whether a name of a file is that of a tensor of the base model, to which PEFT would write."""
         return name in self.state and not self.state[name].is_meta
 
-    def place(self, tensors: Mapping[str, Tensor], file: Path) -> tuple[list[str], list[str]]:
-        """Names that PEFT has no place for, and of places that stay empty, of tensors on the meta device.
+    def dry_run(self, tensors: Mapping[str, Tensor], file: Path) -> tuple[list[str], list[str]]:
+        """Have PEFT load tensors on the meta device; returns names that it does not know, and missing ones.
 
         Raises:
             ModelMismatch: some do not fit.
@@ -173,7 +173,7 @@ class _MetaAdapter:
 
 @contextmanager
 def _with_meta_adapter(model: nn.Module, config: PeftConfig, source: Path) -> Iterator[_MetaAdapter]:
-    """A new adapter in a model, for a while."""
+    """Add a new adapter on the meta device to a model, for this block."""
     copied: Any = copy.deepcopy(config)
     copied.inference_mode = True
     if copied.peft_type == PeftType.ADALORA:  # sizes before it was pruned
@@ -207,10 +207,10 @@ def _with_meta_adapter(model: nn.Module, config: PeftConfig, source: Path) -> It
             each.requires_grad_(requires)
 
 
-def _check_weights(file: Path, meta: _MetaAdapter, own_modules: Collection[str]) -> set[str]:
+def _check_weights(file: Path, meta_adapter: _MetaAdapter, own_modules: Collection[str]) -> set[str]:
     """Refuse weights other than those that PEFT expects and would place; see ``CheckedAdapter``."""
     _check_header(file)
-    named = base_model(meta.model).named_parameters()
+    named = base_model(meta_adapter.model).named_parameters()
     base = {_base_name(name): each for name, each in named if not each.is_meta}
     tensors, overwritten, biases = dict[str, Tensor](), set[str](), set[str]()
     try:
@@ -219,20 +219,20 @@ def _check_weights(file: Path, meta: _MetaAdapter, own_modules: Collection[str])
                 values, place, known = (
                     _read_tensor(opened, name, file),
                     _base_name(name),
-                    name in meta.expected,
+                    name in meta_adapter.expected,
                 )
-                if known and meta.is_base(name):
+                if known and meta_adapter.is_base(name):
                     biases.add(name)
                 elif place in own_modules or (not known and _is_unchanged(base.get(place), values)):
                     overwritten.add(place)
-                elif meta.is_base(name):
+                elif meta_adapter.is_base(name):
                     raise _unexpected_tensor_error(file, name)
                 else:
                     tensors[name] = torch.empty_like(values, device="meta")
     except UNREADABLE_TENSORS as error:
         raise ConfigurationError(f"cannot read {file}: {error}") from error
-    extra, missing = meta.place(tensors, file)
-    missing += [name for name in meta.expected if meta.is_base(name) and name not in biases]
+    extra, missing = meta_adapter.dry_run(tensors, file)
+    missing += [name for name in meta_adapter.expected if meta_adapter.is_base(name) and name not in biases]
     if extra:
         raise _unexpected_tensor_error(file, extra[0])
     if missing:

@@ -8,7 +8,7 @@ from typing import Any
 
 from shared.errors import ConfigurationError, OptionText, peer_text
 from tenant_sdk.tuning.conversations import Example
-from tenant_sdk.tuning.data import Say, collate
+from tenant_sdk.tuning.data import Notify, collate
 from tenant_sdk.tuning.evaluation import check_loss, loss_of_tokens
 
 _LAYER = re.compile(r"(.*?)\.(lora|hada|lokr|vera|ia3)_")  # of a part of its adapter
@@ -50,7 +50,7 @@ def warm_up(model: Any, examples: Sequence[Example]) -> dict[str, bool]:
     return any_gradient
 
 
-def check_gradients(any_gradient: Mapping[str, bool], say: Say) -> None:
+def check_gradients(any_gradient: Mapping[str, bool], notify: Notify) -> None:
     """Name the layers that cannot be trained.
 
     Args:
@@ -67,7 +67,7 @@ def check_gradients(any_gradient: Mapping[str, bool], say: Say) -> None:
             )
         )
     if dead := [layer for layer, found in any_gradient.items() if not found]:
-        say(
+        notify(
             f"{len(dead)} of {len(any_gradient)} layers of the adapter learn nothing, such as "
             f"{peer_text(dead[0])}: all their gradients are 0, as they are if their weights are"
         )

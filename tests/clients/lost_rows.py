@@ -17,7 +17,7 @@ from tenant_sdk.gateway.segmented import SegmentedLora
 from tenant_sdk.gateway.status import GatewayStatus
 from tenant_sdk.gateway.vllm_patches import for_each_draft, if_rows, sort_where_asked
 from tenant_sdk.products.modes import Privacy
-from tenant_sdk.tuning.segmented import Segments
+from tenant_sdk.tuning.segmented_lora import Segments
 
 INFINITY = float("inf")
 sent: list[torch.Tensor] = []
@@ -58,7 +58,7 @@ out = method.apply(torch.nn.Identity(), rows)
 assert sent[0].shape == rows.shape
 torch.testing.assert_close(out[:3], x[:3])
 assert out[3:].eq(0).all()
-assert worker._zero_lost_rows(None, None, rows)[3:].eq(0).all()
+assert worker._zero_non_finite_rows(None, None, rows)[3:].eq(0).all()
 
 # Rows of zeros are added where they look like all others, and nowhere else.
 for privacy in Privacy:
@@ -95,13 +95,13 @@ this.model_runner = SimpleNamespace(
     requests={each: SimpleNamespace(lora_request=lora_request) for each in batch},
     sample_tokens=sample,
 )
-this._lost = this._lost_sequences({"second": 1, "third": 2, "first": 2})
+this._non_finite = this._non_finite_sequences({"second": 1, "third": 2, "first": 2})
 output = this.sample_tokens(None)
 assert output.sampled_token_ids == [[1], [], []]
 assert set(output.prompt_logprobs_dict) == {"first"}  # vLLM ends if a sequence has them and no token
-assert set(output.lost) == {"second", "third"}
-assert "adapter spoiled" in output.lost["second"]
-this._lost = {}
+assert set(output.non_finite) == {"second", "third"}
+assert "adapter spoiled" in output.non_finite["second"]
+this._non_finite = {}
 assert this.sample_tokens(None).sampled_token_ids == [[1], [2], [3]]
 this._status, this._in_step, this._write_status = GatewayStatus(), batch, lambda failing: None
 failed = this.sample_tokens(RuntimeError("a client's word"))

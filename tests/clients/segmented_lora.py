@@ -9,7 +9,7 @@ import torch
 
 from tenant_sdk.gateway import segmented
 from tenant_sdk.gateway.segmented import SegmentedLora
-from tenant_sdk.tuning.segmented import Segments
+from tenant_sdk.tuning.segmented_lora import Segments
 
 made = 0
 

@@ -32,5 +32,11 @@ while request.num_computed_tokens < 3900:
     told.append(Scheduler._sequence_info(this, request))
 free = manager.block_pool.get_num_free_blocks()
 print(
-    json.dumps({"blocks": [each.blocks for each in told], "more": [each.more for each in told], "free": free})
+    json.dumps(
+        {
+            "blocks": [each.blocks for each in told],
+            "more": [each.blocks_needed for each in told],
+            "free": free,
+        }
+    )
 )

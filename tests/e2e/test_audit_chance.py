@@ -23,7 +23,7 @@ from security.verdicts.statistics import Estimate, missing, rate
 from security.views.adversaries import provider_view
 from security.views.public_model import PublicModel
 from shared.wire.header import Direction
-from tenant_sdk.connection.remote import PendingProduct
+from tenant_sdk.connection.remote import LazyResult
 from tenant_sdk.products import masks, ring_products
 
 RNG = np.random.default_rng(0)
@@ -113,7 +113,7 @@ def test_rows_without_masks_in_another_order(tmp_path: Path, monkeypatch: pytest
             return submit(self, group, direction, members, blocks, *more)
         order = torch.from_numpy(RNG.permutation(len(blocks[0])))
         pending = submit(self, group, direction, members, [block[order] for block in blocks], *more)
-        return PendingProduct(lambda: [answer[order.argsort()] for answer in pending.result()])
+        return LazyResult(lambda: [answer[order.argsort()] for answer in pending.result()])
 
     without_masks(monkeypatch)
     monkeypatch.setattr(ring_products.RingProducts, "submit", shuffled)

@@ -77,7 +77,7 @@ def test_seeds_that_count_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_seeds_that_the_provider_gets_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, order = ring_products.RingProducts.__init__, masks.OneTimeMasks._order
+    start, request_effects = ring_products.RingProducts.__init__, masks.OneTimeMasks._request_effects
 
     def knowing(self: Any, remote: Any, masks: Any, *more: Any, **options: Any) -> None:
         masks._provider = remote
@@ -86,12 +86,12 @@ def test_seeds_that_the_provider_gets_too(tmp_path: Path, monkeypatch: pytest.Mo
     def telling(self: Any, kind: Any, rows: int, *more: Any) -> None:
         draw, drawn = self._entropy, []
         self._entropy = lambda size: drawn.append(draw(size)) or drawn[-1]
-        order(self, kind, rows, *more)
+        request_effects(self, kind, rows, *more)
         self._entropy = draw
         self._provider.seed_effect(kind, rows, drawn[0])
 
     monkeypatch.setattr(ring_products.RingProducts, "__init__", knowing)
-    monkeypatch.setattr(masks.OneTimeMasks, "_order", telling)
+    monkeypatch.setattr(masks.OneTimeMasks, "_request_effects", telling)
     audit = Short()
     passive = audit.passive(tmp_path)
     passive.structure()
@@ -107,21 +107,25 @@ def test_seeds_that_the_provider_gets_too(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_one_stream_of_masks_for_two_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kind's n-th seed is every other kind's n-th: no block repeats where rows differ."""
-    order, orders, secret = masks.OneTimeMasks._order, Counter[Any](), secrets.token_bytes(32)
+    request_effects, requests, secret = (
+        masks.OneTimeMasks._request_effects,
+        Counter[Any](),
+        secrets.token_bytes(32),
+    )
 
     def again(self: Any, kind: Any, rows: int, *more: Any) -> None:
-        orders[id(self), kind] += 1
-        number = orders[id(self), kind]
+        requests[id(self), kind] += 1
+        number = requests[id(self), kind]
         self._entropy = lambda size: hashlib.sha256(secret + number.to_bytes(4)).digest()
-        order(self, kind, rows, *more)
+        request_effects(self, kind, rows, *more)
 
-    monkeypatch.setattr(masks.OneTimeMasks, "_order", again)
+    monkeypatch.setattr(masks.OneTimeMasks, "_request_effects", again)
     assert structure(tmp_path)[2] == {"one-time-uniform", "one-time-mask-source"}
 
 
 def test_a_seed_that_serves_again_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which repeats the first seed of the pass, so the first rows of the pass that is tried again."""
-    order = masks.OneTimeMasks._order
+    request_effects = masks.OneTimeMasks._request_effects
 
     def thrifty(self: Any, kind: Any, rows: int, *more: Any) -> None:
         draw, kept = self._entropy, self.__dict__.setdefault("kept", {})
@@ -133,10 +137,10 @@ def test_a_seed_that_serves_again_after_a_crash(tmp_path: Path, monkeypatch: pyt
             return bytes(kept[kind])
 
         self._entropy = entropy
-        order(self, kind, rows, *more)
+        request_effects(self, kind, rows, *more)
         self._entropy = draw
 
-    monkeypatch.setattr(masks.OneTimeMasks, "_order", thrifty)
+    monkeypatch.setattr(masks.OneTimeMasks, "_request_effects", thrifty)
     evidence, result, refuted = structure(tmp_path, crash=True)
     assert refuted == {"one-time-uniform", "one-time-mask-source"}
     assert result.seeds is not None

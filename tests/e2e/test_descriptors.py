@@ -172,7 +172,7 @@ def test_the_limit_is_raised_as_far_as_it_may(
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: raised.append(new))
     with caplog.at_level(logging.WARNING):
-        assert descriptors.allow(wanted) == given
+        assert descriptors.raise_open_files_limit(wanted) == given
     assert raised == ([(given, limits[1])] if given > limits[0] >= 0 else [])
     assert bool(caplog.records) == told
 

@@ -25,7 +25,7 @@ from shared.errors import CheckpointError, ModelMismatch
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.products.fingerprints import write_fingerprints
 from tenant_sdk.tuning.folders import save_adapter
-from tenant_sdk.tuning.own import attach_own
+from tenant_sdk.tuning.local_model import attach_local_model
 
 ALONE = """
 import sys, torch
@@ -193,8 +193,8 @@ def test_a_copy_that_is_not_quite_the_executors(tmp_path: Path, serve: Callable[
         with pytest.raises(
             ModelMismatch, match=r"does not hold the weights .* Give the very checkpoint that"
         ):
-            attach_own(session, str(tmp_path / "own"))
-        attach_own(session, str(tmp_path / "served"))
+            attach_local_model(session, str(tmp_path / "own"))
+        attach_local_model(session, str(tmp_path / "served"))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_copy_that_transformers_does_not_load_here(
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
     with serve(BASE_MODEL).connect() as session, pytest.raises(CheckpointError) as caught:
-        attach_own(session, str(tmp_path))
+        attach_local_model(session, str(tmp_path))
     assert reason in str(caught.value)
     assert str(caught.value).endswith("Leave out model: then the provider's dense weights are used")
     assert len(str(caught.value)) < 400
@@ -233,7 +233,7 @@ def test_a_copy_with_an_adapter_beside_it(tmp_path: Path, serve: Callable[..., E
     shutil.copytree(BASE_MODEL, tmp_path / "own")
     (tmp_path / "own" / "adapter_config.json").write_text("{}")
     with serve(BASE_MODEL).connect() as session, pytest.raises(CheckpointError, match="holds an adapter"):
-        attach_own(session, str(tmp_path / "own"))
+        attach_local_model(session, str(tmp_path / "own"))
 
 
 def test_a_copy_that_is_none(tmp_path: Path, serve: Callable[..., Executor]) -> None:
@@ -242,7 +242,7 @@ def test_a_copy_that_is_none(tmp_path: Path, serve: Callable[..., Executor]) -> 
         serve(BASE_MODEL).connect() as session,
         pytest.raises(CheckpointError, match="has no model"),
     ):
-        attach_own(session, str(tmp_path))
+        attach_local_model(session, str(tmp_path))
 
 
 def test_a_copy_of_more_layers_than_it_holds(tmp_path: Path, serve: Callable[..., Executor]) -> None:
@@ -251,7 +251,7 @@ def test_a_copy_of_more_layers_than_it_holds(tmp_path: Path, serve: Callable[...
     config = json.loads((BASE_MODEL / "config.json").read_text())
     (tmp_path / "own" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1000}))
     with serve(BASE_MODEL).connect() as session, pytest.raises(CheckpointError, match="many more layers"):
-        attach_own(session, str(tmp_path / "own"))
+        attach_local_model(session, str(tmp_path / "own"))
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "experts_implementation"])
@@ -262,7 +262,7 @@ def test_a_copy_chooses_no_code(key: str, value: str, tmp_path: Path, serve: Cal
     config = json.loads((BASE_MODEL / "config.json").read_text())
     (tmp_path / "own" / "config.json").write_text(json.dumps(config | {key: value}))
     with serve(BASE_MODEL).connect() as session:
-        model, _ = attach_own(session, str(tmp_path / "own"))
+        model, _ = attach_local_model(session, str(tmp_path / "own"))
         assert model.config._attn_implementation == "sdpa"
 
 
@@ -272,7 +272,7 @@ def test_a_copy_does_not_say_how_text_is_generated(tmp_path: Path, serve: Callab
     said = {"prompt_lookup_num_tokens": 5, "num_beams": 4, "use_cache": False, "eos_token_id": 3}
     (tmp_path / "own" / "generation_config.json").write_text(json.dumps(said))
     with serve(BASE_MODEL).connect() as session:
-        model, _ = attach_own(session, str(tmp_path / "own"))
+        model, _ = attach_local_model(session, str(tmp_path / "own"))
     found = model.generation_config
     assert found.eos_token_id == 3
     assert not found.prompt_lookup_num_tokens

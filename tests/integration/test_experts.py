@@ -116,7 +116,7 @@ def assert_near(got: Any, expected: Any, logits: float, all_gradients: float) ->
     assert sum("experts" in name for name in expected[2]) == 2 * 2 * 2  # blocks, projections, A and B
 
 
-def stand_ins(model: nn.Module) -> int:
+def placeholders(model: nn.Module) -> int:
     return sum(isinstance(each.weight, RemoteExperts) for each in own_projections(model).values())
 
 
@@ -126,10 +126,10 @@ def test_equals_local_on_floats(architecture: str, serve: Callable[..., Executor
     expected = results(load_local(folder))
     with serve(folder).connect() as session:
         loaded = session.load_model(progress=False)
-        assert stand_ins(loaded) == 4
+        assert placeholders(loaded) == 4
         assert_near(results(loaded), expected, FLOAT, 10 * FLOAT)
         attached = session.attach(load_local(folder))
-        assert stand_ins(attached) == 4
+        assert placeholders(attached) == 4
         assert_near(results(attached), expected, FLOAT, 10 * FLOAT)
 
 
@@ -141,7 +141,7 @@ def test_equals_local_under_one_time_masks(
     expected = results(load_local(mixture(architecture)))
     with one_time(*pair(architecture), experts=setting) as session:
         model = session.load_model(progress=False)
-        assert stand_ins(model) == (0 if setting == "local" else 4)
+        assert placeholders(model) == (0 if setting == "local" else 4)
         assert_near(results(model), expected, LOGITS, GRADIENTS)
         assert session.stats.verified_rows > 0
 
@@ -200,7 +200,7 @@ def test_with_a_checkpoint_of_ones_own(architecture: str, pair: Pair, mixture: F
         with pytest.raises(tenant_sdk.ModelMismatch, match="attached already"):
             session.attach(model)
         session.detach(model, folder)
-    assert stand_ins(model) == 0
+    assert placeholders(model) == 0
     assert model.get_experts_implementation() == local.get_experts_implementation()
     for name, parameter in local.named_parameters():
         assert torch.equal(parameter, model.get_parameter(name)), name
@@ -310,9 +310,9 @@ def test_other_experts_are_noticed(pair: Pair, mixture: Folder) -> None:
             tenant_sdk.ModelMismatch, match=r"layers\.1\.mlp\.experts\.down_proj\.2 has other"
         ):
             session.attach(model)
-        assert stand_ins(model) == 0
+        assert placeholders(model) == 0
         session.attach(model, exclude=["layers.1.mlp.experts.down_proj"])
-        assert stand_ins(model) == 3
+        assert placeholders(model) == 3
 
 
 def test_experts_that_the_executor_does_not_serve_are_named(
@@ -323,7 +323,7 @@ def test_experts_that_the_executor_does_not_serve_are_named(
 ) -> None:
     monkeypatch.setattr("provider.catalog.experts.MAX_GROUPS", 8)
     with serve(mixture("mixtral")).connect() as session:
-        assert stand_ins(session.load_model(progress=False)) == 0
+        assert placeholders(session.load_model(progress=False)) == 0
     assert "does not serve the experts layers.0.mlp.experts.gate_up_proj, " in caplog.text
 
 

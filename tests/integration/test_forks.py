@@ -162,7 +162,7 @@ def test_a_child_gets_no_masks_and_uses_none_of_its_parents(kind: str) -> None:
         refused(
             lambda: masks.take(KEYS[2], 3),
             lambda: masks.take(KEYS[0], 1),
-            mask.numbers,
+            mask.take_values,
             lambda: list(mask.effects()),
             lambda: stream.draw(1, 4),
         )
@@ -175,7 +175,7 @@ def test_a_child_gets_no_masks_and_uses_none_of_its_parents(kind: str) -> None:
     locks = [getattr(part, name, None) for part in parts for name in ("_lock", "_changed")]
     with locked(*filter(None, locks)):
         in_child(child)
-    assert mask.numbers().shape[0] == 3
+    assert mask.take_values().shape[0] == 3
     assert list(mask.effects())
     assert not stream.draw(1, 4).equal(first)
     masks.close()
@@ -187,7 +187,7 @@ def test_a_child_that_nobody_told_of() -> None:
     mask = masks.take(KEYS[0], 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "getpid", lambda: 0)
-        refused(lambda: masks.take(KEYS[0], 1), mask.numbers)
+        refused(lambda: masks.take(KEYS[0], 1), mask.take_values)
     masks.close()
 
 

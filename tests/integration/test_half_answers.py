@@ -283,7 +283,7 @@ def test_a_user_who_interrupts_what_is_owed_ends_the_session(
         raise KeyboardInterrupt
 
     with session:
-        monkeypatch.setattr(HalfRequest, "_is_confirmed", interrupted)
+        monkeypatch.setattr(HalfRequest, "_recheck_holds", interrupted)
         aim(WRONG["one number, by a hundred units"], middle, Direction.FORWARD)
         with pytest.raises(KeyboardInterrupt):
             fixed_result(model, token_ids())

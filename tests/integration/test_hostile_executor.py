@@ -184,7 +184,7 @@ def test_errors_of_a_broken_session_are_raised_afresh(llama: Executor) -> None:
     caught = []
     for _ in range(2):
         with pytest.raises(tenant_sdk.ConnectionLost) as info:
-            session.executor.connection.latest.ping()
+            session.executor.connection.last_channel.ping()
         caught.append(info.value)
     # One object raised again and again would keep every caller's tensors alive.
     assert caught[0] is not caught[1]

@@ -28,7 +28,7 @@ from tenant_sdk.model.configuration import model_configuration
 from tenant_sdk.model.loading import _check_shapes
 from tenant_sdk.model.tokenizer import build_tokenizer
 from tenant_sdk.model.tokenizer_file import MAX_ENTRIES, safe_tokenizer
-from tenant_sdk.tuning.own import attach_own
+from tenant_sdk.tuning.local_model import attach_local_model
 
 GLOBAL = [[["global"], 2]]  # of a GPT-Neo of two layers
 BPE = json.loads(RULES)["model"]
@@ -266,9 +266,9 @@ def gpt_neo(folder: Path) -> Path:
 def test_tables_of_a_tenants_own_model(
     llama: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tenant_sdk.tuning.own.AutoModelForCausalLM.from_pretrained", None)
+    monkeypatch.setattr("tenant_sdk.tuning.local_model.AutoModelForCausalLM.from_pretrained", None)
     with llama.connect() as session, pytest.raises(CheckpointError, match=r"tables of 1\.7 GiB"):
-        attach_own(session, str(gpt_neo(tmp_path)))
+        attach_local_model(session, str(gpt_neo(tmp_path)))
 
 
 def test_weights_that_a_tenants_own_model_lacks(
@@ -278,9 +278,9 @@ def test_weights_that_a_tenants_own_model_lacks(
     folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "own"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 1 << 28}))
-    monkeypatch.setattr("tenant_sdk.tuning.own.AutoModelForCausalLM.from_pretrained", None)
+    monkeypatch.setattr("tenant_sdk.tuning.local_model.AutoModelForCausalLM.from_pretrained", None)
     with llama.connect() as session, pytest.raises(CheckpointError, match=r"a model of [\d,]{14,} weights"):
-        attach_own(session, str(folder))
+        attach_local_model(session, str(folder))
 
 
 @pytest.mark.parametrize("places", [30, 30_000])

@@ -116,7 +116,7 @@ def test_both_send_and_reveal_the_same_bits(
             verifier = session.products._verifier
             known = verifier._fingerprints.get(ProductKey(*kind), None)
             z = known.challenge.numpy().astype(np.int64)
-            assert np.array_equal(tenant.times_planes(request, z[None])[0], known.factor.numpy())
+            assert np.array_equal(tenant.times_planes(request, z[None])[0], known.projection.numpy())
 
 
 @pytest.mark.parametrize("sources", [0, 1, 2])

@@ -20,7 +20,7 @@ from shared.compat import cache_name
 from shared.errors import ConfigurationError
 from tenant_sdk.sequences.contexts import LongContext, default_place
 from tenant_sdk.sequences.kv_layers import DiskLayer, HostLayer
-from tenant_sdk.tuning.own import load
+from tenant_sdk.tuning.local_model import load
 
 _PLAIN: dict[str, Any] = {
     "hidden_size": 64,

@@ -16,7 +16,7 @@ from shared.errors import CheckpointError, ModelMismatch
 from shared.wire.header import Direction, Operation, RequestClass
 from tenant_sdk import NoiseBankOptions
 from tenant_sdk.connection.keys import ProductKey
-from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
+from tenant_sdk.connection.remote import LazyResult, RemoteExecutor
 from tenant_sdk.products.mask_sources import ExecutorSource, LocalSource
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -99,7 +99,7 @@ def test_training_with_each_source(
     asked: list[tuple[RemoteExecutor, Operation]] = []
     submit = RemoteExecutor.submit
 
-    def watched(self: RemoteExecutor, operation: Operation, *arguments: Any) -> PendingProduct:
+    def watched(self: RemoteExecutor, operation: Operation, *arguments: Any) -> LazyResult:
         asked.append((self, operation))
         return submit(self, operation, *arguments)
 
@@ -139,7 +139,7 @@ def test_rows_on_the_wire_are_masked_in_both_directions(
             request_class: RequestClass = RequestClass.UNDECLARED,
             *,
             log: list[tuple[Direction, torch.Tensor]] = log,
-        ) -> PendingProduct:
+        ) -> LazyResult:
             if operation == Operation.PRODUCT:
                 log.append((key.direction, torch.cat(blocks, 1)))
             return submit(self, operation, key, blocks, request_class)

@@ -36,7 +36,7 @@ from shared.wire.websocket import Incoming
 from tenant_sdk import Session
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.keys import ProductKey
-from tenant_sdk.connection.remote import PendingProduct
+from tenant_sdk.connection.remote import LazyResult
 
 WIDTH = 64
 ROW = bytes(4 * WIDTH)
@@ -286,7 +286,7 @@ def test_other_refusals_are_not_repeated(shop: Callable[..., Shop]) -> None:
 class Asked(NamedTuple):
     """A request under way, and its answer."""
 
-    pending: PendingProduct
+    pending: LazyResult
     expected: torch.Tensor
 
 
@@ -309,7 +309,7 @@ class Windows:
         asked = list(threads.map(self._submit, kinds))
         self._draw.shuffle(asked)
         if leave is not None:
-            self._session.executor.connection.channel.push()
+            self._session.executor.connection.channel.flush()
             for _ in range(min(len(asked), self._draw.randrange(4))):
                 self._take(asked.pop())
         taken = [threads.submit(self._take, each) for each in asked]

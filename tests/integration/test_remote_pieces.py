@@ -199,21 +199,21 @@ def test_a_connection_that_dies_between_two_pieces(
     """This product is lost, and nothing more of it is sent; the next goes over a new connection."""
     provider, source, _ = executors("llama")
     middle = proxy(provider)
-    push, pushes = Channel.push, count(1)
+    flush, flushes = Channel.flush, count(1)
     with captured_requests() as sent, one_time(middle.executor, source, mask_budget_mib=0) as session:
         rows = [torch.ones((ROWS, 64))]  # all the same, so that they differ by their masks alone
         expected = session.products.submit(*QKV.product, rows).result()
         first = session.executor.connection.channel
 
         def cut_off(self: Channel) -> None:
-            push(self)
-            if self is first and next(pushes) == 3:
+            flush(self)
+            if self is first and next(flushes) == 3:
                 middle.cut()
                 if noticed:
                     first.close()
 
         cut(True)
-        monkeypatch.setattr(Channel, "push", cut_off)
+        monkeypatch.setattr(Channel, "flush", cut_off)
         with pytest.raises(ConnectionLost):
             session.products.submit(*QKV.product, rows).result()
         assert same(session.products.submit(*QKV.product, rows).result(), expected)
@@ -249,7 +249,7 @@ def test_effects_from_a_store_that_was_used_in_part(executors: ExecutorFactory, 
         masks = session.products._masks  # type: ignore[attr-defined]
         with masks._changed:
             for rows in (23, 1, 40, 39):
-                masks._order(QKV, rows, RequestClass.FINETUNING)
+                masks._request_effects(QKV, rows, RequestClass.FINETUNING)
         session.products.submit(*QKV.product, [torch.ones((3, 64))]).result()
         cut(True)
         before = session.stats.requests

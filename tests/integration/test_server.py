@@ -27,7 +27,7 @@ from provider.engine.lanes import ProcessLane
 from provider.executor.base import BaseExecutor
 from provider.observe.admin import AdminServer
 from provider.observe.metrics import Metrics
-from provider.serve.connection import ANSWERING, Connection, ConnectionLimits
+from provider.serve.connection import HALF_CLOSED, Connection, ConnectionLimits
 from provider.serve.server import Server, server_context
 from provider.session.tenant import Service
 from shared.errors import ConfigurationError, ConnectError, ConnectionLost, RequestRefused
@@ -378,7 +378,7 @@ def test_draining_reads_no_more_than_had_arrived(held: tuple[Executor, Server, A
         (connection,) = server.connections._open
         peer.message(product(1, 64, request_id=1), ROW)
         drain()
-        eventually(lambda: connection._stage == ANSWERING)  # type: ignore[attr-defined]
+        eventually(lambda: connection._stage == HALF_CLOSED)  # type: ignore[attr-defined]
         for number in (2, 3):
             peer.message(product(1, 64, request_id=number), ROW)
         lane.go.set()

@@ -165,7 +165,7 @@ def test_an_answer_that_was_sent_is_not_kept(checkpoint: Callable[[str], Path]) 
     session = TenantSession(service, "alice", send)
     width = base.manifest.groups[0].inputs
     head = Header(Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.float32], 0, 7, 3, width, 1)
-    session._protocol.greeted = True
+    session._protocol.hello_received = True
 
     def ask() -> None:
         session.answer(Incoming(head, torch.ones(3, width), ticket=session.accept(head)))

@@ -24,7 +24,7 @@ from provider.engine.loop import READ, WRITE, Loop, LoopTask
 from provider.engine.profiling import shapes_of
 from provider.engine.scheduler import Batch, Opportunistic, Policy, QueuedRequest
 from provider.observe.metrics import Metrics
-from provider.serve.admission import Admitted, Refused
+from provider.serve.admission import Identity, Refused
 from provider.serve.connection import ConnectionLimits, Connections
 from provider.serve.websocket_connection import WebsocketConnection
 from provider.session.quota import Quotas
@@ -202,9 +202,9 @@ class WatchedPolicy:
     def __init__(self, policy: Policy, watch: Any) -> None:
         self._policy, self._watch = policy, watch
 
-    def add(self, work: QueuedRequest, now: float) -> None:
-        self._policy.add(work, now)
-        self._watch.added(work)
+    def add(self, request: QueuedRequest, now: float) -> None:
+        self._policy.add(request, now)
+        self._watch.added(request)
 
     def next(self, now: float, lane: int = 0) -> Batch | float | None:
         decision = self._policy.next(now, lane)
@@ -212,9 +212,9 @@ class WatchedPolicy:
             self._watch.taken(decision)
         return decision
 
-    def drop(self, work: QueuedRequest) -> None:
-        self._policy.drop(work)
-        self._watch.dropped(work)
+    def drop(self, request: QueuedRequest) -> None:
+        self._policy.drop(request)
+        self._watch.dropped(request)
 
     def finished(self, batch: Batch, seconds: float, now: float) -> None:
         self._policy.finished(batch, seconds, now)
@@ -324,7 +324,7 @@ class Executor:
         self.loop.adopt(socket)
         connection = WebsocketConnection(
             socket,  # type: ignore[arg-type]
-            Admitted(tenant, "token"),
+            Identity(tenant, "token"),
             "192.0.2.2",
             self._open,
             limits.max_message_bytes,

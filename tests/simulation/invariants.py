@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from provider.engine.fairness import LEAD
+from provider.engine.fairness import MAX_CREDIT
 from provider.engine.scheduler import Batch, QueuedRequest
 from provider.session.quota import RESERVED_DIVISOR, Quota, Quotas
 from shared.errors import (
@@ -273,7 +273,7 @@ class WatchedQuotas(Quotas):
 class Fairness:
     """Counts who got how much while others waited, apart from the policy's own counters.
 
-    While two tenants both wait, neither gets more than the other by more than twice the bound: LEAD tokens or
+    While two tenants both wait, neither gets more than the other by more than twice the bound: MAX_CREDIT or
     the largest request, whatever costs more (``provider.engine.scheduler.Opportunistic``).
     """
 
@@ -281,38 +281,38 @@ class Fairness:
         self._faults = faults
         self._waiting: dict[str, dict[QueuedRequest, None]] = {}
         self._ahead: dict[tuple[str, str], float] = {}  # of pairs that both wait
-        self._largest = LEAD
+        self._largest = MAX_CREDIT
 
-    def added(self, work: QueuedRequest) -> None:
+    def added(self, request: QueuedRequest) -> None:
         """A request waits."""
-        self._largest = max(self._largest, work.rows * work.row_cost)
-        if work.tenant not in self._waiting:
+        self._largest = max(self._largest, request.rows * request.row_cost)
+        if request.tenant not in self._waiting:
             for other in self._waiting:
-                self._ahead[work.tenant, other] = self._ahead[other, work.tenant] = 0.0
-        self._waiting.setdefault(work.tenant, {})[work] = None
+                self._ahead[request.tenant, other] = self._ahead[other, request.tenant] = 0.0
+        self._waiting.setdefault(request.tenant, {})[request] = None
 
     def taken(self, batch: Batch) -> None:
         """Rows are multiplied."""
-        for work, start, stop in batch:
-            cost = (stop - start) * work.row_cost
+        for request, start, stop in batch:
+            cost = (stop - start) * request.row_cost
             for one, other in self._ahead:
-                if one == work.tenant:
+                if one == request.tenant:
                     self._ahead[one, other] += cost
-                elif other == work.tenant:
+                elif other == request.tenant:
                     self._ahead[one, other] -= cost
         for (one, other), tokens in self._ahead.items():
-            if tokens > 2 * self._largest + LEAD:
+            if tokens > 2 * self._largest + MAX_CREDIT:
                 self._faults.append(f"{one} got {tokens:.1f} tokens more than {other}, which waited")
                 return
-        for work, _, stop in batch:
-            if stop == work.rows:
-                self.dropped(work)
+        for request, _, stop in batch:
+            if stop == request.rows:
+                self.dropped(request)
 
-    def dropped(self, work: QueuedRequest) -> None:
+    def dropped(self, request: QueuedRequest) -> None:
         """A request does not wait any more."""
-        waiting = self._waiting.get(work.tenant, {})
-        waiting.pop(work, None)
-        if not waiting and work.tenant in self._waiting:
-            del self._waiting[work.tenant]
-            for pair in [pair for pair in self._ahead if work.tenant in pair]:
+        waiting = self._waiting.get(request.tenant, {})
+        waiting.pop(request, None)
+        if not waiting and request.tenant in self._waiting:
+            del self._waiting[request.tenant]
+            for pair in [pair for pair in self._ahead if request.tenant in pair]:
                 del self._ahead[pair]

@@ -24,7 +24,7 @@ from simulation.network import Network
 from simulation.substitutes import SimulatedClock
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.keys import ProductKey
-from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
+from tenant_sdk.connection.remote import LazyResult, RemoteExecutor
 from tenant_sdk.connection.replicas.reconnecting import ConnectionOptions
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
@@ -58,7 +58,7 @@ class Options:
     verify_rate: float = 1.0
     repeat_rate: float = 0.1
     mask_budget: int = 1 << 16
-    batch_rows: int = 8
+    chunk_rows: int = 8
     piece_bytes: int = 2048
 
 
@@ -155,7 +155,7 @@ class Tenant:
         products = assemble(config, remotes, sources, None, entropy=entropy, clock=lambda: self.kernel.now)
         assert isinstance(products, RingProducts)
         masks: Any = products._masks
-        masks._store.batch_rows = options.batch_rows
+        masks._store.chunk_rows = options.chunk_rows
         self.opened += 1
         return products
 
@@ -251,7 +251,7 @@ class Tenant:
 
     def _judged(
         self,
-        pending: PendingProduct,
+        pending: LazyResult,
         key: ProductKey,
         blocks: list[torch.Tensor],
         end: Callable[..., Outcome],

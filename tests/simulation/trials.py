@@ -87,8 +87,8 @@ def a_repeated_request_has_other_rows_under_the_old_mask() -> Iterator[None]:
 
 
 @trial("one seed")
-def a_seed_serves_two_orders() -> Iterator[None]:
-    def order(original: Any, self: OneTimeMasks, *args: Any) -> None:
+def a_seed_serves_two_requests() -> Iterator[None]:
+    def request_effects(original: Any, self: OneTimeMasks, *args: Any) -> None:
         entropy, seeds = self._entropy, self.__dict__.setdefault("seeds", [])
 
         def again(count: int) -> bytes:
@@ -101,17 +101,17 @@ def a_seed_serves_two_orders() -> Iterator[None]:
         original(self, *args)
         self._entropy = entropy
 
-    with wrapped(OneTimeMasks, "_order", order):
+    with wrapped(OneTimeMasks, "_request_effects", request_effects):
         yield
 
 
 @trial("without a mask")
 def some_rows_have_no_mask() -> Iterator[None]:
-    def numbers(original: Any, self: OneTimeMask) -> torch.Tensor:
+    def take_values(original: Any, self: OneTimeMask) -> torch.Tensor:
         mask: torch.Tensor = original(self)
         return mask.zero_() if len(mask) == 5 else mask
 
-    with wrapped(OneTimeMask, "numbers", numbers):
+    with wrapped(OneTimeMask, "take_values", take_values):
         yield
 
 
@@ -183,7 +183,7 @@ def a_row_is_multiplied_wrongly() -> Iterator[None]:
 def quota_of_abandoned_requests_is_not_given_back() -> Iterator[None]:
     def ended(original: Any, self: Engine, tenant: str, session: Any) -> None:
         for submission in self._submissions.values():
-            if submission.work.session == session:
+            if submission.queued.session == session:
                 submission.completed = lambda done: None
         original(self, tenant, session)
 
@@ -210,8 +210,8 @@ def quota_is_not_asked() -> Iterator[None]:
 def a_request_that_waits_for_a_worker_is_forgotten() -> Iterator[None]:
     def turn_away(self: Engine, lane: int, now: float) -> None:
         for submission in [each for each in self._submissions.values() if not each.under_way]:
-            self.policy.drop(submission.work)
-            del self._submissions[submission.work]
+            self.policy.drop(submission.queued)
+            del self._submissions[submission.queued]
 
     with mock.patch.object(Engine, "_refuse_overdue", turn_away):
         yield
@@ -219,7 +219,7 @@ def a_request_that_waits_for_a_worker_is_forgotten() -> Iterator[None]:
 
 @trial("are promised")
 def nobody_is_told_to_lead_a_channel() -> Iterator[None]:
-    def hand_over(original: Any, self: Channel, pending: Any) -> None:
+    def pass_leadership(original: Any, self: Channel, pending: Any) -> None:
         others = [each for each in self._pending.values() if each.waited]
         for each in others:
             each.waited = False
@@ -227,7 +227,7 @@ def nobody_is_told_to_lead_a_channel() -> Iterator[None]:
         for each in others:
             each.waited = True
 
-    with wrapped(Channel, "_hand_over", hand_over):
+    with wrapped(Channel, "_pass_leadership", pass_leadership):
         yield
 
 

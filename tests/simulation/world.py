@@ -179,7 +179,7 @@ class World:
             verify_rate=1.0 if self.kinds & {"damage", "lies"} else draw.choice((1.0, 0.3)),
             repeat_rate=draw.choice((0.05, 0.5)),
             mask_budget=draw.choice((0, 1 << 14, 1 << 18)),
-            batch_rows=draw.choice((4, 16)),
+            chunk_rows=draw.choice((4, 16)),
             piece_bytes=draw.choice((512, 2048, 1 << 20)),
         )
 

@@ -21,7 +21,7 @@ def test_exact_and_half_are_the_same_for_every_request(numerics: str, half: int)
 def test_auto_is_exact_until_a_slow_link_is_seen() -> None:
     chosen = AnswerBits("auto", "ring")
     assert {chosen.choose(each) for each in RequestClass} == {EXACT}
-    chosen.note(RequestClass.FINETUNING, 1_000_000, 1_000_000 / (FAST_LINK / 2), is_over_network=True)
+    chosen.record(RequestClass.FINETUNING, 1_000_000, 1_000_000 / (FAST_LINK / 2), is_over_network=True)
     assert {chosen.choose(each) for each in BULK} == {16}
     assert {chosen.choose(each) for each in OTHERS} == {EXACT}
 
@@ -30,7 +30,7 @@ def test_a_link_is_as_fast_as_its_fastest_answer() -> None:
     """Others waited for the executor."""
     chosen = AnswerBits("auto", "ring")
     for rate in (FAST_LINK / 10, 2 * FAST_LINK, FAST_LINK / 10):
-        chosen.note(RequestClass.PREFILL, 1_000_000, 1_000_000 / rate, is_over_network=True)
+        chosen.record(RequestClass.PREFILL, 1_000_000, 1_000_000 / rate, is_over_network=True)
     assert chosen.choose(RequestClass.PREFILL) == EXACT
 
 
@@ -46,5 +46,5 @@ def test_what_says_nothing_of_the_link(
     request_class: RequestClass, is_over_network: bool, seconds: float
 ) -> None:
     chosen = AnswerBits("auto", "ring")
-    chosen.note(request_class, 1_000, seconds, is_over_network=is_over_network)
+    chosen.record(request_class, 1_000, seconds, is_over_network=is_over_network)
     assert chosen.choose(RequestClass.FINETUNING) == EXACT

@@ -50,7 +50,7 @@ def test_a_bank_is_replaced_after_rows_or_seconds() -> None:
             if serving.next is not None:
                 serving.next.result(800)
         assert source.made == made
-        numbers = mask.numbers()
+        numbers = mask.take_values()
         ((part, (effect,)),) = mask.effects()
         assert part == slice(0, rows)
         assert torch.equal(effect, product(key, numbers))

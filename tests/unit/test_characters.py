@@ -39,7 +39,7 @@ def told(tmp_path: Path, tokenizer: Any, *records: dict[str, Any] | str) -> str:
     said: list[str] = []
     path = tmp_path / "data"
     path.write_text("\n".join(each if isinstance(each, str) else json.dumps(each) for each in records))
-    Reader(tokenizer, 512, say=said.append).read([path])
+    Reader(tokenizer, 512, notify=said.append).read([path])
     lines = [line.removeprefix(f"{path}: ") for line in said if "does not keep" in line]
     assert len(lines) < 2
     return "".join(lines)

@@ -22,7 +22,7 @@ from shared.errors import CheckpointError, ConfigurationError
 from shared.hub import own_file
 from shared.recipes import meta_model
 from shared.wire.messages import Fetch, digest_of
-from tenant_sdk.tuning.own import own_tokenizer
+from tenant_sdk.tuning.local_model import local_tokenizer
 
 
 def test_a_missing_folder_says_what_a_checkpoint_is(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_hole_is_not_read_into_memory(name: str, tmp_path: Path, checkpoint: C
     with pytest.raises(ConfigurationError, match=f"{name} is larger than 67,108,864 bytes"):
         Checkpoint(folder)
     with pytest.raises(ConfigurationError, match=f"{name} is larger than 67,108,864 bytes"):
-        own_tokenizer(folder)
+        local_tokenizer(folder)
 
 
 def test_a_large_file_beside_it_that_nobody_reads(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
@@ -336,17 +336,17 @@ def test_links_out_of_a_tokenizers_folder_are_refused(
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(elsewhere)
     with pytest.raises(ConfigurationError, match=r"is a link to .*/secret"):
-        own_tokenizer(folder)
+        local_tokenizer(folder)
     (folder / name).unlink()
     (folder / "pytorch_model.bin").symlink_to(elsewhere)  # is not read
-    own_tokenizer(folder)
+    local_tokenizer(folder)
 
 
 @pytest.mark.parametrize("kind", ["Esm", "CTRL", "ProphetNet", "Tapas", "Phobert", "Bertweet", "BioGpt"])
 def test_a_tokenizers_folder_without_the_files_of_its_class(kind: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": f"{kind}Tokenizer"}))
     with pytest.raises(ConfigurationError, match=f"no tokenizer in {tmp_path}"):
-        own_tokenizer(tmp_path)
+        local_tokenizer(tmp_path)
 
 
 def test_links_of_a_hubs_cache_are_followed(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:

@@ -49,7 +49,7 @@ def test_what_arrives_at_the_end_is_thrown_away_as_it_is() -> None:
 class _Task:
     """Nothing to do."""
 
-    def turn(self) -> float | None:
+    def run_once(self) -> float | None:
         return None
 
     def idle(self, stop: Any) -> None:
@@ -65,17 +65,17 @@ class _Rounds:
         self.loop._thread = threading.current_thread()
         self._reads: dict[str, Any] = {}
 
-    def ask(self, owner: str, name: str, seconds: float, *, endless: bool = True) -> None:
+    def ask(self, tenant: str, name: str, seconds: float, *, endless: bool = True) -> None:
         """Of a connection whose each turn takes so long; it asks again each time if it is endless."""
 
         def read(_: float) -> None:
             self.served.append(name)
             self.now += seconds
             if endless:
-                self.loop.take_turn(owner, 2.0, self._reads[name])
+                self.loop.run_in_time_slice(tenant, 2.0, self._reads[name])
 
         self._reads.setdefault(name, read)
-        self.loop.take_turn(owner, 2.0, self._reads[name])
+        self.loop.run_in_time_slice(tenant, 2.0, self._reads[name])
 
     def round(self) -> list[str]:
         """Who had a turn in it."""
@@ -127,15 +127,17 @@ def test_a_large_answer_is_written_in_turns() -> None:
         return 1 << 16
 
     connection: Any = object.__new__(WebsocketConnection)
-    connection._loop = SimpleNamespace(take_turn=lambda owner, seconds, turn: asked.append((owner, turn)))
+    connection._loop = SimpleNamespace(
+        run_in_time_slice=lambda tenant, seconds, callback: asked.append((tenant, callback))
+    )
     sock: Any = SimpleNamespace(send=send, flush=lambda: 0)
     connection.tenant, connection._stage, connection._writing = "alice", OPEN, False
     connection._outgoing = WriteQueue(sock)
     connection._queue(iter((bytes(1 << 20),)))
     assert not sent  # in a turn alone
-    connection._write_turn(-1.0)  # there is no time left
+    connection._write_in_slice(-1.0)  # there is no time left
     assert not sent
-    assert asked == [("alice", connection._write_turn)] * 2
+    assert asked == [("alice", connection._write_in_slice)] * 2
 
 
 def test_what_is_dropped_is_neither_begun_nor_among_the_last() -> None:

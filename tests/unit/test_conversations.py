@@ -265,10 +265,10 @@ def test_no_end_is_told(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"messages": CHAT}) + "\n" + json.dumps({"prompt": "a", "completion": " b"}))
     said: list[str] = []
-    Reader(tokenizer, 64, say=said.append).read([path])
+    Reader(tokenizer, 64, notify=said.append).read([path])
     assert "2 of 2 records end without a token that stops `generate`" in said[1]
     marked = with_template(BARE_TAGS)
-    Reader(marked, 64, say=said.append).read([path])
+    Reader(marked, 64, notify=said.append).read([path])
     assert "1 of 2 records end without a token that stops `generate`" in said[3]
 
 

@@ -15,9 +15,9 @@ from simulated import (
     PREFILL,
     Tenant,
     model,
+    queued,
     simulate,
     tokens,
-    work,
 )
 
 from provider.engine.scheduler import (
@@ -109,12 +109,12 @@ def test_who_does_not_fit_is_passed_over() -> None:
     policy.counters.started_waiting("greedy")
     policy.counters.charge("greedy", 1e6)
     policy.counters.stopped_waiting("greedy")
-    policy.add(work("modest", rows=1), 0.0)
+    policy.add(queued("modest", rows=1), 0.0)
     policy.counters._tokens["modest"] = 0.0
-    policy.add(work("greedy", rows=1), 0.0)
-    policy.add(work("other", rows=1), 0.0)
+    policy.add(queued("greedy", rows=1), 0.0)
+    policy.add(queued("other", rows=1), 0.0)
     policy.counters._tokens["other"] = 0.0
     batch = policy.next(1.0)
     assert isinstance(batch, list)
-    assert {work_range.work.tenant for work_range in batch} == {"modest", "other"}
+    assert {queued_rows.request.tenant for queued_rows in batch} == {"modest", "other"}
     assert isinstance(policy.next(1.0), list)

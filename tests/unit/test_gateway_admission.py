@@ -183,7 +183,7 @@ def test_shares_of_many_clients() -> None:
 @pytest.mark.parametrize("clients", [1, 64, 65, 500])
 def test_one_place_stays_free_for_each_client(clients: int) -> None:
     """However many there are: one that takes all it can has the others wait for nothing."""
-    places = Reservations.one_each(64, clients)
+    places = Reservations.per_client_minimum(64, clients)
     while places.reserve("0", 1):
         pass
     assert all(places.reserve(str(other), 1) for other in range(1, clients))
@@ -499,7 +499,7 @@ def test_lines_that_nobody_can_read_end_nothing(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("positions", "steady", "asked", "context"),
+    ("positions", "rope_stable_length", "asked", "context"),
     [
         (4096, None, None, 4096),
         (4096, None, 100, 100),
@@ -511,9 +511,9 @@ def test_lines_that_nobody_can_read_end_nothing(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_the_context(
-    positions: int | None, steady: int | None, asked: int | None, context: int | None
+    positions: int | None, rope_stable_length: int | None, asked: int | None, context: int | None
 ) -> None:
-    assert HeldModel(None, positions, steady).context(asked) == context
+    assert HeldModel(None, positions, rope_stable_length).context(asked) == context
 
 
 def test_a_context_that_the_model_does_not_have() -> None:

@@ -35,8 +35,8 @@ def several(client: str, count: int, first: int = 0, adapter: int = 0) -> list[S
 def test_the_client_with_the_fewest_begins() -> None:
     running = several("a", 3)
     waiting = [*several("a", 3, 3), *several("b", 4)]
-    begin = next_admissions(running, waiting, 32, 0, 2)
-    assert begin == ["b0", "b1", "b2", "a3", "b3", "a4", "a5"]
+    admitted = next_admissions(running, waiting, 32, 0, 2)
+    assert admitted == ["b0", "b1", "b2", "a3", "b3", "a4", "a5"]
 
 
 def test_one_client_has_everything_when_it_is_the_only_one() -> None:
@@ -120,7 +120,7 @@ def test_long_sequences_take_turns_by_what_they_attend_to(tokens: int, most: int
     limit = steps.most(1 + len(long), 20, busy=True)
     for _ in range(count):
         spare = limit - steps.seconds(1 + len(long), 20)
-        paused = debt.paused([*long, plain], steps, spare, clients=2, lightest="b")
+        paused = debt.paused([*long, plain], steps, spare, clients=2, least_attending="b")
         ran = [each for each in long if each.name not in paused]
         assert "b0" not in paused
         assert len(ran) <= most
@@ -152,35 +152,35 @@ def test_attention_takes_the_blame_for_long_sequences() -> None:
 
 
 def test_a_client_begins_within_its_share_of_the_memory() -> None:
-    running = [SequenceInfo(f"a{at}", "a", blocks=9, more=1) for at in range(4)]
+    running = [SequenceInfo(f"a{at}", "a", blocks=9, blocks_needed=1) for at in range(4)]
     waiting = [
-        *(SequenceInfo(f"a{at}", "a", more=10) for at in range(4, 9)),
-        SequenceInfo("b0", "b", more=30),
+        *(SequenceInfo(f"a{at}", "a", blocks_needed=10) for at in range(4, 9)),
+        SequenceInfo("b0", "b", blocks_needed=30),
     ]
     # Of 100 blocks each of two has 50.
     assert next_admissions(running, waiting, 32, 0, 2, memory=Memory(100, 64)) == ["b0", "a4"]
     assert next_admissions(running, waiting, 32, 0, 2, memory=Memory(100, 33)) == ["a4"]
     alone = [each for each in waiting if each.client == "a"]
     assert len(next_admissions(running, alone, 32, 0, 2, memory=Memory(100, 64))) == 5  # vLLM says what fits
-    large = [SequenceInfo("b0", "b", more=60), SequenceInfo("b1", "b", more=1)]
+    large = [SequenceInfo("b0", "b", blocks_needed=60), SequenceInfo("b1", "b", blocks_needed=1)]
     assert next_admissions(running, large, 32, 0, 2, memory=Memory(100, 64)) == ["b0"]
 
 
 def test_who_has_more_than_its_share_makes_room() -> None:
     running = [SequenceInfo(f"a{at}", "a", blocks=10) for at in range(9)]
     waiting = [
-        SequenceInfo("a9", "a", more=10),
-        SequenceInfo("b0", "b", more=30),
-        SequenceInfo("b1", "b", more=30),
+        SequenceInfo("a9", "a", blocks_needed=10),
+        SequenceInfo("b0", "b", blocks_needed=30),
+        SequenceInfo("b1", "b", blocks_needed=30),
     ]
     assert next_preemptions(running, waiting, Memory(100, 10)) == ["a8", "a7"]
     assert next_preemptions(running, waiting[:1], Memory(100, 10)) == []
     # What runs already goes on first.
-    prefilling = SequenceInfo("b", "b", prefilling=True, blocks=5, more=25)
+    prefilling = SequenceInfo("b", "b", prefilling=True, blocks=5, blocks_needed=25)
     assert next_preemptions([*running, prefilling], waiting, Memory(100, 5)) == ["a8", "a7"]
-    within = [*running[:5], SequenceInfo("b", "b", blocks=50, more=1)]
+    within = [*running[:5], SequenceInfo("b", "b", blocks=50, blocks_needed=1)]
     assert next_preemptions(within, [], Memory(100, 0)) == ["b"]  # it alone has more than its share
-    large = [SequenceInfo("b0", "b", more=60)]
+    large = [SequenceInfo("b0", "b", blocks_needed=60)]
     assert next_preemptions(running, large, Memory(100, 10)) == ["a8", "a7", "a6", "a5"]
 
 
@@ -193,17 +193,20 @@ def test_what_runs_never_lacks_memory_beside_others(
     run: list[tuple[str, int, int]], wait: list[tuple[str, int]], free: int
 ) -> None:
     """So vLLM takes none from whoever happens to be last."""
-    running = [SequenceInfo(f"r{at}", *each[:1], blocks=each[1], more=each[2]) for at, each in enumerate(run)]
-    waiting = [SequenceInfo(f"w{at}", client, more=more) for at, (client, more) in enumerate(wait)]
+    running = [
+        SequenceInfo(f"r{at}", *each[:1], blocks=each[1], blocks_needed=each[2])
+        for at, each in enumerate(run)
+    ]
+    waiting = [SequenceInfo(f"w{at}", client, blocks_needed=more) for at, (client, more) in enumerate(wait)]
     memory = Memory(sum(each.blocks for each in running) + free, free)
     given = next_preemptions(running, waiting, memory)
     left = [each for each in running if each.name not in given]
     memory = Memory(memory.blocks, free + sum(each.blocks for each in running if each.name in given))
     if len({each.client for each in (*running, *waiting)}) > 1:
-        assert sum(each.more for each in left) <= memory.free
-        begin = next_admissions(left, waiting, 99, 0, 3, memory=memory, several=False)
-        begun = [each for each in waiting if each.name in begin]
-        assert sum(each.more for each in (*left, *begun)) <= memory.free
+        assert sum(each.blocks_needed for each in left) <= memory.free
+        admitted = next_admissions(left, waiting, 99, 0, 3, memory=memory, several=False)
+        begun = [each for each in waiting if each.name in admitted]
+        assert sum(each.blocks_needed for each in (*left, *begun)) <= memory.free
 
 
 def test_a_clients_sequences_are_sampled_a_few_at_a_time() -> None:
@@ -234,13 +237,13 @@ def test_what_begins_fits_and_somebody_always_does(
         ):
             run.append(SequenceInfo(f"r{at}", client, adapter, prefilling))
     wait = [SequenceInfo(f"w{at}", client, adapter) for at, (client, adapter, _) in enumerate(waiting)]
-    begin = next_admissions(run, wait, max_sequences, max_adapters, 3)
+    admitted = next_admissions(run, wait, max_sequences, max_adapters, 3)
     found = {each.name: each for each in wait}
-    assert len(set(begin)) == len(begin) <= max(0, max_sequences - len(run))
-    assert len({each.adapter for each in (*run, *(found[name] for name in begin))} - {0}) <= max_adapters
+    assert len(set(admitted)) == len(admitted) <= max(0, max_sequences - len(run))
+    assert len({each.adapter for each in (*run, *(found[name] for name in admitted))} - {0}) <= max_adapters
     if wait and not run:
-        assert begin
-    order = [found[name] for name in begin]
+        assert admitted
+    order = [found[name] for name in admitted]
     for client in Counter(each.client for each in order):
         own = [int(each.name[1:]) for each in order if each.client == client and each.adapter == 0]
         assert own == sorted(own)

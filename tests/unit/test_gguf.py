@@ -29,7 +29,7 @@ from provider.executor.base import BaseExecutor
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError
 from tenant_sdk.model.naming import find_base
-from tenant_sdk.tuning.own import own_tokenizer, tokenizer_info_in
+from tenant_sdk.tuning.local_model import local_tokenizer, tokenizer_info_in
 
 WIDTH, LAYERS, HEADS, INNER = 64, 2, 4, 96
 _GEMMA = {"attention.sliding_window": 4096, "rope.freq_base": 1e6}
@@ -127,7 +127,7 @@ def test_it_is_what_transformers_makes_of_it(file: Path) -> None:
     for name in checkpoint.names():
         assert torch.equal(checkpoint.read(name), expected[name]), name
     assert checkpoint.holds(base.catalog.manifest)  # as a tenant or a mask source would look
-    assert own_tokenizer(checkpoint.folder).chat_template
+    assert local_tokenizer(checkpoint.folder).chat_template
 
 
 def test_it_is_made_once_and_of_this_content(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,7 +388,7 @@ def test_what_a_file_says_of_its_tokenizer(
         with pytest.raises(CheckpointError, match=tokens):
             Checkpoint(file)
         return
-    made = own_tokenizer(Checkpoint(file).folder)
+    made = local_tokenizer(Checkpoint(file).folder)
     assert made.convert_ids_to_tokens(made(text)["input_ids"]) == tokens
 
 
@@ -401,7 +401,7 @@ def test_a_word_that_is_a_token_and_no_merge(
 
     before = gguf.GGUFWriter.add_token_list
     monkeypatch.setattr(gguf.GGUFWriter, "add_token_list", add)
-    made = own_tokenizer(Checkpoint(written(file, pre=pre, add_bos_token=False)).folder)
+    made = local_tokenizer(Checkpoint(written(file, pre=pre, add_bos_token=False)).folder)
     assert made.convert_ids_to_tokens(made("zz")["input_ids"]) == tokens
 
 

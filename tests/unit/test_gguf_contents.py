@@ -17,7 +17,7 @@ import shared.gguf
 from shared.checkpoint import Checkpoint
 from shared.compat import without_ggml_kernels
 from shared.errors import CheckpointError
-from tenant_sdk.tuning.own import tokenizer_info_in
+from tenant_sdk.tuning.local_model import tokenizer_info_in
 
 
 @pytest.fixture

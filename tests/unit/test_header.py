@@ -142,7 +142,7 @@ def test_a_seed_has_32_bytes_whatever_its_mask_has(header: Header) -> None:
     seed = header._replace(operation=Operation.SEED_EFFECT)
     assert (seed.payload_shape, seed.payload_dtype) == ((1, SEED_BYTES), torch.uint8)
     assert seed.payload_bytes == SEED_BYTES == 32
-    if header.operation != Operation.SEED_EFFECT and not header.cut:
+    if header.operation != Operation.SEED_EFFECT and not header.truncated:
         assert header.payload_shape == (header.rows, header.columns)
         assert header.payload_dtype == DTYPES[header.dtype]
 

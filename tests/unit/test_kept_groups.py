@@ -13,7 +13,7 @@ from shared.errors import ModelMismatch
 from shared.kept_groups import Candidate, choose_groups
 from shared.wire.header import Direction, RequestClass
 from shared.wire.messages import GroupInfo, Member
-from tenant_sdk.connection.remote import PendingProduct
+from tenant_sdk.connection.remote import LazyResult
 from tenant_sdk.products.kept_groups import KeptProducts, group_weights
 
 
@@ -71,9 +71,9 @@ class Asked:
 
     def submit(
         self, group: int, direction: Direction, members: int, rows: Any, request_class: RequestClass
-    ) -> PendingProduct:
+    ) -> LazyResult:
         self.asked.append(group)
-        return PendingProduct(lambda: rows)
+        return LazyResult(lambda: rows)
 
     def close(self) -> None:
         self.closed = True

@@ -1,4 +1,4 @@
-"""Which masks are ordered ahead, and which make room: policy, with a clock that the test owns."""
+"""Which effects are fetched ahead, and which make room: policy, with a clock that the test owns."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from shared.wire.header import Direction
 from tenant_sdk.connection.keys import ProductKey
-from tenant_sdk.products.forecast import MIN_ROWS, SPARE_BATCHES
-from tenant_sdk.products.mask_store import BATCH_ROWS, IDLE_SECONDS, MaskStore
+from tenant_sdk.products.forecast import MIN_ROWS, SPARE_CHUNKS
+from tenant_sdk.products.mask_store import CHUNK_ROWS, IDLE_SECONDS, MaskStore
 
 KEYS = [ProductKey(group, Direction.FORWARD, 1) for group in range(3)]
 ROW_BYTES = 10
@@ -19,7 +19,7 @@ ROW_BYTES = 10
 
 @dataclass
 class Rows:
-    """A batch of which a test takes rows."""
+    """A chunk of which a test takes rows."""
 
     remaining: int
     failed: bool = False
@@ -30,30 +30,30 @@ def mask_store(budget: int = 1 << 20, *, fill: bool = False) -> MaskStore[Rows]:
 
 
 def use(store: MaskStore[Rows], key: ProductKey, rows: int, now: float) -> None:
-    """One request: from what is in store, and what is missing is ordered at once."""
+    """One request: from what is in store, and what is missing is requested at once."""
     missing = rows
     while missing:
-        batch = store.first(key)
-        if batch is None:
+        chunk = store.first(key)
+        if chunk is None:
             store.add(key, Rows(missing))
             continue
-        count = min(missing, batch.remaining)
-        batch.remaining -= count
+        count = min(missing, chunk.remaining)
+        chunk.remaining -= count
         missing -= count
         store.taken(key, now)
-    store.note_request(key, rows)
+    store.record_request(key, rows)
 
 
-def order_all(store: MaskStore[Rows], now: float) -> int:
-    """Order until there is nothing more to order; how many orders."""
+def prefetch_all(store: MaskStore[Rows], now: float) -> int:
+    """Prefetch until there is nothing more to fetch; returns how many prefetches."""
     count = 0
-    while (order := store.next_order(now)) is not None:
-        store.add(order.key, Rows(order.rows))
+    while (prefetch := store.next_prefetch(now)) is not None:
+        store.add(prefetch.key, Rows(prefetch.rows))
         count += 1
     return count
 
 
-def test_rows_are_used_in_the_order_in_which_they_were_ordered() -> None:
+def test_rows_are_used_in_the_order_of_their_requests() -> None:
     store, (first, second) = mask_store(), (Rows(2), Rows(3))
     store.add(KEYS[0], first)
     store.add(KEYS[0], second)
@@ -65,7 +65,7 @@ def test_rows_are_used_in_the_order_in_which_they_were_ordered() -> None:
     assert store.first(KEYS[0]) is None
 
 
-def test_batches_that_failed_are_passed_over() -> None:
+def test_chunks_that_failed_are_passed_over() -> None:
     store, good = mask_store(), Rows(5)
     store.add(KEYS[0], Rows(5, failed=True))
     store.add(KEYS[0], good)
@@ -76,29 +76,29 @@ def test_batches_that_failed_are_passed_over() -> None:
 @pytest.mark.parametrize("fill", [False, True])
 def test_when_idle_the_budget_is_filled_if_asked_for(fill: bool) -> None:
     """And only then: while requests come, a source is asked for what comes next."""
-    rounds = 4 * BATCH_ROWS
-    store, now = mask_store(rounds * ROW_BYTES * len(KEYS), fill=fill), 10.0
+    cycles = 4 * CHUNK_ROWS
+    store, now = mask_store(cycles * ROW_BYTES * len(KEYS), fill=fill), 10.0
     for _ in range(2):
         for key in KEYS:
             use(store, key, 1, now)
-    order_all(store, now + IDLE_SECONDS / 2)
+    prefetch_all(store, now + IDLE_SECONDS / 2)
     assert store.stock == dict.fromkeys(KEYS, MIN_ROWS)
-    order_all(store, now + IDLE_SECONDS)
-    assert min(store.stock.values()) > rounds - BATCH_ROWS if fill else max(store.stock.values()) == MIN_ROWS
+    prefetch_all(store, now + IDLE_SECONDS)
+    assert min(store.stock.values()) > cycles - CHUNK_ROWS if fill else max(store.stock.values()) == MIN_ROWS
     assert store.remaining_bytes >= 0
 
 
 def test_what_is_fetched_when_idle_replaces_nothing() -> None:
     """Requests of one kind alone, as when a gateway looks whether its provider is back."""
-    store, now = mask_store(4 * BATCH_ROWS * ROW_BYTES * len(KEYS), fill=True), 10.0
+    store, now = mask_store(4 * CHUNK_ROWS * ROW_BYTES * len(KEYS), fill=True), 10.0
     for _ in range(2):
         for key in KEYS:
             use(store, key, 1, now)
-    order_all(store, now + 1.0)
+    prefetch_all(store, now + 1.0)
     before = {key: store.stock[key] for key in KEYS[1:]}
     for _ in range(3):
         use(store, KEYS[0], 1, now + 2.0)
-    order_all(store, now + 3.0)
+    prefetch_all(store, now + 3.0)
     assert {key: store.stock[key] for key in KEYS[1:]} == before
 
 
@@ -107,16 +107,16 @@ def test_what_is_no_longer_asked_for_makes_room() -> None:
     store.add(KEYS[0], Rows(30))
     for _ in range(2):
         use(store, KEYS[1], 20, 0.0)
-    order = store.next_order(0.0)
-    assert order == (KEYS[1], 20)
+    prefetch = store.next_prefetch(0.0)
+    assert prefetch == (KEYS[1], 20)
     assert not store.stock[KEYS[0]]
 
 
-def test_an_order_that_the_whole_budget_does_not_hold_is_named() -> None:
+def test_a_prefetch_that_the_whole_budget_does_not_hold_is_named() -> None:
     store = mask_store(10 * ROW_BYTES)
     for _ in range(2):
         use(store, KEYS[0], 11, 0.0)
-    assert store.next_order(0.0) is None
+    assert store.next_prefetch(0.0) is None
     assert store.too_large == (KEYS[0], 11)
 
 
@@ -132,5 +132,5 @@ def test_the_budget_is_kept_and_ordering_ends(
     for key, rows in requests:
         use(store, key, rows, now)
         now += 1.0
-        assert order_all(store, now) <= budget // ROW_BYTES + 1 + SPARE_BATCHES
+        assert prefetch_all(store, now) <= budget // ROW_BYTES + 1 + SPARE_CHUNKS
         assert store.remaining_bytes >= 0 or not budget

@@ -21,7 +21,7 @@ from shared.wire.header import Direction, Operation, RequestClass, member_indice
 from shared.wire.protocol import GroupShape
 from tenant_sdk import NoiseBankOptions
 from tenant_sdk.connection.keys import ProductKey
-from tenant_sdk.connection.remote import PendingProduct
+from tenant_sdk.connection.remote import LazyResult
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.products.noise_bank import NoiseBank
 
@@ -80,10 +80,10 @@ class MemoryExecutor:
         key: ProductKey,
         blocks: list[torch.Tensor],
         request_class: RequestClass,
-    ) -> PendingProduct:
+    ) -> LazyResult:
         assert operation == Operation.PRODUCT
         self.sent.append([block.clone() for block in blocks])
-        return PendingProduct(lambda: self.true_product(key.direction, key.member_bits, blocks))
+        return LazyResult(lambda: self.true_product(key.direction, key.member_bits, blocks))
 
     def effect(self, key: ProductKey, masks: list[torch.Tensor]) -> list[torch.Tensor]:
         assert self.gate.wait(800)

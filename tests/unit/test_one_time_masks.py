@@ -29,9 +29,9 @@ from shared.errors import ConfigurationError, ConnectionLost, RequestTimeout
 from shared.ring.mask_stream import MaskStream
 from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.products.forecast import MIN_ROWS
-from tenant_sdk.products.mask_store import BATCH_ROWS
+from tenant_sdk.products.mask_store import CHUNK_ROWS
 from tenant_sdk.products.masks import Mask
-from tenant_sdk.products.one_time_masks import ORDERS_AT_ONCE, ORDERS_UNDER_WAY, OneTimeMasks
+from tenant_sdk.products.one_time_masks import EFFECT_REQUESTS_AT_ONCE, PREFETCHES_UNDER_WAY, OneTimeMasks
 
 MIB = 1 << 20
 
@@ -81,14 +81,14 @@ def at_rest(store: OneTimeMasks) -> None:
 def take(store: OneTimeMasks, key: ProductKey, rows: int) -> Mask:
     """The mask of a whole request."""
     taken = store.take(key, rows)
-    store.note_request(key, rows)
+    store.record_request(key, rows)
     return taken
 
 
 def use(store: OneTimeMasks, key: ProductKey, rows: int) -> torch.Tensor:
     """A whole request; its mask."""
     taken = take(store, key, rows)
-    mask = taken.numbers()
+    mask = taken.take_values()
     assert torch.equal(effect_of(taken, key, rows), product(key, mask))
     return mask
 
@@ -99,9 +99,9 @@ def use(store: OneTimeMasks, key: ProductKey, rows: int) -> torch.Tensor:
 def test_a_mask_hands_over_its_mask_once() -> None:
     with one_time_masks(MemorySource()) as store:
         taken = take(store, KEYS[0], 3)
-        taken.numbers()
+        taken.take_values()
         with pytest.raises(RuntimeError, match="twice"):
-            taken.numbers()
+            taken.take_values()
 
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -118,15 +118,15 @@ def test_a_mask_exists_nowhere_once_rows_were_added() -> None:
     source = MemorySource()
     with one_time_masks(source) as store:
         taken = take(store, KEYS[2], 13)  # a size of this test's own: tensors of others may still be about
-        mask = taken.numbers()
+        mask = taken.take_values()
         kept = mask.clone()
         mask += 1
         at_rest(store)  # the source has multiplied its own copy, and let go of it
         gc.collect()
         everywhere = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.dtype == torch.int32]
         assert not any(o is not kept and o.shape == kept.shape and torch.equal(o, kept) for o in everywhere)
-        (seed,) = {order.seed for order in source.orders if order.key == KEYS[2]}
-        source.orders.clear()
+        (seed,) = {request.seed for request in source.requests if request.key == KEYS[2]}
+        source.requests.clear()
         assert not any(o is not seed and o == seed for o in gc.get_objects() if type(o) is bytes)
 
 
@@ -140,7 +140,7 @@ def test_no_stretch_of_a_key_stream_serves_twice(
     work: list[list[tuple[int, int]]], budget: int, limit: int
 ) -> None:
     """Threads take what they like: every row is a row of one seed's expansion, each of them at most
-    once, with its own effect, and every seed has one order."""
+    once, with its own effect, and every seed has one request."""
     source = MemorySource(limit)
 
     def run(requests: list[tuple[int, int]]) -> list[tuple[ProductKey, torch.Tensor, torch.Tensor]]:
@@ -148,17 +148,17 @@ def test_no_stretch_of_a_key_stream_serves_twice(
         for index, rows in requests:
             key = KEYS[index]
             taken = take(store, key, rows)
-            done.append((key, taken.numbers(), effect_of(taken, key, rows)))
+            done.append((key, taken.take_values(), effect_of(taken, key, rows)))
         return done
 
     with one_time_masks(source, budget=budget) as store, ThreadPoolExecutor(len(work)) as threads:
         results = [each for future in [threads.submit(run, one) for one in work] for each in future.result()]
-    assert len({order.seed for order in source.orders}) == len(source.orders)
+    assert len({request.seed for request in source.requests}) == len(source.requests)
     expansions: dict[tuple[ProductKey, bytes], tuple[bytes, int]] = {}
-    for order in source.orders:
-        drawn = MaskStream(order.seed).draw(order.rows, columns(order.key))
+    for request in source.requests:
+        drawn = MaskStream(request.seed).draw(request.rows, columns(request.key))
         for at, row in enumerate(drawn):
-            expansions[order.key, row.numpy().tobytes()] = order.seed, at
+            expansions[request.key, row.numpy().tobytes()] = request.seed, at
     used = []
     for key, masks, effects in results:
         assert torch.equal(effects, product(key, masks))
@@ -176,15 +176,15 @@ def test_several_sources_have_seeds_of_their_own(
     with one_time_masks(*sources, budget=budget) as store:
         masks = [use(store, KEYS[i], rows) for one in work for i, rows in one]
         at_rest(store)
-    seeds = [{order.seed for order in source.orders} for source in sources]
+    seeds = [{request.seed for request in source.requests} for source in sources]
     assert not seeds[0] & seeds[1]
-    asked = [sorted((order.key, order.rows) for order in source.orders) for source in sources]
+    asked = [sorted((request.key, request.rows) for request in source.requests) for source in sources]
     assert asked[0] == asked[1]
     alone = {
         row.numpy().tobytes()
         for source in sources
-        for order in source.orders
-        for row in MaskStream(order.seed).draw(order.rows, columns(order.key))
+        for request in source.requests
+        for row in MaskStream(request.seed).draw(request.rows, columns(request.key))
     }
     rows = [row.numpy().tobytes() for mask in masks for row in mask]
     assert len(set(rows)) == len(rows)
@@ -197,7 +197,7 @@ def test_rows_of_an_effect_that_failed_are_given_to_nobody() -> None:
     with one_time_masks(source) as store:
         source.error = RequestTimeout("no answer")
         failed = take(store, KEYS[0], 2)
-        lost = failed.numbers()
+        lost = failed.take_values()
         for _ in range(2):
             with pytest.raises(RequestTimeout, match="no answer"):
                 effect_of(failed, KEYS[0], 2)
@@ -206,9 +206,9 @@ def test_rows_of_an_effect_that_failed_are_given_to_nobody() -> None:
     assert not any(torch.equal(row, other) for row in lost for mask in masks for other in mask)
 
 
-def test_an_interrupted_draw_spoils_its_batch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_draw_spoils_its_chunk_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while a mask is drawn: nobody can say how far the key stream went, and so which effects are
-    the next rows'. A tenant that goes on in the same session gets another batch."""
+    the next rows'. A tenant that goes on in the same session gets another chunk."""
     source, draw = MemorySource(), MaskStream.draw
 
     def interrupted(self: MaskStream, rows: int, columns: int) -> torch.Tensor:
@@ -227,15 +227,15 @@ def test_an_interrupted_draw_spoils_its_batch_alone(monkeypatch: pytest.MonkeyPa
         for _ in range(5):
             use(store, key, 2)
         with store._changed:
-            assert store._store.stock[key] == sum(batch.remaining for batch in store._store._batches[key])
+            assert store._store.stock[key] == sum(chunk.remaining for chunk in store._store._chunks[key])
 
 
-def test_a_mask_across_several_orders() -> None:
+def test_a_mask_across_several_requests() -> None:
     source = MemorySource(limit=4)
     with one_time_masks(source, budget=0) as store:
         use(store, KEYS[3], 3)
         use(store, KEYS[3], 11)
-    assert [order.rows for order in source.orders] == [3, 4, 4, 3]
+    assert [request.rows for request in source.requests] == [3, 4, 4, 3]
 
 
 def test_a_forked_process_gets_no_masks() -> None:
@@ -288,7 +288,7 @@ def test_effects_of_a_round_that_repeats_are_there_before_they_are_asked_for() -
         source.gate.set()
 
 
-def test_one_order_serves_many_rows_of_decoding() -> None:
+def test_one_request_serves_many_rows_of_decoding() -> None:
     source = MemorySource()
     steps = 200
     with one_time_masks(source) as store:
@@ -297,9 +297,9 @@ def test_one_order_serves_many_rows_of_decoding() -> None:
                 use(store, key, 1)
             if step > 0:
                 in_store(store, KEYS, 1)
-    # The first two rounds, batches that grow from four rows on, then whole ones.
-    ordered = sum(order.rows for order in source.orders)
-    assert len(source.orders) <= (3 + 6) * len(KEYS) + ordered / BATCH_ROWS
+    # The first two cycles, chunks that grow from four rows on, then whole ones.
+    requested = sum(request.rows for request in source.requests)
+    assert len(source.requests) <= (3 + 6) * len(KEYS) + requested / CHUNK_ROWS
 
 
 def test_a_few_tokens_fetch_for_a_few_tokens() -> None:
@@ -309,13 +309,13 @@ def test_a_few_tokens_fetch_for_a_few_tokens() -> None:
             for key in KEYS:
                 use(store, key, 1)
         eventually(lambda: store.idle)
-    assert sum(order.rows for order in source.orders) <= (3 * steps + MIN_ROWS) * len(KEYS)
+    assert sum(request.rows for request in source.requests) <= (3 * steps + MIN_ROWS) * len(KEYS)
 
 
 @pytest.mark.parametrize("budget", [1000, 10_000, 300_000])
 @pytest.mark.parametrize("rows", [1, 7, 100])
 def test_the_budget_is_kept(budget: int, rows: int) -> None:
-    """In bytes of effects that are ordered and not used."""
+    """In bytes of effects that are requested and not used."""
     sources = MemorySource(), MemorySource()
     used = 0
     with one_time_masks(*sources, budget=budget) as store:
@@ -324,12 +324,12 @@ def test_the_budget_is_kept(budget: int, rows: int) -> None:
                 use(store, key, rows)
                 used += 2 * rows * row_bytes(key)
                 at_rest(store)
-                ordered = [order for source in sources for order in source.orders]
-                assert 0 <= sum(o.rows * row_bytes(o.key) for o in ordered) - used <= budget
+                requested = [request for source in sources for request in source.requests]
+                assert 0 <= sum(r.rows * row_bytes(r.key) for r in requested) - used <= budget
 
 
 def test_memory_follows_the_budget() -> None:
-    """Effects that are really alive: the budget, and the used rows of one batch of each kind."""
+    """Effects that are really alive: the budget, and the used rows of one chunk of each kind."""
     alive: list[weakref.ref[torch.Tensor]] = []
     budget = 100_000
 
@@ -358,7 +358,7 @@ def test_too_small_a_budget_works_on_demand(budget: int, caplog: pytest.LogCaptu
             for key in KEYS:
                 use(store, key, 50)
             at_rest(store)
-    assert [order.rows for order in source.orders] == [50] * 4 * len(KEYS)
+    assert [request.rows for request in source.requests] == [50] * 4 * len(KEYS)
     warnings = [record.message for record in caplog.records]
     if budget:
         (warning,) = warnings
@@ -377,10 +377,10 @@ def test_a_source_that_fails_is_not_asked_on_and_on() -> None:
             for key in KEYS:
                 use(store, key, 1)
         at_rest(store)
-        before = len(source.orders)
+        before = len(source.requests)
         source.error = ConnectionLost("gone")
         failures = 0
-        for at in range(takes * BATCH_ROWS):
+        for at in range(takes * CHUNK_ROWS):
             taken = take(store, KEYS[at % len(KEYS)], 1)
             try:
                 effect_of(taken, KEYS[at % len(KEYS)], 1)
@@ -391,12 +391,12 @@ def test_a_source_that_fails_is_not_asked_on_and_on() -> None:
         assert failures == takes
         at_rest(store)
         # What a request needs, and what was under way besides, for each of them.
-        assert len(source.orders) - before <= (takes + len(KEYS) * BATCH_ROWS) * (1 + ORDERS_UNDER_WAY)
-        asked = len(source.orders)
+        assert len(source.requests) - before <= (takes + len(KEYS) * CHUNK_ROWS) * (1 + PREFETCHES_UNDER_WAY)
+        asked = len(source.requests)
         source.error = None
-        for at in range(3 * BATCH_ROWS * len(KEYS)):  # and it is asked again when what is there is used up
+        for at in range(3 * CHUNK_ROWS * len(KEYS)):  # and it is asked again when what is there is used up
             use(store, KEYS[at % len(KEYS)], 1)
-        assert len(source.orders) > asked
+        assert len(source.requests) > asked
 
 
 def test_another_habit_is_fetched_ahead_although_the_store_is_full_of_the_old() -> None:
@@ -436,7 +436,7 @@ def test_closing_ends_every_thread_also_under_way() -> None:
                 use(store, key, 1)
         for source in sources:
             source.gate.clear()
-        waiting = [take(store, KEYS[0], 200) for _ in range(2 * ORDERS_UNDER_WAY)]  # also behind others
+        waiting = [take(store, KEYS[0], 200) for _ in range(2 * PREFETCHES_UNDER_WAY)]  # also behind others
         assert mask_threads()
     assert all(source.closed for source in sources)
     eventually(lambda: not mask_threads())
@@ -471,7 +471,7 @@ def test_closing_ends_the_wait_for_effects_that_were_asked_for_again() -> None:
         taken = store.take(HALF, 3)
         at_rest(store)
         source.gate.clear()
-        for _ in range(ORDERS_AT_ONCE):  # so that what is asked for again waits for its turn
+        for _ in range(EFFECT_REQUESTS_AT_ONCE):  # so that what is asked for again waits for its turn
             store.take(KEYS[0], 1)
         asked = thread.submit(taken.exact_effects)
         eventually(lambda: store._pools[0]._work_queue.qsize() == 1)

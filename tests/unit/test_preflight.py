@@ -16,7 +16,7 @@ from commands import BASE_MODEL, finish, start
 from safetensors.numpy import save_file
 
 from provider.config import ServeConfig
-from provider.serve.preflight import check_inputs, check_outputs, withdraw
+from provider.serve.preflight import check_inputs, check_outputs, remove_ready_file
 from provider.serve.tokens import TokenFile
 from shared.errors import CheckpointError, ConfigurationError
 
@@ -101,14 +101,14 @@ def test_files_that_can_be_written_are_not_made_yet(tmp_path: Path) -> None:
 def test_a_ready_file_of_another_is_left_alone(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     ready.write_text(json.dumps({"pid": os.getpid() + 1}))
-    withdraw(ready, os.getpid())
+    remove_ready_file(ready, os.getpid())
     assert ready.exists()
     ready.write_text(json.dumps({"pid": os.getpid()}))
-    withdraw(ready, os.getpid())
-    withdraw(ready, os.getpid())
+    remove_ready_file(ready, os.getpid())
+    remove_ready_file(ready, os.getpid())
     assert not ready.exists()
     ready.write_text("of another program")
-    withdraw(ready, os.getpid())
+    remove_ready_file(ready, os.getpid())
     assert ready.exists()
     check_outputs(config(tmp_path, ready_file=ready), NOW)
     assert not ready.exists()

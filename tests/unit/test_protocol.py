@@ -476,7 +476,7 @@ def test_products_of_groups_that_are_elsewhere_are_refused() -> None:
     manifest = msgspec.structs.replace(MANIFEST, part=(0, 1))
     validate_manifest(manifest)  # whose digest is that of the whole
     executor = ExecutorProtocol(manifest)
-    executor.greeted = True
+    executor.hello_received = True
     for group, info in enumerate(GROUPS):
         request = Header(Operation.PRODUCT, Direction.FORWARD, FLOAT32, group, rows=1, members=1)
         header = TenantProtocol().product(request, GroupShape.of(info, manifest.numerics))

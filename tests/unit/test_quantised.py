@@ -89,8 +89,8 @@ def test_weights_are_those_that_were_stored(
         assert stored.describe(name) == (tuple(expected.shape), weight.dtype), name
         assert source is not None
         # What was not quantised is used as it is.
-        assert weight.dtype == (torch.float32 if source.made and "experts" not in name else weight.dtype)
-        made += source.made
+        assert weight.dtype == (torch.float32 if source.converted and "experts" not in name else weight.dtype)
+        made += source.converted
         if expected.dim() == 3:
             assert torch.equal(stored.read(name, expert=3).float(), expected[3]), name
     assert made >= 4

@@ -87,7 +87,7 @@ class World:
 
     def lose(self, request: RequestPolicy | None = None, error: SymbiosisError = BROKE) -> Any:
         """The channel that a request is sent again on, after the last one broke."""
-        self.connection.latest.broken = True
+        self.connection.last_channel.broken = True
         closed = self.connection._closing.is_set()
         step = (request or self.request()).after_error(error, self.now, url=URL, timeout=60.0, closed=closed)
         if isinstance(step, GiveUp):
@@ -163,7 +163,7 @@ def test_a_request_is_not_tried_for_longer_though_connections_open(world: Callab
 
 def test_an_answer_on_an_old_channel_says_nothing_about_the_new_one(world: Callable[..., World]) -> None:
     here = world()
-    old = here.connection.latest
+    old = here.connection.last_channel
     here.lose()
     here.connection._answered(old)
     here.lose()
@@ -277,7 +277,7 @@ def open_channel():
 connection = reconnecting.ReconnectingConnection(
     reconnecting.single_replica(open_channel), reconnecting.ConnectionOptions(patience=1e6)
 )
-connection.latest.broken = True
+connection.last_channel.broken = True
 ThreadPoolExecutor(1).submit(lambda: connection.channel)
 tried.wait()
 print("end")

@@ -78,7 +78,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
 
 def lose(connection: Any, error: SymbiosisError = LEAVING, request: RequestPolicy | None = None) -> Any:
     """The channel that a request is sent again on, after the last one broke."""
-    connection.latest.broken = True
+    connection.last_channel.broken = True
     now, policy = connection._clock.now(), connection.policy
     request = request or RequestPolicy(policy.patience, now, policy.uniform, LogRateLimiter(REMIND_SECONDS))
     step = request.after_error(error, now, url=connection.url, timeout=60.0)
@@ -189,7 +189,7 @@ def test_without_patience_each_is_tried_once(world: Callable[..., World]) -> Non
     here.down = {A: REFUSED, B: REFUSED}
     for _ in range(3):
         here.tries.clear()
-        connection.latest.broken = True
+        connection.last_channel.broken = True
         with pytest.raises(ConnectionRefused, match="none of 2 replicas can be used"):
             connection.channel  # noqa: B018
         assert sorted(here.tries) == [A, B]
@@ -215,7 +215,7 @@ def test_a_channel_that_another_thread_has_replaced_says_nothing_about_its_repli
     connection = here.connect()
     new = lose(connection)
     connection._reopen(here.now, LEAVING)  # of a request that was on the old channel
-    assert connection.latest is new
+    assert connection.last_channel is new
     assert connection.policy._replicas.choose(here.now) == new.peer  # only the other one is left alone
 
 

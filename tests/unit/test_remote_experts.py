@@ -1,4 +1,4 @@
-"""Experts at an executor: who is asked for what and when, the stand-in's algebra, and what it refuses."""
+"""Experts at an executor: who is asked for what and when, the placeholder's algebra, and what it refuses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shared.experts import projections
 from shared.wire.header import Direction, RequestClass
 from shared.wire.messages import GroupInfo, Member
 from shared.wire.protocol import MAX_GROUPS
-from tenant_sdk.connection.remote import PendingProduct
+from tenant_sdk.connection.remote import LazyResult
 from tenant_sdk.model.experts import Experts, Padding, RemoteExperts, _tokens
 from tenant_sdk.model.mixtures import plan_experts
 from tenant_sdk.model.virtual import DRAFT_TOKENS, RemoteGroup
@@ -44,7 +44,7 @@ class Memory:
         members: int,
         blocks: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
-    ) -> PendingProduct:
+    ) -> LazyResult:
         (rows,) = blocks
         self.events.append(("asked", group, len(rows), direction, request_class))
 
@@ -53,7 +53,7 @@ class Memory:
             weight = self.weights[group]
             return [rows @ (weight.T if direction == Direction.FORWARD else weight)]
 
-        return PendingProduct(finish)
+        return LazyResult(finish)
 
     def close(self) -> None:
         """Nothing to do."""
@@ -74,7 +74,7 @@ class Mixture:
             RemoteGroup(e, GroupInfo(INPUTS, (member,)), self.memory) for e, member in enumerate(members)
         ]
         self.experts = Experts("mlp.experts.up_proj", groups, padding)
-        self.stand_in = RemoteExperts(self.experts, self.weight.shape, torch.float32, CPU, False)
+        self.placeholder = RemoteExperts(self.experts, self.weight.shape, torch.float32, CPU, False)
         self.x = torch.randn((sum(COUNTS), INPUTS), generator=generator)
         self.ends = torch.tensor(COUNTS).cumsum(0).int()
 
@@ -83,11 +83,11 @@ class Mixture:
         weights = self.weight if weight is None else weight
         return torch.cat([part @ w.T for part, w in zip(x.split(COUNTS), weights, strict=True)])
 
-    def remote(self, x: torch.Tensor, stand_in: torch.Tensor | None = None) -> torch.Tensor:
+    def remote(self, x: torch.Tensor, placeholder: torch.Tensor | None = None) -> torch.Tensor:
         """The same as transformers asks for it."""
         before = _tokens.set(sum(COUNTS))  # as ``experts_forward`` does
         try:
-            weight = self.stand_in if stand_in is None else stand_in
+            weight = self.placeholder if placeholder is None else placeholder
             return grouped_mm(x, weight.transpose(-2, -1), offs=self.ends)
         finally:
             _tokens.reset(before)
@@ -111,7 +111,7 @@ def test_what_first_requests_wait_for_is_waited_for_together(mixture: Mixture) -
     """Such as fingerprints: a round trip for each of hundreds of experts, one after the other, takes long."""
     together, submit = threading.Barrier(3), mixture.memory.submit
 
-    def first(*arguments: Any) -> PendingProduct:
+    def first(*arguments: Any) -> LazyResult:
         together.wait(800)  # passed only when all three are here
         return submit(*arguments)
 
@@ -173,7 +173,7 @@ def test_padded_tokens_that_are_not_known_are_refused() -> None:
     """As when transformers' own implementation multiplies: their number hides where few of them go."""
     mixture = Mixture(Padding())
     with pytest.raises(ConfigurationError, match=r"set_experts_implementation\('symbiosis'\)"):
-        grouped_mm(mixture.x, mixture.stand_in.transpose(1, 2), offs=mixture.ends)
+        grouped_mm(mixture.x, mixture.placeholder.transpose(1, 2), offs=mixture.ends)
     assert not mixture.memory.events
 
 
@@ -183,7 +183,7 @@ def test_the_class_says_how_many_tokens_and_not_where_they_go(tokens: int) -> No
         mixture = Mixture(Padding())
         ends, before = torch.tensor(counts).cumsum(0).int(), _tokens.set(tokens)
         with torch.no_grad():
-            grouped_mm(torch.ones(tokens, INPUTS), mixture.stand_in.transpose(1, 2), offs=ends)
+            grouped_mm(torch.ones(tokens, INPUTS), mixture.placeholder.transpose(1, 2), offs=ends)
         _tokens.reset(before)
         expected = RequestClass.DECODE if tokens == DRAFT_TOKENS else RequestClass.PREFILL
         assert {request_class for *_, request_class in mixture.memory.asked()} == {expected}
@@ -197,7 +197,7 @@ def test_equally_many_rows_for_each(skips: bool) -> None:
     x = torch.randn((EXPERTS, 3, INPUTS), generator=torch.Generator().manual_seed(1))
     x[1, :2], x[2] = 0, 0
     x.requires_grad_()
-    out = torch.bmm(x, mixture.stand_in.transpose(1, 2))
+    out = torch.bmm(x, mixture.placeholder.transpose(1, 2))
     torch.testing.assert_close(out, x @ mixture.weight.mT)
     asked = {group: count for group, count, *_ in mixture.memory.asked()}  # first requests: in any order
     assert asked == ({0: 3, 1: 1, 3: 3} if skips else dict.fromkeys(range(EXPERTS), 3))
@@ -209,7 +209,7 @@ def test_equally_many_rows_for_each(skips: bool) -> None:
 def test_no_rows_at_all_ask_for_nothing(mixture: Mixture) -> None:
     nobody = torch.zeros(EXPERTS, dtype=torch.int32)
     for padded in (mixture, Mixture(Padding())):
-        out = grouped_mm(torch.empty(0, INPUTS), padded.stand_in.transpose(1, 2), offs=nobody)
+        out = grouped_mm(torch.empty(0, INPUTS), padded.placeholder.transpose(1, 2), offs=nobody)
         assert out.shape == (0, OUTPUTS)
         assert not padded.memory.events
 
@@ -226,17 +226,17 @@ def test_what_is_not_finite_is_not_sent(mixture: Mixture) -> None:
 
 
 def test_stored_with_the_inputs_first(mixture: Mixture) -> None:
-    stand_in = RemoteExperts(mixture.experts, (EXPERTS, INPUTS, OUTPUTS), torch.float32, CPU, True)
-    got = grouped_mm(mixture.x, stand_in, offs=mixture.ends)
+    placeholder = RemoteExperts(mixture.experts, (EXPERTS, INPUTS, OUTPUTS), torch.float32, CPU, True)
+    got = grouped_mm(mixture.x, placeholder, offs=mixture.ends)
     torch.testing.assert_close(got, mixture.local(mixture.x))
-    assert stand_in.transpose(1, 2).transpose(-1, -2).shape == stand_in.shape
+    assert placeholder.transpose(1, 2).transpose(-1, -2).shape == placeholder.shape
 
 
 @pytest.mark.parametrize("product", ["grouped_mm", "_grouped_mm", "grouped_mm_fallback"])
 def test_each_product_that_transformers_may_choose(mixture: Mixture, product: str) -> None:
     calls = {"grouped_mm": torch.nn.functional.grouped_mm, "_grouped_mm": torch._grouped_mm}
     call = calls.get(product) or torch.ops.transformers.grouped_mm_fallback
-    got = call(mixture.x, mixture.stand_in.transpose(-2, -1), offs=mixture.ends)
+    got = call(mixture.x, mixture.placeholder.transpose(-2, -1), offs=mixture.ends)
     torch.testing.assert_close(got, mixture.local(mixture.x))
 
 
@@ -245,12 +245,12 @@ def test_an_adapter_on_the_weight(mixture: Mixture, again: bool) -> None:
     """As PEFT adds it; gradients reach it, also of experts without rows."""
     left, right = torch.randn(EXPERTS, OUTPUTS, 2), torch.randn(EXPERTS, 2, INPUTS)
     left.requires_grad_(), right.requires_grad_()
-    stand_in = torch.baddbmm(mixture.stand_in, left, right, alpha=0.5)
+    placeholder = torch.baddbmm(mixture.placeholder, left, right, alpha=0.5)
     weight = torch.baddbmm(mixture.weight, left, right, alpha=0.5)
     if again:
-        stand_in, weight = torch.baddbmm(stand_in, left, right), torch.baddbmm(weight, left, right)
+        placeholder, weight = torch.baddbmm(placeholder, left, right), torch.baddbmm(weight, left, right)
     results = []
-    for out in (mixture.remote(mixture.x, stand_in), mixture.local(mixture.x, weight)):
+    for out in (mixture.remote(mixture.x, placeholder), mixture.local(mixture.x, weight)):
         results.append((out, *torch.autograd.grad(out.square().sum(), (left, right))))
     for got, expected in zip(*results, strict=True):  # sums of up to some hundreds, in another order
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
@@ -261,14 +261,14 @@ def test_a_whole_adapter_on_the_weight(mixture: Mixture) -> None:
     delta = torch.randn(EXPERTS, OUTPUTS, INPUTS, requires_grad=True)
     results = []
     for out in (
-        mixture.remote(mixture.x, mixture.stand_in + delta),
+        mixture.remote(mixture.x, mixture.placeholder + delta),
         mixture.local(mixture.x, mixture.weight + delta),
     ):
         results.append((out, *torch.autograd.grad(out.square().sum(), delta)))
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
     with pytest.raises(RemoteWeightUnavailable, match="a sum with the base weight"):
-        mixture.stand_in + delta[0]
+        mixture.placeholder + delta[0]
     alone = RemoteExperts(mixture.experts, (1, OUTPUTS, INPUTS), torch.float32, CPU, False)
     assert isinstance(alone + delta[0], RemoteExperts)
 
@@ -288,15 +288,15 @@ def test_derivatives(mixture: Mixture, transform: Callable[..., torch.Tensor]) -
 
 def test_a_batch_of_routes_is_refused(mixture: Mixture) -> None:
     batch, ends = torch.stack([mixture.x, mixture.x]), torch.stack([mixture.ends, mixture.ends])
-    stand_in = mixture.stand_in.transpose(1, 2)
+    placeholder = mixture.placeholder.transpose(1, 2)
     with pytest.raises(ConfigurationError, match=r"torch\.func\.vmap.*experts='local'"):
-        torch.func.vmap(lambda x, offs: grouped_mm(x, stand_in, offs=offs))(batch, ends)
+        torch.func.vmap(lambda x, offs: grouped_mm(x, placeholder, offs=offs))(batch, ends)
     assert not mixture.memory.events
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2**-7), (torch.float64, 1e-6)])
 def test_other_dtypes(mixture: Mixture, dtype: torch.dtype, tolerance: float) -> None:
-    got = mixture.remote(mixture.x.to(dtype), mixture.stand_in.to(dtype))
+    got = mixture.remote(mixture.x.to(dtype), mixture.placeholder.to(dtype))
     expected = mixture.local(mixture.x.to(dtype).float())
     assert got.dtype == dtype
     assert (got.float() - expected).norm() < tolerance * expected.norm()
@@ -304,7 +304,7 @@ def test_other_dtypes(mixture: Mixture, dtype: torch.dtype, tolerance: float) ->
 
 def test_copies_share_the_session(mixture: Mixture) -> None:
     module = nn.Module()
-    module.weight = nn.Parameter(mixture.stand_in, requires_grad=False)
+    module.weight = nn.Parameter(mixture.placeholder, requires_grad=False)
     twin = copy.deepcopy(module)
     assert isinstance(twin.weight, nn.Parameter)
     torch.testing.assert_close(mixture.remote(mixture.x, twin.weight), mixture.local(mixture.x))
@@ -329,7 +329,7 @@ def test_copies_share_the_session(mixture: Mixture) -> None:
 )
 def test_reading_raises(mixture: Mixture, read: Callable[[torch.Tensor], Any]) -> None:
     with pytest.raises(RemoteWeightUnavailable, match=r"mlp\.experts\.up_proj stays with the provider"):
-        read(mixture.stand_in)
+        read(mixture.placeholder)
 
 
 # -- in a model ------------------------------------------------------------------------------------

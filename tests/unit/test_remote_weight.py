@@ -1,4 +1,4 @@
-"""The stand-in has a weight's shape, dtype and device, and nothing can read values that are not there."""
+"""The placeholder has a weight's shape, dtype and device, and nothing can read values that are not there."""
 
 from __future__ import annotations
 
@@ -237,8 +237,8 @@ ADDRESSES = {f"torch.Tensor.{name}" for name in ("data_ptr", "const_data_ptr", "
 
 
 def frozen() -> nn.Parameter:
-    stand_in = RemoteWeight("layers.0.q_proj", (4, 4), torch.float32, torch.device("cpu"))
-    return nn.Parameter(stand_in, requires_grad=False)
+    placeholder = RemoteWeight("layers.0.q_proj", (4, 4), torch.float32, torch.device("cpu"))
+    return nn.Parameter(placeholder, requires_grad=False)
 
 
 def calls(function: Callable[..., Any], like: Callable[..., Any]) -> Iterator[Callable[[Any], Any]]:

@@ -154,9 +154,9 @@ def test_that_requests_wait_is_said_now_and_then() -> None:
         policy = RequestPolicy(0.0, now, lambda: 0.0, reminder)
         step = policy.after_error(error, now, url=URL, timeout=TIMEOUT)
         assert isinstance(step, Retry)
-        if step.note:
+        if step.entry:
             assert (
-                step.note.text == f"{URL} is overloaded, or this tenant over its quota; waiting and going on"
+                step.entry.text == f"{URL} is overloaded, or this tenant over its quota; waiting and going on"
             )
             said.append(now)
     assert said == [0, REMIND_SECONDS + 1, 2 * REMIND_SECONDS + 2, 3 * REMIND_SECONDS + 3]
@@ -232,7 +232,7 @@ def test_that_none_can_be_used_is_said_and_that_one_is_back() -> None:
         if isinstance(step, Connect):
             policy.replica_failed(step.replica, now, AWAY[0])
         elif isinstance(step, Wait):
-            said += [(now, step.note.text)] if step.note else []
+            said += [(now, step.entry.text)] if step.entry else []
             now = step.until
     assert said[0][1] == f"{URL} is away (refused); waiting up to 60 s"
     assert all(10 < later - sooner < 14 for (sooner, _), (later, _) in itertools.pairwise(said))
@@ -295,16 +295,16 @@ def test_whatever_happens_only_the_same_bytes_are_sent(
         for request in (b"first", b"second"):
             before, waited = len(world.sent), len(world.clock.waited)
 
-            def ask(channel: Any, request: bytes = request) -> Any:
+            def send(channel: Any, request: bytes = request) -> Any:
                 assert not channel.broken
                 assert [each for each in world.opened if not each.broken] == [channel]
                 world.sent.append((channel, request))
                 return object()
 
             try:
-                assert connection.ask(connection.channel, ask)() is ANSWER
+                assert connection.send(connection.channel, send)() is ANSWER
             except SymbiosisError:
-                if connection.latest.broken and not patience:
+                if connection.last_channel.broken and not patience:
                     break
             sent = world.sent[before:]
             assert {body for _, body in sent} <= {request}

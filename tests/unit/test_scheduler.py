@@ -20,18 +20,18 @@ from simulated import (
     SHAPES,
     Tenant,
     model,
+    queued,
     simulate,
     tokens,
-    work,
 )
 
 from provider.engine.latency import LatencyModel
 from provider.engine.scheduler import (
     INTERACTIVE_SECONDS,
-    LOOKED_AT,
-    LOOKED_AT_IN_ALL,
     PRODUCT_SECONDS,
     QUIET_SECONDS,
+    SCAN_LIMIT,
+    SCAN_LIMIT_TOTAL,
     SHORT_PRODUCT_SECONDS,
     Batch,
     BatchKey,
@@ -67,13 +67,13 @@ class Counting(LatencyModel):
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_decision_takes_no_longer_because_one_tenant_has_more_under_way(others: int) -> None:
     asked = []
-    for count in (LOOKED_AT, 40 * LOOKED_AT):
+    for count in (SCAN_LIMIT, 40 * SCAN_LIMIT):
         latency = Counting(SHAPES)
         policy = Opportunistic(latency)
         for at in range(count):
-            policy.add(work("flood", at % GROUPS, 1, FINETUNING, 0.0), 0.0)
+            policy.add(queued("flood", at % GROUPS, 1, FINETUNING, 0.0), 0.0)
         for at in range(others):
-            policy.add(work(f"bob {at}", 3, 1, FINETUNING, 0.0), 0.0)
+            policy.add(queued(f"bob {at}", 3, 1, FINETUNING, 0.0), 0.0)
         latency.asked = 0
         next_batch(policy, 1.0)
         asked.append(latency.asked)
@@ -82,12 +82,12 @@ def test_a_decision_takes_no_longer_because_one_tenant_has_more_under_way(others
 
 def test_a_decision_takes_no_longer_because_many_tenants_have_much_under_way() -> None:
     asked = []
-    for count in (LOOKED_AT_IN_ALL // 64, LOOKED_AT):
+    for count in (SCAN_LIMIT_TOTAL // 64, SCAN_LIMIT):
         latency = Counting(SHAPES)
         policy = Opportunistic(latency)
         for tenant in range(64):
             for at in range(count):
-                policy.add(work(f"tenant {tenant}", at % GROUPS, 1, FINETUNING, 0.0), 0.0)
+                policy.add(queued(f"tenant {tenant}", at % GROUPS, 1, FINETUNING, 0.0), 0.0)
         latency.asked = 0
         next_batch(policy, 1.0)
         asked.append(latency.asked)
@@ -96,17 +96,17 @@ def test_a_decision_takes_no_longer_because_many_tenants_have_much_under_way() -
 
 def test_a_decode_is_seen_behind_much_else_of_its_tenant() -> None:
     policy = Opportunistic(model())
-    for _ in range(10 * LOOKED_AT):
-        policy.add(work("a", 0, 8, FINETUNING), 0.0)
-    policy.add(work("a", 3, 1, DECODE), 0.0)
-    assert next_batch(policy, 1.0)[0].work.decodes
+    for _ in range(10 * SCAN_LIMIT):
+        policy.add(queued("a", 0, 8, FINETUNING), 0.0)
+    policy.add(queued("a", 3, 1, DECODE), 0.0)
+    assert next_batch(policy, 1.0)[0].request.decodes
 
 
 def test_everything_of_a_long_queue_is_served() -> None:
-    policy, count = Opportunistic(model()), 5 * LOOKED_AT
+    policy, count = Opportunistic(model()), 5 * SCAN_LIMIT
     for at in range(count):
-        policy.add(work("a", at % GROUPS, 1, FINETUNING), 0.0)
-        policy.add(work("b", at % GROUPS, 1, DECODE if at < 200 else PREFILL), 0.0)
+        policy.add(queued("a", at % GROUPS, 1, FINETUNING), 0.0)
+        policy.add(queued("b", at % GROUPS, 1, DECODE if at < 200 else PREFILL), 0.0)
     served = 0
     while (batch := policy.next(100.0)) is not None:
         assert isinstance(batch, list)
@@ -120,13 +120,13 @@ def test_everything_of_a_long_queue_is_served() -> None:
 
 def test_requests_of_one_kind_share_a_product() -> None:
     policy = Opportunistic(model())
-    asked = [work(f"tenant {i}", group=i % 2, rows=1 + i) for i in range(6)]
+    asked = [queued(f"tenant {i}", group=i % 2, rows=1 + i) for i in range(6)]
     for request in asked:
         policy.add(request, 0.0)
     batches = [policy.next(1.0), policy.next(1.0)]
     assert all(isinstance(batch, list) for batch in batches)
     assert policy.next(1.0) is None
-    found = [{each.work for each in batch} for batch in batches if isinstance(batch, list)]
+    found = [{each.request for each in batch} for batch in batches if isinstance(batch, list)]
     assert sorted(map(len, found)) == [3, 3]
     assert set.union(*found) == set(asked)
 
@@ -136,8 +136,8 @@ def test_requests_of_one_kind_share_a_product() -> None:
 )
 def test_other_keys_do_not(other: BatchKey) -> None:
     policy = Opportunistic(model())
-    policy.add(work("a"), 0.0)
-    request = work("b")
+    policy.add(queued("a"), 0.0)
+    request = queued("b")
     request.key = other
     policy.add(request, 0.0)
     assert [len(batch) for batch in (policy.next(9.0), policy.next(9.0)) if isinstance(batch, list)] == [1, 1]
@@ -146,7 +146,7 @@ def test_other_keys_do_not(other: BatchKey) -> None:
 def test_a_lone_tenant_never_waits() -> None:
     policy = Opportunistic(model())
     for now in range(10):
-        policy.add(work(rows=1 + 100 * now, now=now * 0.01), now * 0.01)
+        policy.add(queued(rows=1 + 100 * now, now=now * 0.01), now * 0.01)
         assert isinstance(policy.next(now * 0.01), list)
         while policy.next(now * 0.01) is not None:
             pass
@@ -155,9 +155,9 @@ def test_a_lone_tenant_never_waits() -> None:
 def test_larger_requests_wait_longer_for_others_but_never_longer_than_the_bound() -> None:
     def waits(rows: int, what: RequestClass) -> float:
         policy = Opportunistic(model(), LatencyObjective(wait_seconds=0.002))
-        policy.add(work("other"), 0.0)
+        policy.add(queued("other"), 0.0)
         assert isinstance(policy.next(0.01), list)  # somebody else was here a moment ago
-        policy.add(work(rows=rows, what=what, now=0.01), 0.01)
+        policy.add(queued(rows=rows, what=what, now=0.01), 0.01)
         decision = policy.next(0.01)
         assert isinstance(decision, float)
         assert isinstance(policy.next(decision), list)
@@ -169,8 +169,8 @@ def test_larger_requests_wait_longer_for_others_but_never_longer_than_the_bound(
 
 def test_nobody_waits_once_everybody_is_here() -> None:
     policy = Opportunistic(model())
-    policy.add(work("a"), 0.0)
-    policy.add(work("b", group=3), 0.0)
+    policy.add(queued("a"), 0.0)
+    policy.add(queued("b", group=3), 0.0)
     assert isinstance(policy.next(0.0), list)
 
 
@@ -179,7 +179,7 @@ def test_nobody_waits_once_everybody_is_here() -> None:
 
 def test_a_large_request_is_divided_and_comes_back_whole() -> None:
     policy = Opportunistic(model())
-    request = work(rows=5000, what=FINETUNING)
+    request = queued(rows=5000, what=FINETUNING)
     policy.add(request, 0.0)
     ranges = []
     while (batch := policy.next(0.0)) is not None:
@@ -214,15 +214,15 @@ def test_products_are_shorter_while_somebody_else_may_wait_for_a_token(
 
     def seconds(now: float) -> float:
         """Of the next product of a large request."""
-        request = work("large", rows=5000, what=what, now=now)
+        request = queued("large", rows=5000, what=what, now=now)
         policy.add(request, now)
         batch = next_batch(policy, now)
-        assert [each.work for each in batch] == [request]
+        assert [each.request for each in batch] == [request]
         policy.drop(request)
         return seconds_of(batch)
 
     assert SHORT_PRODUCT_SECONDS < seconds(0.0) <= PRODUCT_SECONDS
-    policy.add(work("chat", rows=17 if other == PREFILL else 1, what=other, now=1.0), 1.0)
+    policy.add(queued("chat", rows=17 if other == PREFILL else 1, what=other, now=1.0), 1.0)
     next_batch(policy, 1.1)
     assert seconds(1.2 + QUIET_SECONDS) <= SHORT_PRODUCT_SECONDS
     assert seconds(1.2 + INTERACTIVE_SECONDS) > SHORT_PRODUCT_SECONDS
@@ -234,8 +234,8 @@ def test_no_product_is_so_short_that_reading_its_weight_is_most_of_it() -> None:
     for group in range(GROUPS):
         slow.set(group, Direction.FORWARD, LinearLatency(SHORT_PRODUCT_SECONDS / 2, 1e-3))
     policy = Opportunistic(slow)
-    policy.add(work("a", rows=5000, what=PREFILL), 0.0)
-    policy.add(work("b", rows=5000, what=PREFILL), 0.0)
+    policy.add(queued("a", rows=5000, what=PREFILL), 0.0)
+    policy.add(queued("b", rows=5000, what=PREFILL), 0.0)
     rows = rows_of(next_batch(policy, 0.0))
     assert (
         SHORT_PRODUCT_SECONDS < slow.seconds(0, Direction.FORWARD, 3, rows) <= 4 * SHORT_PRODUCT_SECONDS / 2
@@ -246,14 +246,14 @@ def test_no_product_is_so_short_that_reading_its_weight_is_most_of_it() -> None:
 def test_a_prompt_that_has_begun_goes_on() -> None:
     """Some rows of each in turn would have all wait for the last."""
     policy = Opportunistic(model())
-    prompts = [work(name, rows=2000, what=PREFILL) for name in "abc"]
+    prompts = [queued(name, rows=2000, what=PREFILL) for name in "abc"]
     for prompt in prompts:
         prompt.row_cost = 1e-3  # a whole one is no more than a tenant may be ahead of others
         policy.add(prompt, 0.0)
     order = []
     while (batch := policy.next(0.01)) is not None:
         assert isinstance(batch, list)
-        order += [each.work for each in batch]
+        order += [each.request for each in batch]
     assert [each for each, _ in groupby(order)] == prompts
     assert len(order) > 3
 
@@ -261,16 +261,16 @@ def test_a_prompt_that_has_begun_goes_on() -> None:
 def test_who_still_waits_for_a_token_is_not_forgotten() -> None:
     """However long ago it asked: fine-tuning that comes along in its product is short, and so is the next."""
     policy = Opportunistic(model())
-    policy.add(work("tune", rows=100_000, what=FINETUNING), 0.0)
-    policy.add(work("chat", rows=17, what=PREFILL), 0.0)
+    policy.add(queued("tune", rows=100_000, what=FINETUNING), 0.0)
+    policy.add(queued("chat", rows=17, what=PREFILL), 0.0)
     late = 2 * INTERACTIVE_SECONDS
     assert seconds_of(next_batch(policy, late)) <= SHORT_PRODUCT_SECONDS
     assert seconds_of(next_batch(policy, late)) <= SHORT_PRODUCT_SECONDS
-    policy.add(work("other", group=1, now=late), late)
+    policy.add(queued("other", group=1, now=late), late)
     late += 2 * INTERACTIVE_SECONDS
-    while [each.work.tenant for each in next_batch(policy, late)] != ["other"]:
+    while [each.request.tenant for each in next_batch(policy, late)] != ["other"]:
         pass
-    policy.finished([work("other", group=1, now=late).take(1)], 1.0, late + 1.0)  # a long product
+    policy.finished([queued("other", group=1, now=late).take(1)], 1.0, late + 1.0)  # a long product
     assert seconds_of(next_batch(policy, late + 1.0)) < 0.02
 
 
@@ -287,7 +287,7 @@ def test_no_product_holds_up_a_decode_for_longer_than_its_part() -> None:
     )
     chat_began = 0.01
     for at, batch in batches:
-        if at > chat_began and any(each.work.tenant == "tune" for each in batch):
+        if at > chat_began and any(each.request.tenant == "tune" for each in batch):
             assert FIXED + PER_ROW * rows_of(batch) <= DecodedTokens.MAX_FACTOR * 0.005 - FIXED
 
 
@@ -313,12 +313,12 @@ def test_the_time_factor_follows_what_tokens_take() -> None:
     for group in [0, 1, 2, 3] * 20:  # twice as long as they may
         made.answered("a", group, 0.05)
     assert (made.met, made.late) == (0, 19)
-    assert made.decode_slack < 0.2
+    assert made.product_time_factor < 0.2
     for group in [0, 1, 2, 3] * 1000:  # in time: room again, but carefully
         made.answered("b", group, 0.01)
-        assert made.decode_slack < 1 or made.met > 100
+        assert made.product_time_factor < 1 or made.met > 100
     assert (made.met, made.late) == (999, 19)
-    assert made.decode_slack == DecodedTokens.MAX_FACTOR
+    assert made.product_time_factor == DecodedTokens.MAX_FACTOR
 
 
 def test_sessions_of_one_tenant_have_tokens_of_their_own() -> None:
@@ -326,7 +326,7 @@ def test_sessions_of_one_tenant_have_tokens_of_their_own() -> None:
     now = 0.0
     for group in [*range(GROUPS), 0]:
         for session in (1, 2):
-            asked = work("a", group, now=now)
+            asked = queued("a", group, now=now)
             asked.session = session
             policy.add(asked, now)
         batch = policy.next(now)
@@ -348,13 +348,15 @@ def test_what_a_request_may_call_itself() -> None:
 def test_a_tenant_decodes_as_many_sequences_at_once_as_it_may() -> None:
     """A gateway's 64 sequences are as urgent as one; what is beyond its budget waits like a prompt."""
     policy = Opportunistic(model(), LatencyObjective(decode_rows=100))
-    asked = [work("a", rows=rows, what=DECODE) for rows in (64, 36, 1)] + [work("b", rows=64, what=DECODE)]
+    asked = [queued("a", rows=rows, what=DECODE) for rows in (64, 36, 1)] + [
+        queued("b", rows=64, what=DECODE)
+    ]
     for request in asked:
         policy.add(request, 0.0)
     assert [request.request_class for request in asked] == [DECODE, DECODE, PREFILL, DECODE]
     while batch := policy.next(10.0):
         assert isinstance(batch, list)
-    late = [work("a", rows=100, what=DECODE), work("a", rows=101, what=DECODE)]
+    late = [queued("a", rows=100, what=DECODE), queued("a", rows=101, what=DECODE)]
     for request in late:  # whoever is not in the queue any more takes no room
         policy.add(request, 10.0)
         policy.drop(request)
@@ -368,13 +370,13 @@ def test_a_tenant_decodes_as_many_sequences_at_once_as_it_may() -> None:
 
 def test_alone_is_first_come_first_served() -> None:
     policy = Unbatched()
-    asked = [work(f"tenant {i}", rows=i + 1) for i in range(5)]
+    asked = [queued(f"tenant {i}", rows=i + 1) for i in range(5)]
     for request in asked:
         policy.add(request, 0.0)
     served = []
     while (batch := policy.next(0.0)) is not None:
         assert isinstance(batch, list)
-        served.append([(each.work, each.start, each.stop) for each in batch])
+        served.append([(each.request, each.start, each.stop) for each in batch])
     assert served == [[(request, 0, request.rows)] for request in asked]
 
 
@@ -401,9 +403,9 @@ def test_lockstep_goes_at_the_pace_of_the_slowest() -> None:
 
 def test_lockstep_does_not_wait_for_whoever_left() -> None:
     policy = Lockstep()
-    policy.add(work("gone"), 0.0)
+    policy.add(queued("gone"), 0.0)
     assert isinstance(policy.next(0.0), list)
-    policy.add(work("here", now=0.5), 0.5)
+    policy.add(queued("here", now=0.5), 0.5)
     assert policy.next(0.5) == pytest.approx(1.0)
     assert isinstance(policy.next(1.01), list)
 
@@ -436,7 +438,7 @@ def test_every_row_is_served_once_and_the_queue_ends_empty(
                 now = decision
                 yield
                 continue
-            assert len({each.work.key for each in decision}) == 1
+            assert len({each.request.key for each in decision}) == 1
             for request, start, stop in decision:
                 assert rows[request] == start < stop <= request.rows
                 rows[request] = stop
@@ -445,7 +447,7 @@ def test_every_row_is_served_once_and_the_queue_ends_empty(
 
     for tenant, group, count, what, pause, between in requests:
         now += pause
-        request = work(f"tenant {tenant}", group, count, effective_request_class(what, 1, count), now)
+        request = queued(f"tenant {tenant}", group, count, effective_request_class(what, 1, count), now)
         asked.append(request)
         policy.add(request, now)
         if between:
@@ -461,7 +463,7 @@ def test_a_request_that_failed_is_forgotten(
 ) -> None:
     policy = Opportunistic(model())
     asked = [
-        work(f"tenant {t}", group, count, effective_request_class(what, 1, count))
+        queued(f"tenant {t}", group, count, effective_request_class(what, 1, count))
         for t, group, count, what, _, _ in requests
     ]
     for request in asked:
@@ -473,7 +475,7 @@ def test_a_request_that_failed_is_forgotten(
     served = set()
     while (batch := policy.next(10.0)) is not None:
         assert isinstance(batch, list)
-        served |= {each.work for each in batch}
+        served |= {each.request for each in batch}
     assert served == set(asked) - failed
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared import compat
-from tenant_sdk.tuning.segmented import Segments, segmented_lora
+from tenant_sdk.tuning.segmented_lora import Segments, segmented_lora
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float64: 1e-12}

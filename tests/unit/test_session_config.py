@@ -16,7 +16,7 @@ from option_reference import reference
 import tenant_sdk
 from shared.command_line import CommandLine
 from shared.errors import ConfigurationError
-from shared.options import secret_ways
+from shared.options import secret_reference_keys
 from shared.secrets import Secret
 from tenant_sdk.connection.urls import is_local, party_name, replicas_of
 from tenant_sdk.gateway.connection import read, written
@@ -220,7 +220,7 @@ def test_options_that_matter_to_parties_say_whose_they_are() -> None:
     assert set(SOURCE_KINDS) == {
         key
         for name, key in SOURCE_NAMES.items()
-        for key in (secret_ways(key) if FIELDS[name].option.confidential else [key])
+        for key in (secret_reference_keys(key) if FIELDS[name].option.confidential else [key])
     }
 
 

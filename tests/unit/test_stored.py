@@ -177,7 +177,7 @@ def test_an_expert_is_a_member(folder: Callable[[str], Path]) -> None:
         name = "model.layers.0.mlp.experts.gate_up_proj"
         source = checkpoint.stored.source(name)
         assert source is not None
-        assert source.made is made
+        assert source.converted is made
         whole = checkpoint.stored.read(name)
         members = [
             Member(f"e{expert}", 1, source.tensor, not made, made, expert) for expert in range(len(whole))

@@ -125,7 +125,7 @@ def test_an_answer_follows_the_prompt_as_generate_has_it(tokenizer: Any, write: 
 def test_texts_are_learned_whole_and_long_ones_split(tokenizer: Any, write: Write) -> None:
     said: list[str] = []
     path = write({"text": "In the beginning"}, "", {"text": "and it was so " * 10}, name="notes.ndjson")
-    examples = Reader(tokenizer, 16, say=said.append).read([path])
+    examples = Reader(tokenizer, 16, notify=said.append).read([path])
     assert learned(examples[0], tokenizer) == "<s>In the beginning</s>"
     assert "".join(learned(each, tokenizer) for each in examples[1:]) == f"<s>{'and it was so ' * 10}</s>"
     assert all(len(each["input_ids"]) <= 16 for each in examples)
@@ -139,7 +139,7 @@ def test_the_end_of_a_long_text_is_learned_though_it_would_be_alone(tokenizer: A
     text = "and it was so " * 10
     tokens = len(tokenizer(text)["input_ids"])  # with the end of text
     for length in (2, 3, tokens - 1, *(n for n in range(4, tokens) if tokens % n == 1)):
-        examples = Reader(tokenizer, length, say=said.append).read([write({"text": text})])
+        examples = Reader(tokenizer, length, notify=said.append).read([write({"text": text})])
         assert examples[-1]["labels"][-1] == tokenizer.eos_token_id
         assert all(2 <= len(each["input_ids"]) <= length for each in examples)
         assert said[-1].endswith(
@@ -151,7 +151,7 @@ def test_long_answers_are_left_out_and_counted(tokenizer: Any, write: Write) -> 
     said: list[str] = []
     short, long = ({"prompt": "Say:", "completion": " so" * n} for n in (2, 40))
     path = write(short, long, short)
-    assert len(Reader(tokenizer, 16, say=said.append).read([path])) == 2
+    assert len(Reader(tokenizer, 16, notify=said.append).read([path])) == 2
     assert f"{path}: 1 of 3 records are longer than 16 tokens (the longest has" in said[-1]
     assert "left out; sequence_length" in said[-1]
     with pytest.raises(ConfigurationError, match="all are longer than 16 tokens"):
@@ -211,7 +211,7 @@ def test_other_forms_of_conversations(
         "({{ c.function.arguments.word }}){% endfor %}{{ '|' if not loop.last or add_generation_prompt }}"
         "{% endfor %}"
     )
-    (example,) = Reader(tokenizer, 64, say=said.append).read([write({**record, "id": 3})])
+    (example,) = Reader(tokenizer, 64, notify=said.append).read([write({**record, "id": 3})])
     assert tokenizer.decode(example["input_ids"]) == f"{text}</s>"
     assert learned(example, tokenizer) == text.rpartition("|")[2] + "</s>"
     assert said[-1].endswith("data.jsonl: these keys of its records are not read: id")
@@ -245,7 +245,7 @@ def test_keys_of_messages_that_are_not_read_are_named(
     path = write(
         {key: [CHAT[0], {**CHAT[1], **other}, {"role": "tool", "content": "x", "tool_call_id": "a"}]}
     )
-    Reader(chat(TURNS), 64, say=said.append).read([path])
+    Reader(chat(TURNS), 64, notify=said.append).read([path])
     assert (
         said[-1] == f"{path}: these keys of its messages are read by the chat template alone, if at all: time"
     )
@@ -286,7 +286,7 @@ def test_files_are_told_apart_by_name_or_content(tokenizer: Any, write: Write) -
     )  # which other ways to take lines apart would break
     marked = write("\ufeff" + json.dumps({"text": "a b c"}), name="b.txt")
     plain = write('{"text": cut off', *["and so on"] * 20, name="c.txt")
-    examples = Reader(tokenizer, 16, say=said.append).read([named, marked, plain])
+    examples = Reader(tokenizer, 16, notify=said.append).read([named, marked, plain])
     assert [" 1 record, " in line for line in said] == [True, True, False]
     assert tokenizer.decode(examples[0]["input_ids"]) == "<s>a b c\u2028d</s>"
     assert said[2].startswith(f"{plain}: read as plain text, ")
@@ -393,7 +393,7 @@ def test_what_is_wrong_with_a_record(
     said: list[str] = []
     path = write({"text": "fine"}, "", line)
     with pytest.raises(ConfigurationError, match=message) as caught:
-        Reader(chat(TURNS), 64, say=said.append).read([path])
+        Reader(chat(TURNS), 64, notify=said.append).read([path])
     assert f"{path}, line 3: " in str(caught.value)
     assert SECRET not in str(caught.value) + str(said)
     assert caught.value.__context__ is None or caught.value.__suppress_context__
@@ -489,7 +489,7 @@ def test_records_that_say_that_they_are_good_are_learned(tokenizer: Any, write: 
     said: list[str] = []
     marks = {"label": True, "weight": 1, "score": 0.7, "rejected": None}
     path = write({"prompt": "Who came?", "completion": " Ruth.", **marks})
-    assert len(Reader(tokenizer, 64, say=said.append).read([path])) == 1
+    assert len(Reader(tokenizer, 64, notify=said.append).read([path])) == 1
     assert said[-1].endswith("not read: label, rejected, score, weight")
 
 
@@ -539,7 +539,7 @@ def test_an_end_with_white_space_behind_it_is_an_end(chat: Callable[[str], Any],
     said: list[str] = []
     template = MARKED.replace("{{ eos_token }}", "{{ eos_token }}{{ '\n' }}")
     tokenizer = chat(template)
-    (example,) = Reader(tokenizer, 128, say=said.append).read([write({"messages": CHAT[:2]})])
+    (example,) = Reader(tokenizer, 128, notify=said.append).read([write({"messages": CHAT[:2]})])
     assert learned(example, tokenizer) == " Ruth came.</s>"
     assert len(said) == 1
 
@@ -549,7 +549,7 @@ def test_conversations_that_are_too_long_are_left_out(chat: Callable[[str], Any]
     long, short = {"messages": CHAT * 9}, {"messages": CHAT[:2]}
     for template in (TURNS, THINKING):
         tokenizer = chat(template)
-        examples = Reader(tokenizer, 40, say=said.append).read([write(long, short)])
+        examples = Reader(tokenizer, 40, notify=said.append).read([write(long, short)])
         tokens = len(tokenizer.apply_chat_template(CHAT * 9, return_dict=False))
         assert all(len(each["input_ids"]) <= 40 for each in examples)
         assert learned(examples[-1], tokenizer).endswith("Ruth came.</s>")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shared.ring import native
-from shared.ring.upper_bits import cut_share, subtract_upper_bits, take_upper_bits, widen_upper_bits
-from shared.wire.header import ANSWER_BITS, CUT_DTYPES, EXACT
+from shared.ring.upper_bits import subtract_upper_bits, take_upper_bits, truncation_variance, widen_upper_bits
+from shared.wire.header import ANSWER_BITS, EXACT, TRUNCATED_DTYPES
 
 
 def numbers(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -72,7 +72,7 @@ def test_the_mean_is_the_product_and_errors_are_bounded(sources: int) -> None:
         assert max(map(abs, errors)) <= max(1, (sources + 1) / 2)
         if sources:
             assert abs(mean) < 1e-12
-            assert sum(e * e for e in errors) / len(errors) <= cut_share(sources) + 1e-12
+            assert sum(e * e for e in errors) / len(errors) <= truncation_variance(sources) + 1e-12
 
 
 @pytest.mark.parametrize("bits", [16, 24])
@@ -87,7 +87,7 @@ def test_products_up_to_the_limit_do_not_wrap(bits: int) -> None:
 
 
 def test_wrong_tensors_are_refused() -> None:
-    good = torch.zeros((2, 6), dtype=CUT_DTYPES[16])
+    good = torch.zeros((2, 6), dtype=TRUNCATED_DTYPES[16])
     for answers, effects in ((good, [good[:1]]), (good.int(), []), (good.T, []), (good, [good.int()])):
         with pytest.raises(ValueError, match="contiguous"):
             subtract_upper_bits(answers, effects, 16)

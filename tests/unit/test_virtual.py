@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from shared.errors import ConnectionLost, NonFiniteError, RemoteWeightUnavailable
 from shared.wire.header import Direction, RequestClass, member_indices
 from shared.wire.messages import GroupInfo, Member
-from tenant_sdk.connection.remote import PendingProduct
+from tenant_sdk.connection.remote import LazyResult
 from tenant_sdk.model.virtual import RemoteGroup, VirtConv1D, VirtLinear, virtual_layer
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -46,8 +46,8 @@ class Memory:
         members: int,
         blocks: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
-    ) -> PendingProduct:
-        return PendingProduct(lambda: self._product(direction, members, blocks))
+    ) -> LazyResult:
+        return LazyResult(lambda: self._product(direction, members, blocks))
 
     def _product(self, direction: Direction, members: int, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
         assert all(block.dtype == torch.float32 for block in blocks)

@@ -94,9 +94,9 @@ def message(
         blocks = payload
         content = {"seed": payload.hex()}
     else:
-        bits = header.answer_bits if header.cut else EXACT
+        bits = header.answer_bits if header.truncated else EXACT
         blocks = [take_upper_bits(block, bits) for block in payload]
-        shown = [block >> EXACT - bits if header.cut else block for block in payload]
+        shown = [block >> EXACT - bits if header.truncated else block for block in payload]
         content = {"blocks": [{"shape": list(block.shape), "values": block.tolist()} for block in shown]}
     plain = joined(encode_message(header, blocks))
     whole = plain[len(frame_header(Opcode.BINARY, HEADER_BYTES + header.payload_bytes)) :]

@@ -20,7 +20,7 @@ LOOK_UP_SECONDS = 5.0  # between two times that a name is looked up
 
 
 class Address(NamedTuple):
-    """Of one replica. ``ip``: one of several that the host name has; empty: any to which the URL leads."""
+    """The address of a replica. ``ip``: one of several of the host name; empty: any that the URL leads to."""
 
     target: str | Endpoint
     ip: str = ""
@@ -34,7 +34,7 @@ class Resolver:
 
     Args:
         targets: its URLs, or executors in this process.
-        clock: of when names were looked up.
+        clock: tells when names were looked up.
     """
 
     def __init__(self, targets: Sequence[str | Endpoint], clock: Clock = CLOCK) -> None:
@@ -43,7 +43,7 @@ class Resolver:
         self._looked_up = float("-inf")
 
     def resolve(self) -> list[Address]:
-        """All that there are now; a name is looked up again, but not all the time."""
+        """Returns the addresses that there are now. A name is looked up again, but not all the time."""
         now = self._clock.now()
         if now - self._looked_up > LOOK_UP_SECONDS:
             for target in self._targets:
@@ -60,7 +60,7 @@ class Resolver:
 
 
 def addresses_of(url: str) -> list[str]:
-    """The addresses of a URL's host name that are replicas; none: it has one address, or is one.
+    """Returns the addresses of a URL's host name that are replicas; none: it has one address, or is one.
 
     One address of each family is usually one machine, which is connected to by whichever way works.
 

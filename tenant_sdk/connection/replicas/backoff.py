@@ -9,7 +9,7 @@ JITTER = 0.5  # at most so much of a pause on top, so that tenants refused toget
 
 
 def retry_delay(attempt: int, requested: float, uniform: float) -> float:
-    """Seconds to wait: what the executor asks for, at least a time that doubles, and a random part on top.
+    """Returns the seconds to wait: what the executor asks for, or a time that doubles, and a random part.
 
     Args:
         attempt: pauses before this one, for the same request or the same connection.

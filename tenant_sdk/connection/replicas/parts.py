@@ -38,7 +38,7 @@ class PartConnections:
         self.all = [ReconnectingConnection(find, options)]
         first = self.all[0].manifest
         if first.part is not None:
-            self.all[0].keep_to(first.part[0])
+            self.all[0].pin_to_part(first.part[0])
         try:
             while (group := self._missing(len(first.groups))) is not None:
                 if len(self.all) >= len(find()):
@@ -53,14 +53,14 @@ class PartConnections:
         except BaseException:
             self.close()
             raise
-        self._of = [
+        self._by_group = [
             next(each for each in self.all if each.manifest.serves(group))
             for group in range(len(first.groups))
         ]
 
-    def of(self, group: int) -> ReconnectingConnection:
-        """The connection to the executor that serves a group."""
-        return self._of[group] if self._of else self.all[0]
+    def connection_for(self, group: int) -> ReconnectingConnection:
+        """Returns the connection to the executor that serves a group."""
+        return self._by_group[group] if self._by_group else self.all[0]
 
     def _missing(self, groups: int) -> int | None:
         served = [connection.manifest for connection in self.all]
@@ -73,7 +73,9 @@ class PartConnections:
 
 
 def together(manifests: Sequence[Manifest]) -> Manifest:
-    """What executors serve that have a part each: every group as who serves it says, the least limits.
+    """Returns one manifest for executors that serve a part each.
+
+    Each group is as the executor that serves it lists it, and limits are the smallest ones.
 
     Raises:
         ModelMismatch: they do not serve the same.
@@ -110,6 +112,6 @@ def together(manifests: Sequence[Manifest]) -> Manifest:
 
 
 def _common(manifest: Manifest) -> tuple[object, ...]:
-    """What is the same in whatever part."""
+    """Returns what is the same in the manifests of all parts."""
     groups = tuple(msgspec.structs.replace(group, bounds=None) for group in manifest.groups)
     return groups, manifest.wire_dtypes, manifest.unavailable, manifest.model

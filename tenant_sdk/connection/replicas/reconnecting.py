@@ -23,13 +23,13 @@ from shared.wire.header import Header, Operation
 from shared.wire.messages import Hello, Manifest, decode, encode
 from shared.wire.protocol import validate_manifest
 from shared.wire.websocket import Incoming
-from tenant_sdk.connection.channel import Channel, Pending, control_payload
+from tenant_sdk.connection.channel import Channel, ResponseFuture, control_payload
 from tenant_sdk.connection.clock import CLOCK, Clock
 from tenant_sdk.connection.replicas.replica_set import what_happened
 from tenant_sdk.connection.replicas.retrying import (
     REMIND_SECONDS,
     GiveUp,
-    Note,
+    LogEntry,
     OtherPart,
     ReconnectPolicy,
     RequestPolicy,
@@ -42,27 +42,27 @@ from tenant_sdk.connection.stats import Stats
 
 log = logging.getLogger(__name__)
 
-Ask = Callable[[Channel], Pending]
-"""Sends one request; whenever it is called, the same bytes."""
+SendRequest = Callable[[Channel], ResponseFuture]
+"""Sends one request. Each call sends the same bytes."""
 OpenChannel = Callable[[], Channel]
 FindReplicas = Callable[[], Mapping[str, OpenChannel]]
-"""Of each replica that there is now its name, and what opens a channel to it."""
+"""Returns the name of each replica that there is now, and what opens a channel to it."""
 
 
 def single_replica(open_channel: OpenChannel, name: str = "") -> FindReplicas:
-    """The replicas of a party that has one."""
+    """Returns the replicas of a party that has one."""
     return lambda: {name: open_channel}
 
 
 @dataclass(frozen=True)
 class ConnectionOptions:
-    """How a party is connected to.
+    """Options of the connections to a party.
 
     Attributes:
         stats: to count in; a session with two executors has one.
         patience: seconds to wait for an executor that went away. 0: not at all: a request that was under way
             fails, and the next one tries once to connect again.
-        party: under which ``Stats.replicas`` has the replica in use.
+        party: the key under which ``Stats.replicas`` has the replica in use.
         digest: refuse replicas whose manifest has another one; empty: any.
         clock: how time passes.
     """
@@ -75,7 +75,7 @@ class ConnectionOptions:
 
 
 class ReconnectingConnection:
-    """One open channel after the other to the same executor, or to replicas of it.
+    """Has one open channel after the other to the same executor, or to replicas of it.
 
     A request that is lost because the executor went away is sent again when it is back, or to another one:
     the same bytes. So is a request that an executor refused because it is overloaded, has lost a worker or
@@ -83,8 +83,8 @@ class ReconnectingConnection:
 
     Args:
         find: the replicas, asked for before each try.
-        options: how they are connected to.
-        group: pass over those that serve a part without this one; None: any part.
+        options: see ``ConnectionOptions``.
+        group: pass over replicas that serve a part without this one; None: any part.
 
     Attributes:
         manifest: what the executor serves, and every replica of it.
@@ -108,15 +108,15 @@ class ReconnectingConnection:
             found = self._try(None, None)
         self.policy.reset()
         self._channel, self.manifest = found
-        self._note()
+        self._record_replica()
 
     @property
     def url(self) -> str:
-        """Of the executor; of several replicas the one in use."""
+        """The executor's URL; of several replicas the one in use."""
         return self._channel.peer
 
     @property
-    def latest(self) -> Channel:
+    def last_channel(self) -> Channel:
         """The last channel, broken or not."""
         return self._channel
 
@@ -135,23 +135,23 @@ class ReconnectingConnection:
             self._reopen(self._clock.now())
         return self._channel
 
-    def ask(self, channel: Channel, ask: Ask) -> Callable[[], Incoming]:
-        """Send a request; the call that waits for its answer, see ``answer``."""
-        first: Pending | None = None
+    def send(self, channel: Channel, send: SendRequest) -> Callable[[], Incoming]:
+        """Send a request. Returns a function that waits for its answer, see ``answer``."""
+        first: ResponseFuture | None = None
         try:
-            first = ask(channel)
+            first = send(channel)
         except SymbiosisError as error:
             if not (self.policy.patience and may_come_back(error)):
                 raise
-        return lambda: self.answer(channel, ask, first)
+        return lambda: self.answer(channel, send, first)
 
-    def answer(self, channel: Channel, ask: Ask, first: Pending | None = None) -> Incoming:
-        """An answer; asked for again when the executor says that it is overloaded, or went away.
+    def answer(self, channel: Channel, send: SendRequest, first: ResponseFuture | None = None) -> Incoming:
+        """Waits for an answer. Sends the request again if the executor is overloaded or went away.
 
         Args:
-            channel: on which to ask first, or ``first`` was asked.
-            ask: the request.
-            first: the request, if it is under way.
+            channel: the channel of the first try.
+            send: sends the request.
+            first: the future of the first try, if it is under way.
 
         Raises:
             RequestRefused: for anything else, or overloaded for longer than the timeout.
@@ -166,7 +166,7 @@ class ReconnectingConnection:
         pending = first
         while True:
             try:
-                answer = channel.wait(pending or ask(channel))
+                answer = channel.wait(pending or send(channel))
                 self._answered(channel)
                 return answer
             except SymbiosisError as error:
@@ -176,7 +176,7 @@ class ReconnectingConnection:
                 )
                 try:
                     if isinstance(step, Retry):
-                        self._say(step.note)
+                        self._log_entry(step.entry)
                         self._wait(step.at)
                         self._stats.add(refusals=1, seconds_throttled=step.at - now)
                     elif isinstance(step, GiveUp):
@@ -189,19 +189,19 @@ class ReconnectingConnection:
                 finally:
                     del step  # whose error holds this frame: no cycle that keeps rows in memory
 
-    def keep_to(self, group: int) -> None:
-        """From now on pass over those that serve a part without this one."""
+    def pin_to_part(self, group: int) -> None:
+        """From now on pass over replicas that serve a part without this group."""
         self._group = group
 
     def close(self) -> None:
-        """End it; it is not opened again, and nobody waits any longer. In a forked child, nothing."""
+        """Close the connection for good, and end all waiting. Does nothing in a forked child."""
         if self._fork_guard.in_child:
             return
         self._closing.set()
         self._channel.close()
 
     def stop_waiting(self) -> None:
-        """Wait for nobody any longer, but go on with an open channel. In a forked child, nothing."""
+        """Wait for no executor any longer, but go on with an open channel. Does nothing in a forked child."""
         if not self._fork_guard.in_child:
             self._closing.set()
 
@@ -209,28 +209,28 @@ class ReconnectingConnection:
         """Wait until a time, but not for longer than the session lasts.
 
         Raises:
-            ConnectionLost: it was closed.
+            ConnectionLost: the session was closed.
         """
         if self._clock.wait(until, self._closing):
             raise ConnectionLost("the session is closed")
 
-    def _say(self, note: Note | None) -> None:
-        if note is not None:
-            log.log(note.level, "%s", note.text)
+    def _log_entry(self, entry: LogEntry | None) -> None:
+        if entry is not None:
+            log.log(entry.level, "%s", entry.text)
 
     def _answered(self, channel: Channel) -> None:
-        """The executor has answered a request: if it was away, it is back."""
+        """Record that the executor has answered a request: if it was away, it is back."""
         if not (self.policy.away and channel is self._channel) or channel.broken:
             return
         if not self._reconnecting.acquire(blocking=False):
             return  # another thread opens another channel: the next answer says it
         try:
-            self._say(self.policy.answered(self._clock.now()))
+            self._log_entry(self.policy.answered(self._clock.now()))
         finally:
             self._reconnecting.release()
 
     def _open_since(self, since: float, cause: SymbiosisError) -> Channel:
-        """An open channel, a new one if the last one broke; see ``_reopen``."""
+        """Returns an open channel, a new one if the last one broke; see ``_reopen``."""
         self._fork_guard.check()
         if self._channel.broken:
             self._reopen(since, cause)
@@ -267,7 +267,7 @@ class ReconnectingConnection:
             if isinstance(step, GiveUp):
                 raise step.error
             if isinstance(step, Wait):
-                self._say(step.note)
+                self._log_entry(step.entry)
                 self._wait(step.until)
                 return None
             name = step.replica
@@ -278,7 +278,7 @@ class ReconnectingConnection:
         except SymbiosisError as error:
             if concerns_all(error):
                 raise
-            self._say(self.policy.replica_failed(name, self._clock.now(), error))
+            self._log_entry(self.policy.replica_failed(name, self._clock.now(), error))
             return None
         now = self._clock.now()
         self.policy.opened(name, channel.peer, now, now - started)
@@ -319,11 +319,11 @@ class ReconnectingConnection:
         self._channel.close()
         self._channel = channel
         self._stats.add(reconnections=1, moves=int(moved))
-        self._note()
+        self._record_replica()
         if self._closing.is_set():  # meanwhile: the thread that closed may have seen only the old channel
             channel.close()
 
-    def _note(self) -> None:
+    def _record_replica(self) -> None:
         with self._stats.lock:
             if self._party:
                 self._stats.replicas[self._party] = self.policy.replica
@@ -335,7 +335,7 @@ _connections: weakref.WeakSet[ReconnectingConnection] = weakref.WeakSet()
 
 
 def _stop_waiting() -> None:
-    """At the end of a program that closed no session: pools' threads, which Python joins, would wait on."""
+    """End all waiting when a program ends that closed no session: Python joins the pools' threads."""
     for connection in list(_connections):
         connection.stop_waiting()
 
@@ -362,7 +362,7 @@ def _part(manifest: Manifest) -> str:
 
 
 def _difference(name: str, manifest: Manifest, other: str, served: Manifest) -> str:
-    """How a replica's manifest is another than that with which the session began."""
+    """Returns the message about a replica whose manifest differs from that of the session's start."""
     fields = [each for each in Manifest.__struct_fields__ if getattr(manifest, each) != getattr(served, each)]
     return (
         f"{name} serves something else than {other} (other {', '.join(fields)}); replicas of one party serve "

@@ -19,7 +19,7 @@ MAX_EJECTION = 60.0
 
 
 class _Replica:
-    """What is known of one."""
+    """What is known of one replica."""
 
     __slots__ = ("ejected_until", "error", "failures", "measured_at", "refused", "seconds", "wait_until")
 
@@ -43,20 +43,20 @@ class ReplicaSet:
         self._all: dict[str, _Replica] = {}
 
     def update(self, names: Iterable[str]) -> None:
-        """These there are now, in this order; what is known of others is forgotten."""
+        """Set which replicas there are now, in this order; forget what is known of others."""
         self._all = {name: self._all.get(name) or _Replica() for name in names}
 
     @property
     def names(self) -> list[str]:
-        """All that there are."""
+        """The names of all replicas."""
         return list(self._all)
 
     def choose(self, now: float, tried: Collection[str] = ()) -> str | None:
-        """Whom to try next.
+        """Chooses the replica to try next.
 
         Args:
             now: in seconds, of any clock that does not go back.
-            tried: those that were tried in vain already.
+            tried: replicas that were tried in vain already.
 
         Returns:
             Of those that are not ejected one without a figure, or the quicker of two. If all are ejected, the
@@ -78,7 +78,7 @@ class ReplicaSet:
         return min(one, other, key=lambda name: others[name].seconds)
 
     def opened(self, name: str, now: float, seconds: float) -> None:
-        """Connecting and greeting took so long. That it works only an answer shows."""
+        """Record how long connecting and greeting took. Only an answer shows that the replica works."""
         each = self._all.get(name)
         if each is not None:
             known = now - each.measured_at <= STALE_SECONDS
@@ -86,7 +86,7 @@ class ReplicaSet:
             each.measured_at, each.refused = now, False
 
     def answered(self, name: str) -> None:
-        """It works: what it failed in before is forgotten."""
+        """Record that a replica works: forget its failures."""
         each = self._all.get(name)
         if each is not None:
             each.failures, each.ejected_until, each.wait_until = 0, 0.0, 0.0
@@ -101,10 +101,10 @@ class ReplicaSet:
         refused: bool = False,
         at_once: bool = False,
     ) -> None:
-        """It refused, timed out or broke: eject it, for twice as long as the last time.
+        """Eject a replica that refused, timed out or broke, for twice as long as the last time.
 
         Args:
-            error: how; None: it is not known.
+            error: its error; None: it is not known.
             refused: asking again is in vain, as far as it can be seen.
             at_once: it may be tried again before the time for which the error asks, if nobody else can be.
         """
@@ -126,18 +126,18 @@ class ReplicaSet:
         return all(each.refused for each in self._all.values())
 
     def requested_wait(self, now: float) -> float:
-        """Seconds before which every replica has asked not to be tried again."""
+        """Returns the seconds for which every replica has asked not to be tried again."""
         return max(0.0, min((each.wait_until for each in self._all.values()), default=0.0) - now)
 
     def why(self) -> OptionText:
-        """Why none can be used; of several, each with its name."""
+        """Returns why no replica can be used; of several replicas, each with its name."""
         if len(self._all) == 1:
             return what_happened(next(iter(self._all.values())).error)
         said = {name: what_happened(each.error, name) for name, each in self._all.items()}
         return OptionText.joined(", ", [OptionText("{}: {}", *each) for each in said.items()])
 
     def error(self) -> SymbiosisError:
-        """The one replica's error; of several one that names all of them, of their class if that is one."""
+        """Returns the one replica's error; of several, an error that names all, of their common class."""
         errors = [each.error for each in self._all.values() if each.error is not None]
         if len(self._all) == 1 and errors:
             return errors[0]
@@ -153,7 +153,7 @@ class ReplicaSet:
 
 
 def what_happened(error: SymbiosisError | None, name: str = "") -> OptionText:
-    """What happened, without the advice behind the semicolon, which is being followed, nor the name."""
+    """Returns an error's text without the name, and without the advice behind the semicolon."""
     if error is None:
         return OptionText("its connection broke")
     what, _ = error.structured_message.divided(";")

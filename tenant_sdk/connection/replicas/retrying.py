@@ -41,7 +41,7 @@ _REASONS = {
 }
 
 
-class Note(NamedTuple):
+class LogEntry(NamedTuple):
     """An entry for the log; ``level`` is one of ``logging``."""
 
     level: int
@@ -52,7 +52,7 @@ class Retry(NamedTuple):
     """Instruction: wait until ``at``, and send the same bytes on the same channel."""
 
     at: float
-    note: Note | None = None
+    entry: LogEntry | None = None
 
 
 class Reconnect(NamedTuple):
@@ -71,7 +71,7 @@ class Wait(NamedTuple):
     """Instruction: wait until this time, and ask for the next instruction."""
 
     until: float
-    note: Note | None = None
+    entry: LogEntry | None = None
 
 
 class GiveUp(NamedTuple):
@@ -85,7 +85,7 @@ class OtherPart(ModelMismatch):
 
 
 def may_come_back(error: SymbiosisError) -> bool:
-    """Whether an executor may be back soon: it is gone, or silent, or has no room; it has not said no."""
+    """Returns whether an executor may be back soon: it is gone, silent or full, but has not said no."""
     if isinstance(error, TlsError):
         return error.retry_after is not None  # else its certificate is not good
     return isinstance(error, ConnectionLost | RequestTimeout) or type(error) in (
@@ -95,18 +95,18 @@ def may_come_back(error: SymbiosisError) -> bool:
 
 
 def concerns_all(error: SymbiosisError) -> bool:
-    """Whether an error is no matter of one replica, such as two parties that are one operator."""
+    """Returns whether an error concerns all replicas, such as two parties that are one operator."""
     return isinstance(error, ConfigurationError) and not isinstance(error, ModelMismatch)
 
 
 class RequestPolicy:
-    """Of one request: whether it is sent again. What is sent again is always the same bytes.
+    """Decides whether one request is sent again, with the same bytes as before.
 
     Args:
         patience: seconds to wait for an executor that went away; 0: not at all.
         now: when its answer is first waited for, in seconds of any clock that does not go back.
         uniform: draws from [0, 1), uniformly.
-        reminder: of all requests that may be put off by the same executor.
+        reminder: limits the warnings about all requests to the same executor.
     """
 
     def __init__(
@@ -122,12 +122,12 @@ class RequestPolicy:
     def after_error(
         self, error: SymbiosisError, now: float, *, url: str, timeout: float, closed: bool = False
     ) -> Retry | Reconnect | GiveUp:
-        """What to do after an error.
+        """Decides what to do after an error.
 
         Args:
-            error: of this request, or of the channel that it was sent on.
+            error: the error of this request, or of the channel that it was sent on.
             now: seconds.
-            url: of the executor.
+            url: the executor's.
             timeout: seconds for which an overloaded executor is asked again.
             closed: the session is closed: no executor is waited for.
         """
@@ -148,7 +148,7 @@ class RequestPolicy:
         return Reconnect(self._lost_since)
 
     def reconnected(self, now: float) -> None:
-        """The request is sent on another channel: what the executor refused before does not count."""
+        """Record that the request is sent on another channel: earlier refusals do not count."""
         self._began, self._refusals = now, 0
 
     def _refused(self, error: RequestRefused, now: float, url: str, timeout: float) -> Retry | GiveUp:
@@ -174,11 +174,13 @@ class RequestPolicy:
             return GiveUp(error)
         self._refusals += 1
         due = self._reminder.due(now)
-        return Retry(at, Note(logging.WARNING, f"{url} {reason}; waiting and going on") if due else None)
+        return Retry(at, LogEntry(logging.WARNING, f"{url} {reason}; waiting and going on") if due else None)
 
 
 class ReconnectPolicy:
-    """Of one connection: which replica is tried next, and how long to wait before. One caller at a time.
+    """Decides, for one connection, which replica is tried next, and how long to wait before.
+
+    One thread at a time may call it.
 
     All times are seconds of one clock that does not go back.
 
@@ -188,9 +190,9 @@ class ReconnectPolicy:
 
     Attributes:
         replica: the name of the one in use.
-        url: of its executor.
+        url: the URL of its executor.
         away: whether channels were opened since the last answer.
-        reminder: that none can be used.
+        reminder: limits the warnings that no replica can be used.
     """
 
     def __init__(self, patience: float, uniform: Callable[[], float]) -> None:
@@ -206,11 +208,11 @@ class ReconnectPolicy:
 
     @property
     def away(self) -> bool:
-        """See the class."""
+        """Whether channels were opened since the last answer."""
         return self._rounds > 0
 
     def connection_lost(self, now: float, error: SymbiosisError | None = None) -> None:
-        """The channel in use broke; ``error``: what a request on it failed with, None: it is not known."""
+        """Record that the channel in use broke; ``error``: the error of a request on it, None: not known."""
         if not self._rounds:
             self._away_since = now
         self._cause = error or self._cause
@@ -219,10 +221,10 @@ class ReconnectPolicy:
             self._tried.clear()
 
     def next(self, names: Iterable[str], now: float, since: float | None) -> Connect | Wait | GiveUp:
-        """What to do while there is no open channel.
+        """Decides what to do while there is no open channel.
 
         Args:
-            names: of all replicas that there are now.
+            names: the names of all replicas that there are now.
             now: seconds.
             since: where the waiting began; None: no replica is waited for.
         """
@@ -236,7 +238,7 @@ class ReconnectPolicy:
         return Connect(name)
 
     def _wait(self, now: float, since: float | None) -> Wait | GiveUp:
-        """Before another round, in which every replica is tried once."""
+        """Decides whether to wait for another round, in which every replica is tried once."""
         count = len(self._replicas.names)
         if not count:
             return GiveUp(ConnectionLost("this party has no replicas any more"))
@@ -254,30 +256,30 @@ class ReconnectPolicy:
             )
             error.__cause__ = self._cause
             return GiveUp(error)
-        note = None
+        entry = None
         if self.reminder.due(now):
             who = f"all {count} replicas are" if count > 1 else f"{self.url} is"
-            note = Note(logging.WARNING, f"{who} away ({why}); waiting up to {duration(remaining)}")
+            entry = LogEntry(logging.WARNING, f"{who} away ({why}); waiting up to {duration(remaining)}")
         seconds = retry_delay(self._rounds - 1, self._replicas.requested_wait(now), self.uniform())
         self._tried.clear()
-        return Wait(now + min(remaining, seconds), note)
+        return Wait(now + min(remaining, seconds), entry)
 
-    def replica_failed(self, name: str, now: float, error: SymbiosisError) -> Note | None:
-        """A replica cannot be used; another one may be."""
-        away, note = may_come_back(error), None
+    def replica_failed(self, name: str, now: float, error: SymbiosisError) -> LogEntry | None:
+        """Record that a replica cannot be used. Returns what to log."""
+        away, entry = may_come_back(error), None
         if away:
-            note = Note(logging.INFO, f"{name} cannot be used: {error.message}")
+            entry = LogEntry(logging.INFO, f"{name} cannot be used: {error.message}")
             self._cause = error
         elif (
             len(self._replicas.names) > 1 and name not in self._warned_of and not isinstance(error, OtherPart)
         ):
             self._warned_of.add(name)
-            note = Note(logging.WARNING, f"{name} is not used: {error.message}")
+            entry = LogEntry(logging.WARNING, f"{name} is not used: {error.message}")
         self._replicas.eject(name, now, error, refused=not away)
-        return note
+        return entry
 
     def opened(self, name: str, url: str, now: float, seconds: float) -> None:
-        """The channel in use leads to this replica now; connecting and greeting took so many seconds."""
+        """Record the replica of the channel in use, and how many seconds connecting and greeting took."""
         self._replicas.opened(name, now, seconds)
         self.replica, self.url = name, url
 
@@ -286,18 +288,18 @@ class ReconnectPolicy:
         self._rounds, self._cause, self.reminder.said_at = 0, None, None
         self._tried.clear()
 
-    def answered(self, now: float) -> Note | None:
-        """An executor answered on the channel in use: if it was away, it is back."""
-        note = None
+    def answered(self, now: float) -> LogEntry | None:
+        """Record an answer: the executor is back, if it was away. Returns what to log."""
+        entry = None
         if self.reminder.said_at is not None:
-            note = Note(logging.WARNING, f"{self.url} is back after {duration(now - self._away_since)}")
+            entry = LogEntry(logging.WARNING, f"{self.url} is back after {duration(now - self._away_since)}")
         self.reset()
         self._replicas.answered(self.replica)
-        return note
+        return entry
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people."""
+    """Returns seconds as text for people."""
     if seconds >= 120:
         return f"{seconds / 60:.0f} minutes"
     return f"{seconds:.{int(seconds < 10)}f} s"

@@ -20,7 +20,7 @@ import torch
 from fuzzing.oracle import ROOT, Finding, Target
 from provider.engine.engine import Completion
 from provider.engine.loop import READ
-from provider.serve.admission import Admitted, identify
+from provider.serve.admission import Identity, identify
 from provider.serve.handshake import HANDSHAKE_ERRORS, _upgrade
 from provider.serve.websocket_connection import WebsocketConnection
 from provider.session.tenant import Service, TenantSession
@@ -29,7 +29,7 @@ from shared.wire.header import HEADER_BYTES, Direction, Header, Operation, Reque
 from shared.wire.messages import ErrorInfo, Fetch, Hello, Manifest, Message, decode, digest_of, encode
 from shared.wire.protocol import ExecutorProtocol, GroupShape, TenantProtocol, validate_manifest
 from shared.wire.websocket import MessageReader, Opcode, encode_control, encode_message, frame_header
-from tenant_sdk.connection.channel import Channel, Pending
+from tenant_sdk.connection.channel import Channel, ResponseFuture
 from tenant_sdk.connection.handshake import upgrade
 from tenant_sdk.connection.websocket_channel import MAX_ANSWER_BYTES, WebsocketChannel
 
@@ -204,7 +204,7 @@ class _Loop:
 
     call_later = call_later_weak = unregister = nothing
 
-    def take_turn(self, _: str, __: float, read: Callable[[float], None]) -> None:
+    def run_in_time_slice(self, _: str, __: float, read: Callable[[float], None]) -> None:
         self.calls.append(lambda: read(math.inf))
 
 
@@ -271,7 +271,7 @@ def _websocket_connection(data: bytes) -> None:
         return TenantSession(service, tenant, send, peer)
 
     tls: Any = sock
-    connection = WebsocketConnection(tls, Admitted("alice", ""), "somewhere", opened, 65_536, 16)
+    connection = WebsocketConnection(tls, Identity("alice", ""), "somewhere", opened, 65_536, 16)
     ended: list[bool] = []
     connection.start(engine.loop, lambda: ended.append(True))  # type: ignore[arg-type]
     for _ in range(4 * len(data) + 100):
@@ -312,7 +312,7 @@ def tenant_channel(data: bytes) -> None:
     channel._reader = MessageReader(
         channel._protocol.accept, masked=False, max_message_bytes=MAX_ANSWER_BYTES
     )
-    channel._pending = {number: Pending() for number in range(1, 6)}
+    channel._pending = {number: ResponseFuture() for number in range(1, 6)}
     while True:  # until ConnectionLost, which says that nothing is left
         channel._read()
 

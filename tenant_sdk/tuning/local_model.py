@@ -43,7 +43,7 @@ def load(
 
     Args:
         tokenizer: folder that the user has named.
-        local_model: the user's own copy of the model, see ``attach_own``.
+        local_model: the user's own copy of the model, see ``attach_local_model``.
         base: see there.
         bars: show progress bars, which need a terminal.
 
@@ -58,15 +58,15 @@ def load(
     with disk_errors(Path(tempfile.gettempdir()), "temporary files", "Then run again."):
         loaded = None
         if tokenizer is not None:  # before anything large is loaded
-            loaded = own_tokenizer(tokenizer, embedded(read_configuration(session.executor)[0]))
+            loaded = local_tokenizer(tokenizer, embedded(read_configuration(session.executor)[0]))
         model: Any
         if local_model is None:
             check_causal(session.executor)
             model = session.load_model(base=base, progress=bars)
         else:
-            model, folder = attach_own(session, local_model, base)
+            model, folder = attach_local_model(session, local_model, base)
             if loaded is None and tokenizer_in(folder):
-                loaded = own_tokenizer(folder)
+                loaded = local_tokenizer(folder)
         if loaded is None:
             loaded = session.load_tokenizer()
     if torch.cuda.is_available():
@@ -75,7 +75,7 @@ def load(
     return model, loaded
 
 
-def attach_own(session: Session, name: str, base: str | None = None) -> tuple[Any, Path]:
+def attach_local_model(session: Session, name: str, base: str | None = None) -> tuple[Any, Path]:
     """A causal language model from the tenant's own checkpoint, frozen and attached; and its folder.
 
     Args:
@@ -163,7 +163,7 @@ def tokenizer_info_in(folder: Path) -> TokenizerInfo:
     Raises:
         ConfigurationError: there is no tokenizer in it.
     """
-    tokenizer = own_tokenizer(folder)
+    tokenizer = local_tokenizer(folder)
     generation, embeddings = GenerationConfig(), None
     try:
         if (folder / "config.json").is_file():
@@ -187,7 +187,7 @@ def _reason(error: str) -> str:
     return error.partition("\n")[0][:200].rstrip(". ")
 
 
-def own_tokenizer(folder: Path, embeddings: int | None = None) -> Any:
+def local_tokenizer(folder: Path, embeddings: int | None = None) -> Any:
     """The tokenizer of a folder that its user has named.
 
     Args:
@@ -218,8 +218,8 @@ def own_tokenizer(folder: Path, embeddings: int | None = None) -> Any:
     return tokenizer
 
 
-def not_used(adapter: Path) -> OptionText:
-    """What to say of a tokenizer that came with an adapter, whose author may be the provider."""
+def tokenizer_ignored_message(adapter: Path) -> OptionText:
+    """Returns the message about a tokenizer that came with an adapter, whose author may be the provider."""
     return OptionText(
         "the tokenizer in {} is not used: it decides how many tokens a text has, which the provider sees. If "
         "you trust its author: {tokenizer}",

@@ -16,17 +16,17 @@ from tenant_sdk.tuning.conversations import Example, TemplateDate
 from tenant_sdk.tuning.options import TrainingOption, TrainingOptions
 
 
-def settings_of(
+def resume_settings_of(
     training: TrainingOptions,
     examples: Sequence[Example],
     held_out: Sequence[Example],
     day: TemplateDate,
     adapter_folder: Path | None,
 ) -> dict[str, Any]:
-    """What must be the same if the training is resumed, as a file in JSON has it.
+    """Returns what must be the same if the training is resumed, as a file in JSON has it.
 
     Args:
-        adapter_folder: of the adapter that is trained further.
+        adapter_folder: the folder of the adapter that is trained further.
     """
     options = asdict(training)
     settings = {
@@ -49,7 +49,7 @@ def settings_of(
 
 
 def template_day(output: Path, today: Callable[[], date], *, resume: bool) -> TemplateDate:
-    """The day that chat templates write: that of the training that is resumed, or today."""
+    """Returns the day that chat templates write: that of the training that is resumed, or today."""
     day = TrainingCheckpoints(output, {}).kept("day") if resume else None
     try:
         return TemplateDate(date.fromisoformat(day) if isinstance(day, str) else today())
@@ -58,5 +58,5 @@ def template_day(output: Path, today: Callable[[], date], *, resume: bool) -> Te
 
 
 def digest_of(content: bytes) -> str:
-    """Short, to compare a setting by."""
+    """Returns a short digest, to compare a setting by."""
     return hashlib.sha256(content).hexdigest()[:16]
