@@ -24,7 +24,7 @@ from security.views.adversaries import provider_view
 from security.views.public_model import PublicModel
 from shared.wire.header import Direction
 from tenant_sdk.connection.remote import LazyResult
-from tenant_sdk.products import masks, ring_products
+from tenant_sdk.products import masks, one_time_masks, ring_products
 
 RNG = np.random.default_rng(0)
 GAME_BATCH = 2048  # rows of a request of the game
@@ -32,7 +32,9 @@ GAME_BATCH = 2048  # rows of a request of the game
 
 def without_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        masks.OneTimeMasks, "take", lambda self, kind, rows, **_: masks.NoMasks(self._shapes).take(kind, rows)
+        one_time_masks.OneTimeMasks,
+        "take",
+        lambda self, kind, rows, **_: masks.NoMasks(self._shapes).take(kind, rows),
     )
 
 

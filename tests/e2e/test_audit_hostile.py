@@ -29,7 +29,7 @@ from security.verdicts.judges import STATISTICAL
 from security.verdicts.plan import FULL_PLAN, GATEWAY, PROVIDER, AuditResult
 from security.verdicts.statistics import rate
 from tenant_sdk.model import loading as model_loading
-from tenant_sdk.products import masks, verification
+from tenant_sdk.products import masks, one_time_masks, verification
 
 RNG = np.random.default_rng(0)
 SMALL = replace(PLAN, oracle_lies=8, imprinted_steps=4, speculated_prompts=8, topic_prompts=2, known_texts=12)
@@ -75,7 +75,9 @@ def test_crafted_parameters_say_nothing_under_masks(tmp_path: Path) -> None:
 
 def test_crafted_parameters_without_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        masks.OneTimeMasks, "take", lambda self, kind, rows, **_: masks.NoMasks(self._shapes).take(kind, rows)
+        one_time_masks.OneTimeMasks,
+        "take",
+        lambda self, kind, rows, **_: masks.NoMasks(self._shapes).take(kind, rows),
     )
     with provider(tmp_path) as hostile:
         found = hostile.imprints()

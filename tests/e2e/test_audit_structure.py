@@ -34,7 +34,7 @@ from security.verdicts.statistics import Estimate, rate
 from security.views.adversaries import MaskSourceView, ObservedRequest, View, check_aligned, provider_view
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import Direction
-from tenant_sdk.products import masks, ring_products
+from tenant_sdk.products import masks, one_time_masks, ring_products
 
 RNG = np.random.default_rng(0)
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -42,12 +42,12 @@ FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 def drawing(monkeypatch: pytest.MonkeyPatch, entropy: Callable[[int], bytes]) -> None:
     """Seeds come from there."""
-    start = masks.OneTimeMasks.__init__
+    start = one_time_masks.OneTimeMasks.__init__
 
     def other(self: Any, *arguments: Any, **options: Any) -> None:
         start(self, *arguments, **options | {"entropy": entropy})
 
-    monkeypatch.setattr(masks.OneTimeMasks, "__init__", other)
+    monkeypatch.setattr(one_time_masks.OneTimeMasks, "__init__", other)
 
 
 def test_an_honest_product(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_seeds_that_count_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_seeds_that_the_provider_gets_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, request_effects = ring_products.RingProducts.__init__, masks.OneTimeMasks._request_effects
+    start, request_effects = ring_products.RingProducts.__init__, one_time_masks.OneTimeMasks._request_effects
 
     def knowing(self: Any, remote: Any, masks: Any, *more: Any, **options: Any) -> None:
         masks._provider = remote
@@ -91,7 +91,7 @@ def test_seeds_that_the_provider_gets_too(tmp_path: Path, monkeypatch: pytest.Mo
         self._provider.seed_effect(kind, rows, drawn[0])
 
     monkeypatch.setattr(ring_products.RingProducts, "__init__", knowing)
-    monkeypatch.setattr(masks.OneTimeMasks, "_request_effects", telling)
+    monkeypatch.setattr(one_time_masks.OneTimeMasks, "_request_effects", telling)
     audit = Short()
     passive = audit.passive(tmp_path)
     passive.structure()
@@ -108,7 +108,7 @@ def test_seeds_that_the_provider_gets_too(tmp_path: Path, monkeypatch: pytest.Mo
 def test_one_stream_of_masks_for_two_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kind's n-th seed is every other kind's n-th: no block repeats where rows differ."""
     request_effects, requests, secret = (
-        masks.OneTimeMasks._request_effects,
+        one_time_masks.OneTimeMasks._request_effects,
         Counter[Any](),
         secrets.token_bytes(32),
     )
@@ -119,13 +119,13 @@ def test_one_stream_of_masks_for_two_kinds(tmp_path: Path, monkeypatch: pytest.M
         self._entropy = lambda size: hashlib.sha256(secret + number.to_bytes(4)).digest()
         request_effects(self, kind, rows, *more)
 
-    monkeypatch.setattr(masks.OneTimeMasks, "_request_effects", again)
+    monkeypatch.setattr(one_time_masks.OneTimeMasks, "_request_effects", again)
     assert structure(tmp_path)[2] == {"one-time-uniform", "one-time-mask-source"}
 
 
 def test_a_seed_that_serves_again_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which repeats the first seed of the pass, so the first rows of the pass that is tried again."""
-    request_effects = masks.OneTimeMasks._request_effects
+    request_effects = one_time_masks.OneTimeMasks._request_effects
 
     def thrifty(self: Any, kind: Any, rows: int, *more: Any) -> None:
         draw, kept = self._entropy, self.__dict__.setdefault("kept", {})
@@ -140,7 +140,7 @@ def test_a_seed_that_serves_again_after_a_crash(tmp_path: Path, monkeypatch: pyt
         request_effects(self, kind, rows, *more)
         self._entropy = draw
 
-    monkeypatch.setattr(masks.OneTimeMasks, "_request_effects", thrifty)
+    monkeypatch.setattr(one_time_masks.OneTimeMasks, "_request_effects", thrifty)
     evidence, result, refuted = structure(tmp_path, crash=True)
     assert refuted == {"one-time-uniform", "one-time-mask-source"}
     assert result.seeds is not None
@@ -183,14 +183,14 @@ def test_a_search_that_finds_nothing_is_noticed(tmp_path: Path, monkeypatch: pyt
 
 
 def test_gradients_without_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    take = masks.OneTimeMasks.take
+    take = one_time_masks.OneTimeMasks.take
 
     def bare(self: Any, kind: Any, rows: int, **options: Any) -> Any:
         if kind.direction == BACKWARD:
             return masks.NoMasks(self._shapes).take(kind, rows)
         return take(self, kind, rows, **options)
 
-    monkeypatch.setattr(masks.OneTimeMasks, "take", bare)
+    monkeypatch.setattr(one_time_masks.OneTimeMasks, "take", bare)
     audit = Short()
     audit.passive(tmp_path).attack()
     assert {"one-time-training", "one-time-uniform"} <= audit.refuted()

@@ -30,7 +30,7 @@ from security.verdicts.plan import AuditResult
 from shared import forks
 from tenant_sdk.model import configuration
 from tenant_sdk.model import loading as model_loading
-from tenant_sdk.products import masks
+from tenant_sdk.products import one_time_masks
 from tenant_sdk.session import opening, options
 from tenant_sdk.trust import operators
 
@@ -116,7 +116,7 @@ def children_go_on(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Nobody counts forks."""
     patch.setattr(forks.ForkGuard, "in_child", property(lambda self: False))
     patch.setattr(forks.ForkGuard, "check", lambda self: None)
-    patch.setattr(masks.OneTimeMasks, "forked", lambda self: None)
+    patch.setattr(one_time_masks.OneTimeMasks, "forked", lambda self: None)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from ring_sessions import MASKINGS, ExecutorFactory, captured_requests, one_time
 import tenant_sdk
 from shared.errors import ConfigurationError, ConnectionLost, VerificationError
 from shared.wire.header import RINGS, Direction
-from tenant_sdk.products import half_checks, masks
+from tenant_sdk.products import half_checks, one_time_masks
 from tenant_sdk.products.ring_requests import HalfRequest
 
 pytest_plugins = ("ring_fixtures",)
@@ -218,7 +218,7 @@ def test_a_doubt_is_not_forgotten_if_the_next_effects_do_not_come(
     executors: ExecutorFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Effects come in parts, one for each batch of seeds: the first is wrong, and the second is withheld."""
-    parties, effects = executors("llama")[:2], masks.OneTimeMask.effects
+    parties, effects = executors("llama")[:2], one_time_masks.OneTimeMask.effects
 
     def wrong_and_cut(mask: Any) -> Iterator[tuple[slice, list[torch.Tensor]]]:
         for rows, each in effects(mask):
@@ -230,7 +230,7 @@ def test_a_doubt_is_not_forgotten_if_the_next_effects_do_not_come(
         model = session.load_model(progress=False)
         fixed_result(model, token_ids())
         with monkeypatch.context() as patch:
-            patch.setattr(masks.OneTimeMask, "effects", wrong_and_cut)
+            patch.setattr(one_time_masks.OneTimeMask, "effects", wrong_and_cut)
             with pytest.raises(VerificationError, match="could not be confirmed"):
                 fixed_result(model, token_ids())
         with pytest.raises(VerificationError, match="could not be confirmed"):

@@ -23,25 +23,30 @@ from tenant_sdk.tuning.generation import generate_answers
 from tenant_sdk.tuning.multi_adapter import MultiAdapter
 from tenant_sdk.tuning.sampling import Sampling
 
-STABLE, TOKENS = 48, 30
+STABLE_LENGTH, TOKENS = 48, 30
 LENGTH_OF = {"short": 20, "long": 52, "middle": 40, "longer": 60}  # of adapters' batches
 LENGTHS = (12, 36, 60, 47)  # shorter than that with their answers, crossing it, and longer
 SMALL = 1e-4  # GiB
 GROUPS = (GroupInfo(64, (Member("layer", 64, "layer"),)),)
 _FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0 + at for at in range(8)]}
-_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": STABLE, **_FACTORS}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": STABLE_LENGTH,
+    **_FACTORS,
+}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "phi3": (
         "Phi3ForCausalLM",
         "Phi3Config",
-        {**_PLAIN, "original_max_position_embeddings": STABLE, "rope_parameters": _LONG},
+        {**_PLAIN, "original_max_position_embeddings": STABLE_LENGTH, "rope_parameters": _LONG},
     ),
     "llama": ("LlamaForCausalLM", "LlamaConfig", {**_PLAIN, "rope_parameters": _LONG}),
     "dynamic": (
         "LlamaForCausalLM",
         "LlamaConfig",
-        {**_PLAIN, "max_position_embeddings": STABLE, "rope_parameters": _DYNAMIC},
+        {**_PLAIN, "max_position_embeddings": STABLE_LENGTH, "rope_parameters": _DYNAMIC},
     ),
 }
 
@@ -52,7 +57,7 @@ STABLE = ("phi3", "llama")  # the other kind remembers the longest text, and com
 def test_answers_are_those_of_prompts_alone(kind: str) -> None:
     """With padding, in chunks of sixteen, and with four guesses a pass, of which few are right."""
     model, chance = model_of(kind, KINDS), torch.Generator().manual_seed(5)
-    assert rope_stable_length(model) == STABLE
+    assert rope_stable_length(model) == STABLE_LENGTH
     prompts = [torch.randint(3, 120, (length,), generator=chance).tolist() for length in LENGTHS]
     sampling = Sampling(max_new_tokens=TOKENS)
 
@@ -110,11 +115,11 @@ def test_a_perplexity_does_not_depend_on_the_batches(kind: str) -> None:
 
 def test_a_model_that_begins_anew_at_a_length() -> None:
     """As Phi-3 does, whatever its positions are: guesses end there."""
-    options = {**_PLAIN, "original_max_position_embeddings": STABLE}
+    options = {**_PLAIN, "original_max_position_embeddings": STABLE_LENGTH}
     torch.manual_seed(0)
     model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**options)).eval()
     model.generation_config.eos_token_id = None
-    ids = torch.randint(3, 120, (1, STABLE - 12), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, 120, (1, STABLE_LENGTH - 12), generator=torch.Generator().manual_seed(1))
     expected = model.generate(ids, max_new_tokens=TOKENS, do_sample=False)
     for draft in (guessing(model), Knowing(model, expected, ids.shape[1] + 1)):
         assert torch.equal(
@@ -137,18 +142,18 @@ def test_a_conversation_that_grows(kind: str) -> None:
 @pytest.mark.parametrize("kind", STABLE)
 def test_a_prompt_that_is_read_ahead(kind: str) -> None:
     model = model_of(kind, KINDS)
-    for length in (STABLE - 9, STABLE, STABLE + 9):
+    for length in (STABLE_LENGTH - 9, STABLE_LENGTH, STABLE_LENGTH + 9):
         ids = torch.randint(3, 120, (1, length), generator=torch.Generator().manual_seed(length))
         options = prefill(model, ids, None, {})
         got = model.generate(ids, max_new_tokens=9, do_sample=False, **options)
         assert torch.equal(got, model.generate(ids, max_new_tokens=9, do_sample=False))
     with pytest.raises(ConfigurationError, match="depends on its last token"):
-        prefill(model, torch.full((1, STABLE + 1), 7), None, {})
+        prefill(model, torch.full((1, STABLE_LENGTH + 1), 7), None, {})
 
 
 def test_short_prompts_are_still_read_in_chunks() -> None:
     """And those of models whose positions never change."""
-    for kind, context, chunks in (("llama", STABLE, True), ("llama", STABLE + 1, False)):
+    for kind, context, chunks in (("llama", STABLE_LENGTH, True), ("llama", STABLE_LENGTH + 1, False)):
         options = LongContext(memory_gib=SMALL, context=context).options(model_of(kind, KINDS), GROUPS)
         assert ("prefill_chunk_size" in options) == chunks
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_PLAIN))
