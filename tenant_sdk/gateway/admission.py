@@ -131,10 +131,9 @@ class SequenceLimit:
         """Sequences of all clients."""
         return self._shares.total
 
-    @property
-    def clients_under_way(self) -> int:
-        """Clients that have sequences under way."""
-        return sum(count > 0 for count in self._shares.taken.values())
+    def others_under_way(self, client: str) -> bool:
+        """Whether another client than this has sequences under way."""
+        return any(count > 0 and name != client for name, count in self._shares.taken.items())
 
     def enter(self, client: str, count: int) -> Refusal | None:
         """A client's request for so many sequences, or why not; who entered leaves."""

@@ -97,8 +97,6 @@ class GenerationRequest(Struct, kw_only=True):
     def over_budget(self, context: int) -> str:
         """What goes beyond the budget of a request, in which products count; empty: nothing."""
         size, answers = self.size(context), given(self.n) or 1
-        if size.prompts > PROMPTS:
-            return f"{size.prompts} prompts; a request here has {PROMPTS} at most"
         if size.prompt_tokens > (max_tokens := max(2 * context, PROMPT_TOKENS)):
             return (
                 f"prompts of up to {size.prompt_tokens} tokens; those of a request have {max_tokens} at most"
@@ -149,6 +147,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     def invalid_reason(self, context: int) -> str:
         """What is wrong with it that types do not say; empty: nothing."""
         prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        if len(prompts) > PROMPTS and not isinstance(prompts[0], int):  # before anything that takes time
+            return f"{len(prompts)} prompts; a request here has {PROMPTS} at most"
         if len({type(each) for each in prompts}) != 1:
             return "a list of prompts has texts, or tokens, or lists of tokens, and is not empty"
         if [] in prompts:

@@ -122,7 +122,8 @@ class HttpFrontend:
         self._arriving = Reservations(BODIES_BYTES, authenticator.clients)
         self._client_locks: dict[str, asyncio.Lock] = {}
         self._parsing_turns = FairLock()
-        self._preparation_turns = PreparationTurns(clock, lambda: queue.clients_under_way)
+        self._reading_turns = PreparationTurns(clock, queue.others_under_way)
+        self._preparation_turns = PreparationTurns(clock, queue.others_under_way)
         self._unqueued = Reservations.per_client_minimum(MAX_UNQUEUED, authenticator.clients)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -278,9 +279,10 @@ class HttpFrontend:
         return why and f"the {constraint.kind} is refused: {why}"
 
     async def _parse(self, client: str, path: str, body: bytes) -> ParsedRequest | Refusal:
-        """What a request is for; what takes time for a large one is done elsewhere, one at a time."""
+        """What a request is for; a large one is read elsewhere, one at a time."""
         if len(body) <= SMALL_BODY_BYTES:
-            return parse_request(path, body, self._served.context())
+            async with self._reading_turns.turn(client):
+                return parse_request(path, body, self._served.context())
         async with self._parsing_turns.turn(client):
             return await self._served.parser(path, body, self._served.context())
 

@@ -25,19 +25,19 @@ given_to_engine: ContextVar[Callable[[], None]] = ContextVar("given_to_engine", 
 
 
 class PreparationTurns:
-    """Of each client one request at a time is read, checked and rendered, until the engine has it.
+    """Of each client one request at a time is in the hands of the thread of all clients.
 
-    vLLM does this in the thread of all clients, or with the interpreter's lock. It takes up to 40 ms even
-    for a short chat, if that has many messages or tools. A client's next request waits as long as its last
-    one took, so that others, if there are any, have half of the time.
+    There, the gateway reads and checks a request, and vLLM checks and renders it until the engine has it.
+    Either takes up to 40 ms even for a short chat, if that has many messages or tools. A client's next
+    request waits as long as its last one took, so that others, if there are any, have half of the time.
 
     Args:
         clock: in seconds.
-        clients: how many have requests under way.
+        others: whether another client than this has requests under way.
     """
 
-    def __init__(self, clock: Callable[[], float], clients: Callable[[], int]) -> None:
-        self._clock, self._clients, self._client_locks = clock, clients, dict[str, asyncio.Lock]()
+    def __init__(self, clock: Callable[[], float], others: Callable[[str], bool]) -> None:
+        self._clock, self._others, self._client_locks = clock, others, dict[str, asyncio.Lock]()
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
@@ -50,7 +50,7 @@ class PreparationTurns:
             nonlocal held
             if held:
                 held = False
-                pause = min(self._clock() - began, MOST_PAUSE) if self._clients() > 1 else 0.0
+                pause = min(self._clock() - began, MOST_PAUSE) if self._others(client) else 0.0
                 asyncio.get_running_loop().call_later(pause, lock.release)
 
         token = given_to_engine.set(release)

@@ -1,30 +1,29 @@
 """Patterns in an adapter's folder, replaced by the names of modules that they match.
 
-Anybody may have written the folder, and a pattern can take for ever. PEFT and vLLM match it without a limit,
-and vLLM does so while all sequences wait.
+Anybody may have written the folder, and a pattern can take any time and memory. PEFT and vLLM match it
+without a limit, and vLLM does so while all sequences wait. So a process with limits matches it here
+(``tenant_sdk.tuning.pattern_matching``), with Python's own expressions, as PEFT does.
 """
 
 from __future__ import annotations
 
-import functools
-import math
+import json
 import re
-import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import regex
-
 from shared.errors import ConfigurationError
+from tenant_sdk.tuning import pattern_matching
 
-SECONDS = 2.0  # for all patterns of a folder
+SECONDS = 2.0  # of a processor, for all patterns of a folder
+_WAIT = 120.0  # seconds, on a machine with much other work
 PATTERN_CHARACTERS = 4 << 10
 MAX_ENTRIES = 4096  # names or patterns of a field
 VALUES = 256  # of a table: each becomes a pattern, and Python keeps 512 of them compiled
-# Characters of a pattern, times all its counts: a library makes as many states of `(?:ab){3}` as of `ababab`.
-_STATES = 1 << 20
 _LISTS = 16  # of layers in a model; PEFT makes an expression of each name for each module
 _FEW = 64  # names, with which PEFT's time is no matter
 # Fields of an adapter's configuration, and what they have: a pattern or names, a table of patterns, names.
@@ -32,17 +31,10 @@ _PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules")
 _TABLES = ("rank_pattern", "alpha_pattern")
 _NAMES = ("modules_to_save", "layers_pattern", "target_parameters", "trainable_token_indices")
 _NAME = re.compile(r"[\w.\-]+")
-_COUNT = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
-_VERBOSE = re.compile(r"\(\?[a-zA-Z-]*x")  # ``regex`` then passes over spaces and comments within a count
 _ALL = "all-linear"  # PEFT's word
 
 
-def without_patterns(
-    config: Mapping[str, Any],
-    modules: Iterable[str],
-    folder: Path,
-    clock: Callable[[], float] = time.monotonic,
-) -> dict[str, Any]:
+def without_patterns(config: Mapping[str, Any], modules: Iterable[str], folder: Path) -> dict[str, Any]:
     """An adapter's configuration that does the same to these modules, and holds names for patterns.
 
     Of many names those are kept that a module has in its own: PEFT compares each with every module.
@@ -51,16 +43,16 @@ def without_patterns(
         config: of ``adapter_config.json``, each field of its type.
         modules: names of all modules and parameters of the model.
         folder: that errors name.
-        clock: in seconds.
 
     Raises:
         ConfigurationError: a pattern is too large, takes too long or is none.
     """
-    names, fields = _ModuleNames(list(modules), f"the adapter in {folder}", clock), dict(config)
+    names, fields = _ModuleNames(list(modules), f"the adapter in {folder}"), dict(config)
     for field in _PATTERNS:
         names_of_field = config.get(field)
         if isinstance(names_of_field, str) and names_of_field != _ALL:
-            fields[field] = [name for name in names.all if names.matches(names_of_field, name)]
+            first = names.first_matches(field, [names_of_field])
+            fields[field] = [name for name, at in zip(names.all, first, strict=True) if at is not None]
         elif isinstance(names_of_field, list):
             fields[field] = names.known(names_of_field)
     for field in _TABLES:
@@ -93,8 +85,8 @@ def without_patterns(
 class _ModuleNames:
     """See ``without_patterns``."""
 
-    def __init__(self, names: list[str], where: str, clock: Callable[[], float]) -> None:
-        self.all, self.where, self._clock, self._end = names, where, clock, clock() + SECONDS
+    def __init__(self, names: list[str], where: str) -> None:
+        self.all, self.where = names, where
         self.known_names = frozenset(names)
         self._suffixes = {end for name in names for end in _suffixes(name)}
         self._parts = {part for name in names for part in name.split(".")}
@@ -106,27 +98,49 @@ class _ModuleNames:
         matching = (n for n in names if n in self._suffixes or any(part.endswith(n) for part in self._parts))
         return list(dict.fromkeys(matching)) or names[:1]
 
-    def matches(self, pattern: str, name: str) -> bool:
-        """Whether a pattern matches a whole name.
+    def first_matches(self, field: str, patterns: Sequence[str], form: str = "{}") -> Sequence[int | None]:
+        """For each name, the index of the first pattern that matches the whole of it, or None.
+
+        Args:
+            field: where they are.
+            form: of the expression that is matched, around a pattern.
 
         Raises:
-            ConfigurationError: it is too large, takes too long or is none.
+            ConfigurationError: one is too large or is none, or they take too long.
         """
-        what = f"the pattern {pattern[:80]!r} of {self.where}"
-        if len(pattern) > PATTERN_CHARACTERS:
-            raise ConfigurationError(f"{what} has more than {PATTERN_CHARACTERS} characters")
-        if _states(pattern) > _STATES:
-            raise ConfigurationError(f"{what} repeats too much; give names of modules instead")
-        if _VERBOSE.search(pattern):
-            raise ConfigurationError(f"{what} has the flag x (verbose); write the pattern without it")
+        if not patterns:
+            return [None] * len(self.all)
+        for pattern in patterns:
+            if len(pattern) > PATTERN_CHARACTERS:
+                what = f"the pattern {pattern[:80]!r} of {self.where}"
+                raise ConfigurationError(f"{what} has more than {PATTERN_CHARACTERS} characters")
+        request = {"seconds": SECONDS, "names": self.all, "patterns": [form.format(p) for p in patterns]}
         try:
-            _python_takes(pattern)
-            # A time of zero is none at all.
-            return regex.fullmatch(pattern, name, timeout=max(self._end - self._clock(), 1e-6)) is not None
-        except TimeoutError as error:
-            raise ConfigurationError(f"{what} takes too long; give names of modules instead") from error
-        except (regex.error, re.error, OverflowError, RecursionError, MemoryError) as error:
-            raise ConfigurationError(f"{what} is no regular expression: {error}") from error
+            done = subprocess.run(  # noqa: S603 - this program
+                [sys.executable, "-I", "-S", pattern_matching.__file__],
+                input=json.dumps(request).encode(),
+                capture_output=True,
+                timeout=_WAIT,
+            )
+        except subprocess.TimeoutExpired:
+            done = None
+        if done is None or done.returncode == -signal.SIGPROF:
+            raise ConfigurationError(
+                f"{field} of {self.where}, with the pattern {patterns[0][:80]!r}, takes too long: more than "
+                f"{SECONDS:g} s of a processor; give names of modules instead"
+            )
+        if done.returncode != 0:
+            raise ConfigurationError(
+                f"{field} of {self.where}, with the pattern {patterns[0][:80]!r}, takes more than "
+                f"{pattern_matching.MEMORY >> 20} MiB of memory, or ends the process that matches it; give "
+                "names of modules instead"
+            )
+        found = json.loads(done.stdout)
+        if isinstance(found, dict):
+            pattern = patterns[found["pattern"]]
+            why = f"is no regular expression: {found['why']}"
+            raise ConfigurationError(f"the pattern {pattern[:80]!r} of {self.where} {why}")
+        return found  # type: ignore[no-any-return]
 
     def table(self, field: str, entries: Mapping[str, Any]) -> dict[str, Any]:
         """A table of a few names, or with one pattern of names for each value.
@@ -139,13 +153,11 @@ class _ModuleNames:
         order = {key: at for at, key in enumerate(entries)}
         patterns = [key for key in entries if not _NAME.fullmatch(key)]
         compiled: dict[str, Any] = {}
-        for name in self.all:
+        first_matches = self.first_matches(field, patterns, r"(.*\.)?({})")
+        for name, at in zip(self.all, first_matches, strict=True):
             keys = [key for key in _suffixes(name) if key in order]
-            first = min(map(order.__getitem__, keys), default=len(order))
-            for key in patterns:
-                if order[key] < first and self.matches(rf"(.*\.)?({key})", name):
-                    keys.append(key)
-                    break
+            if at is not None:
+                keys.append(patterns[at])
             if keys:
                 compiled[name] = entries[min(keys, key=order.__getitem__)]
         same: dict[float, list[str]] = {}
@@ -154,20 +166,6 @@ class _ModuleNames:
         if len(same) > VALUES:
             raise ConfigurationError(f"{self.where} has {len(same)} values in {field}; {VALUES} are the most")
         return {f"^(?:{'|'.join(names)})": value for value, names in same.items()}
-
-
-def _states(pattern: str) -> int:
-    """At most so many has a pattern when it is compiled, which has no limit of time or memory."""
-    counts = (max(1, *(int(each or 0) for each in match.groups())) for match in _COUNT.finditer(pattern))
-    return len(pattern) * math.prod(counts)
-
-
-@functools.lru_cache
-def _python_takes(pattern: str) -> None:
-    """Refuse what Python's own expressions, which PEFT uses, lack, such as patterns within themselves."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        re.compile(pattern)
 
 
 def _suffixes(name: str) -> Iterator[str]:

@@ -8,6 +8,7 @@ import json
 import logging
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -103,7 +104,9 @@ class Working:
         await send({"type": "http.response.body", "body": b""})
 
 
-def front(application: Any, folder: Path, most: int = 4, **options: Any) -> HttpFrontend:
+def front(
+    application: Any, folder: Path, most: int = 4, clock: Callable[[], float] = time.monotonic, **options: Any
+) -> HttpFrontend:
     authenticator = Authenticator(KEYS)
     return HttpFrontend(
         application,
@@ -111,6 +114,7 @@ def front(application: Any, folder: Path, most: int = 4, **options: Any) -> Http
         queue=SequenceLimit(most, authenticator.clients),
         folder=folder,
         retry_after=3,
+        clock=clock,
         served=FrontendDependencies(lambda: 64, **{"parser": RequestParser()} | options),
     )
 
@@ -412,6 +416,36 @@ async def test_large_bodies_are_read_in_turns(tmp_path: Path) -> None:
     await large.task
     assert large.status == 200
     await there._served.parser.close()  # type: ignore[attr-defined]
+
+
+@awaited
+async def test_small_bodies_of_a_client_are_read_in_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes milliseconds of the thread of all clients, also if it is refused then."""
+    read, now = list[bytes](), [0.0]
+
+    def slowly(path: str, body: bytes, context: int) -> Any:
+        read.append(body)
+        now[0] += 0.01
+        return parse_request(path, body, context)
+
+    monkeypatch.setattr(http_frontend, "parse_request", slowly)
+    application = Working()
+    there = front(application, tmp_path, clock=lambda: now[0])
+    other = await Client(there, key=1).says(BODY)  # under way until the application goes on
+    read.clear()
+    async with there._reading_turns.turn("0"):
+        first, second = [Client(there) for _ in range(2)]
+        for each in (first, second):
+            await each.says(b"{}")
+        assert read == []
+        assert (await Client(there, key=1).says(b"[]")).status == 400
+        assert read == [b"[]"]
+    await asyncio.gather(first.task, second.task)
+    assert read == [b"[]", b"{}", b"{}"]
+    application.go.set()
+    await other.task
 
 
 @awaited

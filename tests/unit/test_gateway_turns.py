@@ -24,7 +24,7 @@ from tenant_sdk.gateway.round_robin import (
 async def test_one_request_of_each_client_is_prepared_at_a_time() -> None:
     """Until the engine has it; then after as long as that took."""
     now, clients, order = 0.0, 2, list[str]()
-    turns = PreparationTurns(lambda: now, lambda: clients)
+    turns = PreparationTurns(lambda: now, lambda client: clients > 1)
     engine_has, ends = dict[str, asyncio.Event](), asyncio.Event()
 
     async def request(client: str, name: str) -> None:
