@@ -195,8 +195,8 @@ def _measured(
 ) -> list[tuple[tuple[float, float], tuple[float, float]]]:
     known: dict[GroupShape, tuple[tuple[float, float], tuple[float, float]]] = {}
     for shape, count in Counter(shapes).items():
-        parts = min(-(-shape.size // MEASURED_ELEMENTS), min(shape.outputs))
-        widths = tuple(outputs // parts for outputs in shape.outputs)
+        parts = -(-shape.size // MEASURED_ELEMENTS)
+        widths = tuple(max(1, outputs // parts) for outputs in shape.outputs)
         scale = shape.size / (shape.inputs * sum(widths))
         copies = max(1, min(count, MEASURED_ELEMENTS // (shape.inputs * sum(widths))))
         info = GroupInfo(shape.inputs, tuple(Member(str(i), width, "") for i, width in enumerate(widths)))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SCAN_SECONDS = 1.0  # between two scans of the folder of adapters
 SCANS_OF_REFUSED = 60  # one in so many also looks at refused adapters
+NAMES_OF_SCAN = 8  # further names of folders that changed, which a scan serves anew
 _NAMED = 20  # models in an error
 
 
@@ -56,6 +57,7 @@ class AdapterRegistry:
         self._last_id = 0
         # Of each folder below --adapters: its files when it was taken, and when it was last looked at.
         self._seen, self._marks = dict[str, object](), dict[str, object]()
+        self._outdated = dict[str, None]()  # names whose folder has changed since, oldest first
         self._unused = UnusedCopies(queue)
 
     def unserved(self, name: str) -> str:
@@ -184,15 +186,29 @@ class AdapterRegistry:
             if known or last.get(name) != mark:
                 continue
             self._seen[name] = mark
-            others = [other for other, adapter in self.served.items() if adapter.source == folder / name]
-            try:
-                for each in {name, *others}:
-                    await self.add(folder / name, each)
-                self.refused.pop(name, None)
-            except Exception as error:  # whatever it is, the other folders are served
-                if self.refused.get(name) != str(error):
-                    self._settings.say(str(error))
-                self.refused[name] = str(error)
+            await self._add_again(folder / name, name)
+            self._outdated.update(
+                dict.fromkeys(
+                    other
+                    for other, adapter in self.served.items()
+                    if adapter.source == folder / name and other != name
+                )
+            )
+        # One client may have given hundreds of names to one folder, and the next scan must not wait for all.
+        for name in list(self._outdated)[:NAMES_OF_SCAN]:
+            del self._outdated[name]
+            if name in self.served:
+                await self._add_again(self.served[name].source, name)
+
+    async def _add_again(self, folder: Path, name: str) -> None:
+        """Serve a folder that has changed under one of its names, or note why not."""
+        try:
+            await self.add(folder, name)
+            self.refused.pop(folder.name, None)
+        except Exception as error:  # whatever it is, the other folders are served
+            if self.refused.get(folder.name) != str(error):
+                self._settings.say(str(error))
+            self.refused[folder.name] = str(error)
 
     async def watch(self, folder: Path) -> None:
         """Scan again and again. Libraries that are told of changes follow links out of the folder."""

@@ -29,7 +29,7 @@ MAX_GROWTH = 1024
 MAX_TOKEN = 4096  # characters of one token: what decoding one token can yield
 # What loading takes time and memory for, with the largest in use that we know of.
 MAX_RULES = 64  # one after the other
-MAX_PATTERN = 4096  # characters; those of known tokenizers have a few hundred
+MAX_PATTERN = 4096  # characters of all expressions together; those of known tokenizers have a few hundred
 MAX_ENTRIES = 1 << 20  # of a vocabulary, 901,629, and merges, 580,604
 MAX_PLACES = 1 << 22  # in a Unigram vocabulary's tree of all beginnings of tokens, half a kilobyte each
 MAX_EXTRA = 1 << 15  # added tokens, 28,672
@@ -87,8 +87,7 @@ class _Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One of the two; they cannot be told apart by a tag."""
 
     String: str | UnsetType = UNSET
-    # The library compiles some 5,000 times as many bytes.
-    Regex: Annotated[str, msgspec.Meta(max_length=MAX_PATTERN)] | UnsetType = UNSET
+    Regex: str | UnsetType = UNSET
 
 
 _METASPACE: dict[str, Any] = {
@@ -262,6 +261,7 @@ def safe_tokenizer(data: bytes) -> str:
     except UNREADABLE as error:
         raise _refused(str(error)[:200]) from error
     _check_vocabulary(file)
+    _check_patterns(file)
     growth = _growth(_list(file.normalizer, "normalizers")) * _growth(
         _list(file.pre_tokenizer, "pretokenizers")
     )
@@ -325,6 +325,19 @@ def _check_vocabulary(file: _File) -> None:
             raise _refused("its decoder cuts more off a token than it may have")
     if getattr(file.model, "dropout", None) not in (None, UNSET, 0.0):
         raise _refused("its dropout makes tokens random")
+
+
+def _check_patterns(file: _File) -> None:
+    """Refuse expressions that are long: the library compiles some 5,000 times as many bytes."""
+    rules = [
+        *_list(file.normalizer, "normalizers"),
+        *_list(file.pre_tokenizer, "pretokenizers"),
+        *_list(file.decoder, "decoders"),
+    ]
+    patterns = (getattr(rule, "pattern", UNSET) for rule in rules)
+    length = sum(len(each.Regex or "") for each in patterns if isinstance(each, _Pattern))
+    if length > MAX_PATTERN:
+        raise _refused(f"its regular expressions have {length} characters; {MAX_PATTERN} is the limit")
 
 
 def check_letters(tokens: Iterable[str]) -> None:

@@ -67,6 +67,7 @@ def test_some_holes_are_in_use() -> None:
 # -- how many of anything ----------------------------------------------------------------------------
 
 NFC = [{"type": "NFC"}] * 65
+LONG_SPLIT = {"type": "Split", "pattern": {"Regex": "[a]+" * 500}, "behavior": "Isolated", "invert": False}
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,8 @@ NFC = [{"type": "NFC"}] * 65
         {"normalizer": sequence(*NFC)},
         {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Digits"}] * 65}},
         {"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}] * 65}},
+        # Expressions are compiled, each into 5,000 times its size.
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [LONG_SPLIT] * 3}},
         {"post_processor": {"type": "Sequence", "processors": [{"type": "ByteLevel"}] * 65}},
         # Nothing is put around a text, many times.
         {"post_processor": template(("Sequence", "A"), *[("SpecialToken", "<s>")] * 100, tokens=0)},

@@ -64,6 +64,8 @@ def test_large_shapes_are_measured_by_a_part(monkeypatch: pytest.MonkeyPatch) ->
     )
     survey(["cpu"], "ring", [GroupShape(64, (48, 16))])
     assert asked == [16]
+    survey(["cpu"], "ring", [GroupShape(64, (4096, 2, 2))])  # narrow members do not keep a wide one whole
+    assert asked == [16, 17]
 
 
 def test_another_process_finds_the_same_devices() -> None:

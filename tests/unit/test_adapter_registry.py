@@ -1,0 +1,63 @@
+"""How a gateway follows its folder of adapters; vLLM's part is a name here."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from test_gateway_front import awaited
+
+from tenant_sdk.gateway.admission import Authenticator, SequenceLimit
+
+
+@pytest.fixture
+def registries(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module, with vLLM's request as an empty class."""
+    for name in ("vllm", "vllm.lora", "vllm.lora.request"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["vllm.lora.request"].LoRARequest = object  # type: ignore[attr-defined]
+    name = "tenant_sdk.gateway.adapter_registry"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module(name)
+    sys.modules.pop(name, None)
+
+
+@awaited
+async def test_names_of_a_folder_that_changed_are_served_after_the_other_folders(
+    registries: Any, tmp_path: Path
+) -> None:
+    """A client may have given hundreds of names to one folder."""
+    settings = SimpleNamespace(authenticator=Authenticator([]), folder=tmp_path, say=print)
+    registry = registries.AdapterRegistry(settings, None, None, SequenceLimit(4, 1))
+    added = list[str]()
+
+    async def add(folder: Path, name: str = "") -> None:
+        added.append(name)
+        registry.served[name] = SimpleNamespace(source=folder)
+
+    registry.add = add
+    adapters = tmp_path / "adapters"
+    for name in ("one", "two"):
+        (adapters / name).mkdir(parents=True)
+        (adapters / name / "adapter_config.json").write_text("{}")
+    await registry.scan(adapters, begins=True)
+    assert sorted(added) == ["one", "two"]
+    names = [f"name-{at}" for at in range(registries.NAMES_OF_SCAN + 1)]
+    registry.served |= {name: SimpleNamespace(source=adapters / "one") for name in names}
+    added.clear()
+    for name in ("one", "two"):
+        (adapters / name / "adapter_config.json").write_text("{} ")
+    await registry.scan(adapters)  # it may still be written
+    assert added == []
+    await registry.scan(adapters)
+    assert sorted(added[:2]) == ["one", "two"]
+    assert added[2:] == names[:-1]
+    await registry.scan(adapters)
+    assert added[-1] == names[-1]
+    count = len(added)
+    await registry.scan(adapters)
+    assert len(added) == count
