@@ -56,6 +56,8 @@ _ELSEWHERE = {
 PUBLIC_PATHS = frozenset({"/", "/healthz"})  # nothing that tells who uses what
 BODY_BYTES = 8 << 20  # however long sequences may be
 SMALL_BODY_BYTES = 64 << 10
+# To ``/tokenize``: vLLM lists the tokens, in the worst case one a byte, in the thread of all clients.
+TOKENIZED_BYTES = 512 << 10
 BODIES_BYTES = 64 << 20  # of all that arrive at once
 BODY_SECONDS = 30.0
 SEND_SECONDS = 60.0  # until a client that does not read its answer is given up
@@ -120,7 +122,7 @@ class HttpFrontend:
         self._folder, self._retry_after, self._clock = folder, retry_after, clock
         self._served = served
         self._arriving = Reservations(BODIES_BYTES, authenticator.clients)
-        self._client_locks: dict[str, asyncio.Lock] = {}
+        self._tokenizing_turns = PreparationTurns(clock, queue.others_under_way)
         self._parsing_turns = FairLock()
         self._reading_turns = PreparationTurns(clock, queue.others_under_way)
         self._preparation_turns = PreparationTurns(clock, queue.others_under_way)
@@ -265,7 +267,7 @@ class HttpFrontend:
             answer.append(message)
 
         # Not a turn among all: its text waits for one in vLLM's threads, behind the client's own.
-        async with self._client_locks.setdefault(client, asyncio.Lock()):
+        async with self._tokenizing_turns.turn(client):
             await self._run(scope, receive, collect)
         for message in answer:
             await send(message)
@@ -293,7 +295,7 @@ class HttpFrontend:
         if path in GENERATION_PATHS:
             max_bytes = min(BODY_BYTES, max_bytes + longest * self._queue.most)
         elif path in TOKENIZING_PATHS:
-            max_bytes = min(BODY_BYTES, longest)
+            max_bytes = min(BODY_BYTES if path == "/detokenize" else TOKENIZED_BYTES, longest)
         body = bytearray()
         try:
             yield await self._receive_body(client, max_bytes, body, receive)

@@ -34,6 +34,7 @@ IGNORED = frozenset(
     }
 )
 RESPONSES = "/v1/responses"
+STRINGS_BYTES = 64 << 10  # of a text whose tokens are also told as texts, which takes vLLM far longer
 
 
 class Tokenizing(Struct, kw_only=True):
@@ -120,6 +121,9 @@ def parse_request(path: str, body: bytes, context: int) -> ParsedRequest | Refus
         request = msgspec.json.decode(body, type=kind)
         if wrong := request.invalid_reason(context):
             return _refused(wrong)
+        strings = isinstance(request, Tokenizing) and request.return_token_strs is True
+        if strings and len(body) > STRINGS_BYTES:
+            return _refused(f"return_token_strs is for bodies of up to {STRINGS_BYTES} bytes; leave it out")
         wanted, sequences, may_call = None, 1, False
         if isinstance(request, Generating):
             may_call, sequences, wanted = request.may_call, request.sequences, request.unify_constraint()

@@ -15,7 +15,7 @@ from typing import Any
 from shared.fair_threads import FairThreads
 
 TOKENIZING_THREADS = 2
-MOST_PAUSE = 0.05  # seconds between two requests of a client that are prepared
+MOST_PAUSE = 0.5  # seconds between two requests of a client that are prepared
 # The client whose request is answered in this context.
 current_client: ContextVar[str] = ContextVar("current_client", default="")
 

@@ -25,6 +25,7 @@ from tenant_sdk.gateway.helper_process import HelperProcess
 from tenant_sdk.gateway.http_frontend import (
     FLUSHED,
     MAX_UNQUEUED,
+    TOKENIZED_BYTES,
     FrontendDependencies,
     HttpFrontend,
     _is_server_error,
@@ -105,7 +106,12 @@ class Working:
 
 
 def front(
-    application: Any, folder: Path, most: int = 4, clock: Callable[[], float] = time.monotonic, **options: Any
+    application: Any,
+    folder: Path,
+    most: int = 4,
+    context: int = 64,
+    clock: Callable[[], float] = time.monotonic,
+    **options: Any,
 ) -> HttpFrontend:
     authenticator = Authenticator(KEYS)
     return HttpFrontend(
@@ -115,7 +121,7 @@ def front(
         folder=folder,
         retry_after=3,
         clock=clock,
-        served=FrontendDependencies(lambda: 64, **{"parser": RequestParser()} | options),
+        served=FrontendDependencies(lambda: context, **{"parser": RequestParser()} | options),
     )
 
 
@@ -222,7 +228,7 @@ async def test_one_key_does_not_fill_the_queue(tmp_path: Path) -> None:
 async def test_a_client_tokenizes_one_text_at_a_time(tmp_path: Path, path: str) -> None:
     """Another client's, which may wait for its turn elsewhere, is not behind them."""
     application = Working()
-    there = front(application, tmp_path, most=8)
+    there = front(application, tmp_path, most=8, clock=lambda: 0.0)
     body = BODY if path == "/tokenize" else b'{"tokens": [1]}'
     for key in (0, 0, 0, 1):
         await Client(there, path, key).says(body)
@@ -262,10 +268,12 @@ async def test_an_answer_that_is_not_read_lets_others_tokenize(tmp_path: Path) -
 
 @awaited
 async def test_a_body_that_is_tokenized_is_small(tmp_path: Path) -> None:
-    there = front(Working(), tmp_path)
-    big = await Client(there, "/tokenize").says(b" " * (6 << 10))
-    assert big.status == 413
-    assert (b"connection", b"close") in big.sent[0]["headers"]
+    """Also with a long context: its tokens are listed in the thread of all clients."""
+    for context, size in ((64, 6 << 10), (1 << 17, TOKENIZED_BYTES + 1)):
+        there = front(Working(), tmp_path, context=context)
+        big = await Client(there, "/tokenize").says(b" " * size)
+        assert big.status == 413
+        assert (b"connection", b"close") in big.sent[0]["headers"]
 
 
 @pytest.mark.parametrize(

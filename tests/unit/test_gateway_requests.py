@@ -18,7 +18,7 @@ from tenant_sdk.gateway.constraints import (
     read_constraint,
 )
 from tenant_sdk.gateway.request_limits import PARTS
-from tenant_sdk.gateway.requests import RESPONSES, ParsedRequest, parse_request
+from tenant_sdk.gateway.requests import RESPONSES, STRINGS_BYTES, ParsedRequest, parse_request
 
 CONTEXT = 64
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -178,6 +178,12 @@ def test_what_is_refused(path: str, field: str, value: Any) -> None:
         ("/detokenize", {"tokens": [1] * (CONTEXT + 1)}, "64 at most"),
         ("/detokenize", {"tokens": [2**31]}, "tokens"),
         ("/tokenize", {"prompt": 1}, "prompt"),
+        ("/tokenize", {"prompt": "x" * STRINGS_BYTES, "return_token_strs": True}, "return_token_strs"),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "x" * STRINGS_BYTES}], "return_token_strs": True},
+            "return_token_strs",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_too_much(path: str, body: Any, why: str) -> None:
