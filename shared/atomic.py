@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # what file systems without hard links say
 
 
 def write_atomically(
@@ -67,10 +70,23 @@ def _sibling(path: Path, *, new: bool = False) -> Iterator[tuple[int, Path]]:
     temporary = Path(name)
     try:
         yield descriptor, temporary
-        (os.link if new else os.replace)(temporary, path)
+        if new:
+            _link_new(temporary, path)
+        else:
+            os.replace(temporary, path)
     finally:
         os.close(descriptor)
         temporary.unlink(missing_ok=True)
+
+
+def _link_new(temporary: Path, path: Path) -> None:
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # nobody else's from here on
+        os.replace(temporary, path)
 
 
 @contextmanager

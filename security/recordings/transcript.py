@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -13,6 +13,7 @@ import torch
 
 from provider.observe.transcript import ANSWER, LENGTH, MAGIC, RECORD, RecordKind
 from shared.checkpoint import Checkpoint
+from shared.encoded import mostly_hole
 from shared.errors import SymbiosisError, WireError
 from shared.wire.header import HEADER_BYTES, PRODUCTS, Header, parse_header
 from shared.wire.messages import Manifest, decode
@@ -100,6 +101,8 @@ def read_transcript(path: str | Path, *, digest: str | None = None, cut: bool = 
     """
     path = newest(path) if Path(path).is_dir() else Path(path)
     try:
+        if mostly_hole(path):  # its own manifest says how large requests may be
+            raise TranscriptError(f"most of {path} is a hole: it was not copied as a whole")
         with path.open("rb") as file:
             return _read(path, file, digest, cut=cut)
     except OSError as error:
@@ -197,7 +200,7 @@ class _RecordReader:
         self._protocol = ExecutorProtocol(into.manifest)
         self._protocol.hello_received = True  # control messages are not recorded
         # By session and request id, which a tenant can give to several.
-        self._without_answer = defaultdict[tuple[int, int], list[RecordedRequest]](list)
+        self._without_answer = defaultdict[tuple[int, int], deque[RecordedRequest]](deque)
 
     def next(self) -> bool:
         """Read one record; whether more follow.
@@ -235,12 +238,11 @@ class _RecordReader:
 
     def _answered(self, session: int) -> None:
         request_id, seconds = ANSWER.unpack(self._cursor.take(ANSWER.size))
-        requests = self._without_answer.pop((session, request_id), [])
+        requests = self._without_answer.get((session, request_id))
         if not requests:
             raise ValueError("an answer to nothing")
         if not 0 <= seconds < _LATEST:
             raise ValueError("a time that is none")
-        first, *others = requests
-        first.seconds = seconds
-        if others:
-            self._without_answer[session, request_id] = others
+        requests.popleft().seconds = seconds
+        if not requests:
+            del self._without_answer[session, request_id]

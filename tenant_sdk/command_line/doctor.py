@@ -59,6 +59,10 @@ LARGE_BYTES = 4 << 20
 _AT_ONCE = 16  # rows of noise under way: an executor says how many groups it has, and how wide they are
 # Renewing a certificate takes people, so say early that it will be due.
 SOON_DAYS = 14
+# What ``cryptography`` raises of certificates that OpenSSL takes.
+_UNREADABLE = (
+    ValueError, x509.InvalidVersion, x509.DuplicateExtension, x509.UnsupportedGeneralNameType,
+)  # fmt: skip
 
 
 def diagnose(targets: list[Target], rules: SessionRules) -> Iterator[tuple[str, Iterator[CheckResult]]]:
@@ -358,13 +362,19 @@ def _resolve(host: str, port: int) -> CheckResult:
 def _check_tls(sock: ssl.SSLSocket) -> Iterator[CheckResult]:
     cipher = sock.cipher()
     yield CheckResult("tls", True, f"{sock.version()}, {cipher[0] if cipher else 'no cipher'}")
-    certificate = x509.load_der_x509_certificate(sock.getpeercert(binary_form=True) or b"")
-    days = (certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)).days
+    try:
+        certificate = x509.load_der_x509_certificate(sock.getpeercert(binary_form=True) or b"")
+        days = (certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)).days
+        described = _describe(certificate)
+    except _UNREADABLE as error:
+        remedy = "ask its operator for a certificate without unusual extensions"
+        yield CheckResult("certificate", None, f"valid, but a field cannot be read: {error}", remedy)
+        return
     soon = days < SOON_DAYS
     yield CheckResult(
         "certificate",
         None if soon else True,
-        _describe(certificate) + (f"; only {days} days left" if soon else ""),
+        described + (f"; only {days} days left" if soon else ""),
         "ask its operator when it will be renewed" if soon else "",
     )
 
@@ -402,7 +412,7 @@ def _shown_certificate(target: Target) -> str:
         with open_tcp(host, port, target.timeout, target.address) as raw, context.wrap_socket(raw) as sock:
             shown = sock.getpeercert(binary_form=True)
         return f". The server shows: {_describe(x509.load_der_x509_certificate(shown or b''))}"
-    except (OSError, ValueError, SymbiosisError):
+    except (OSError, *_UNREADABLE, SymbiosisError):
         return ""
 
 

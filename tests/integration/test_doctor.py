@@ -11,9 +11,14 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import RING, Executor
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from provider.config import ServeConfig
 from provider.serve.certificates import write_certificates
@@ -21,7 +26,7 @@ from provider.serve.listening import bound, listen
 from provider.serve.provider import Provider
 from shared.wire.messages import Limits
 from tenant_sdk.command_line.checks import CheckResult
-from tenant_sdk.command_line.doctor import _layers, diagnose, examine
+from tenant_sdk.command_line.doctor import _check_tls, _layers, diagnose, examine
 from tenant_sdk.command_line.options import NAMES, SessionRules, Target
 from tenant_sdk.session.profiles import Secret
 
@@ -49,6 +54,30 @@ def failure(executor: Executor, url: str | None = None, **options: object) -> Ch
     last = list(look(executor, url, **options).values())[-1]
     assert last.ok is False
     return last
+
+
+def test_a_certificate_that_only_openssl_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its operator decides what stands in it, and the checks go on."""
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "odd")])
+    features = x509.UnrecognizedExtension(x509.ObjectIdentifier("1.3.6.1.5.5.7.1.24"), b"\xff\xff")
+    builder = x509.CertificateBuilder(
+        name,
+        name,
+        key.public_key(),
+        1,
+        now,
+        now + datetime.timedelta(60),
+        [x509.Extension(features.oid, False, features)],
+    )
+    shown = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
+    sock: Any = SimpleNamespace(
+        cipher=lambda: None, version=lambda: "TLSv1.3", getpeercert=lambda binary_form: shown
+    )
+    _, found = _check_tls(sock)
+    assert (found.step, found.ok) == ("certificate", None)
+    assert "cannot be read" in found.detail
+    assert found.remedy
 
 
 def test_all_is_well(llama: Executor) -> None:

@@ -223,6 +223,13 @@ def recorded_header() -> Header:
     return Header(Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.float32], 0, 1, 1, 64, 1)
 
 
+def test_a_hole_is_not_read(finished: Path) -> None:
+    """An archive of some kilobytes holds many gigabytes of it."""
+    os.truncate(finished, 1 << 30)
+    with pytest.raises(TranscriptError, match="most of .* is a hole"):
+        read_transcript(finished, cut=True)
+
+
 def test_a_request_id_that_a_tenant_uses_twice(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     writer = TranscriptWriter(tmp_path, BaseExecutor(checkpoint("llama"), numerics="float32").manifest)
     session, header = writer.opened("bob"), recorded_header()
