@@ -226,7 +226,7 @@ def recorded_header() -> Header:
 def test_a_hole_is_not_read(finished: Path) -> None:
     """An archive of some kilobytes holds many gigabytes of it."""
     os.truncate(finished, 1 << 30)
-    with pytest.raises(TranscriptError, match="most of .* is a hole"):
+    with pytest.raises(TranscriptError, match=r"most of .* is a hole"):
         read_transcript(finished, cut=True)
 
 
