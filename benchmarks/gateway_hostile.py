@@ -205,6 +205,10 @@ class Hostile:
         messages = [{"role": "user", "content": "x" if at > 1000 else ""} for at in range(1020)]
         await self._post("/v1/responses", {"model": "base", "input": messages, "max_output_tokens": 1})
 
+    async def too_many(self) -> None:
+        """Prompts of one token, in a body that is small enough to be read by the server itself."""
+        await self._post("/v1/completions", {"model": "base", "prompt": [[1]] * 15_000})
+
     async def strict(self) -> None:
         """Tools beside a pattern that another library would take long to read."""
         tool = {"type": "function", "function": {"name": "f", "parameters": LONG_TEXT, "strict": True}}
@@ -354,6 +358,7 @@ async def measure(hostile: Hostile, url: str, rounds: int, requests: int, words:
         "tool calls, required and in the text": (hostile.calls, 8),
         "small chats of many messages": (hostile.messages, 36),
         "chats with large tools": (hostile.large_tools, 36),
+        "many prompts that are refused": (hostile.too_many, 48),
     }
     async with openai.AsyncOpenAI(
         base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0, timeout=120

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from itertools import count
+from itertools import count, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -194,8 +194,13 @@ class AdapterRegistry:
                     if adapter.source == folder / name and other != name
                 )
             )
-        # One client may have given hundreds of names to one folder, and the next scan must not wait for all.
-        for name in list(self._outdated)[:NAMES_OF_SCAN]:
+        # One client may have given hundreds of names to one folder, and neither the next scan nor other
+        # clients' names must wait for all.
+        by_owner: dict[str, list[str]] = {}
+        for name in self._outdated:
+            by_owner.setdefault(self._owners.get(name, ""), []).append(name)
+        turns = [name for each in zip_longest(*by_owner.values()) for name in each if name is not None]
+        for name in turns[:NAMES_OF_SCAN]:
             del self._outdated[name]
             if name in self.served:
                 await self._add_again(self.served[name].source, name)
@@ -204,7 +209,8 @@ class AdapterRegistry:
         """Serve a folder that has changed under one of its names, or note why not."""
         try:
             await self.add(folder, name)
-            self.refused.pop(folder.name, None)
+            if name == folder.name:
+                self.refused.pop(name, None)
         except Exception as error:  # whatever it is, the other folders are served
             if self.refused.get(folder.name) != str(error):
                 self._settings.say(str(error))

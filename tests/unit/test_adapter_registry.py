@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from test_gateway_front import awaited
 
+from shared.errors import ConfigurationError
 from tenant_sdk.gateway.admission import Authenticator, SequenceLimit
 
 
@@ -48,6 +49,8 @@ async def test_names_of_a_folder_that_changed_are_served_after_the_other_folders
     assert sorted(added) == ["one", "two"]
     names = [f"name-{at}" for at in range(registries.NAMES_OF_SCAN + 1)]
     registry.served |= {name: SimpleNamespace(source=adapters / "one") for name in names}
+    registry.served["other"] = SimpleNamespace(source=adapters / "one")
+    registry._owners |= {**dict.fromkeys(names, "0"), "other": "1"}
     added.clear()
     for name in ("one", "two"):
         (adapters / name / "adapter_config.json").write_text("{} ")
@@ -55,9 +58,35 @@ async def test_names_of_a_folder_that_changed_are_served_after_the_other_folders
     assert added == []
     await registry.scan(adapters)
     assert sorted(added[:2]) == ["one", "two"]
-    assert added[2:] == names[:-1]
+    assert added[2:] == [names[0], "other", *names[1:-2]]
     await registry.scan(adapters)
-    assert added[-1] == names[-1]
+    assert added[-2:] == names[-2:]
     count = len(added)
     await registry.scan(adapters)
     assert len(added) == count
+
+
+@awaited
+async def test_a_folder_that_was_refused_stays_so_if_another_name_of_it_is_served(
+    registries: Any, tmp_path: Path
+) -> None:
+    """Or it would not be tried again."""
+    settings = SimpleNamespace(authenticator=Authenticator([]), folder=tmp_path, say=print)
+    registry = registries.AdapterRegistry(settings, None, None, SequenceLimit(4, 1))
+    fails = True
+
+    async def add(folder: Path, name: str = "") -> None:
+        if fails and name == folder.name:
+            raise ConfigurationError("no room")
+        registry.served[name] = SimpleNamespace(source=folder)
+
+    registry.add = add
+    adapters = tmp_path / "adapters"
+    (adapters / "one").mkdir(parents=True)
+    (adapters / "one" / "adapter_config.json").write_text("{}")
+    registry.served |= {name: SimpleNamespace(source=adapters / "one") for name in ("one", "also")}
+    await registry.scan(adapters, begins=True)
+    assert registry.refused == {"one": "no room"}
+    fails = False
+    await registry.scan(adapters, again=True)
+    assert registry.refused == {}
