@@ -18,6 +18,8 @@ from shared.ring.mask_stream import MaskStream
 from shared.wire.header import EXACT, PRODUCTS, Direction, Operation
 from shared.wire.protocol import GroupShape
 
+MASK_BYTES = 1 << 29  # of masks that a view has; seeds of 32 bytes can say any number of them
+
 
 @dataclass(frozen=True)
 class ObservedRequest:
@@ -55,12 +57,14 @@ class ObservedRequest:
 class View:
     """What an adversary saw of one tenant.
 
-    ``masks`` is what it knows to be masks, by group, direction and members. ``sees`` says who that is.
+    ``masks`` is what it knows to be masks, by group, direction and members: an even share of ``mask_count``,
+    if those are too many. ``sees`` says who that is.
     """
 
     public: PublicModel
     requests: list[ObservedRequest]
     masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+    mask_count: int = 0
     sees = "anything"
 
     def of(self, group: int, direction: int = Direction.FORWARD) -> list[ObservedRequest]:
@@ -140,15 +144,25 @@ def requests_of(transcripts: list[Transcript], tenant: str) -> list[RecordedRequ
 
 
 def provider_view(public: PublicModel, requests: list[RecordedRequest]) -> ProviderView:
-    """Rows, and the masks that the same tenant had multiplied, whether it sent them or their seeds."""
+    """Rows, and masks of the first group's that the same tenant had multiplied, sent as rows or as seeds.
+
+    Of more than ``MASK_BYTES`` the view has the first of each request, in proportion.
+    """
+    known = [r for r in requests if r.header.operation != Operation.PRODUCT]
+    known = [r for r in known if r.kind[:2] == (0, Direction.FORWARD)]
+    count = sum(request.header.rows for request in known)
+    most = min(count, MASK_BYTES // (4 * public.manifest.groups[0].inputs))
     masks: dict[tuple[int, int, int], list[torch.Tensor]] = {}
-    for request in requests:
-        if request.header.operation != Operation.PRODUCT:
-            masks.setdefault(request.kind, []).append(_expanded(public, request))
+    passed = 0
+    for request in known:
+        before, passed = passed, passed + request.header.rows
+        if share := passed * most // count - before * most // count:
+            masks.setdefault(request.kind, []).append(_expanded(public, request, share))
     return ProviderView(
         public,
         [_seen(request) for request in products_of(requests)],
-        {kind: torch.cat(parts) for kind, parts in masks.items()},
+        {kind: torch.cat(masks.pop(kind)) for kind in list(masks)},
+        count,
     )
 
 
@@ -240,7 +254,9 @@ def collusion_view(
         kinds.setdefault(request.stream, []).append(number)
     seen: dict[int, ObservedRequest] = {}
     for kind, numbers in kinds.items():  # the masks of all at once would fill the memory
-        masks_of_kind = [_expanded(public, request) for request in source if request.stream == kind]
+        masks_of_kind = [
+            _expanded(public, request, request.header.rows) for request in source if request.stream == kind
+        ]
         masks = torch.cat(masks_of_kind or [products[numbers[0]].rows[:0]])
         at = 0
         for number in numbers:
@@ -265,10 +281,11 @@ def _aligned(rows: torch.Tensor, masks: torch.Tensor, start: int) -> int | None:
     return None
 
 
-def _expanded(public: PublicModel, request: RecordedRequest) -> torch.Tensor:
+def _expanded(public: PublicModel, request: RecordedRequest, count: int) -> torch.Tensor:
+    """The first masks of a request."""
     header = request.header
     if header.operation != Operation.SEED_EFFECT:
-        return request.rows
+        return request.rows[:count].clone()  # a view would keep them all
     shape = GroupShape.of(public.manifest.groups[header.group], public.manifest.numerics)
     widths = shape.widths(Direction(header.direction), header.members)
-    return MaskStream(request.payload).draw(header.rows, widths.request_columns)
+    return MaskStream(request.payload).draw(count, widths.request_columns)
