@@ -40,6 +40,7 @@ from security.views.adversaries import (
     mask_source_view,
     products_of,
     provider_view,
+    requests_of,
 )
 from security.views.public_model import PublicModel
 from shared.wire.header import PRODUCTS, Operation
@@ -125,8 +126,8 @@ class TranscriptAudit:
             with self.stage(f"attacks on {name}"), _alone(reading, name):
                 rng = np.random.default_rng(self.seed)
                 if source is not None:
-                    masks = [r for r in source.requests if r.header.operation in PRODUCTS]
-                    view: View = collusion_view(public, requests, masks)
+                    masks = [requests_of([source], each) for each in sorted(set(source.tenants.values()))]
+                    view: View = collusion_view(public, requests, *masks)
                     table, verdict = self._attack(name, view, tokenizer, rng)
                 else:
                     known = [r for s, each in sessions.items() if recorded.tenants[s] == tenant for r in each]

@@ -19,6 +19,7 @@ from security.cli import app, console
 from security.recordings.transcript import TranscriptError
 from security.views import adversaries
 from shared.errors import ConfigurationError
+from shared.ring.mask_stream import MaskStream
 from shared.wire.header import Operation
 
 
@@ -232,6 +233,32 @@ def test_provider_and_mask_source_together(tmp_path: Path) -> None:
     assert done.exit_code == 1, done.output
     for session in ("session 1", "session 2", "session 3"):
         assert "Rory Maclean" in verdict(done, session) or "stitches buried" in verdict(done, session)
+
+
+def test_a_tenant_of_the_mask_source_that_asks_for_many_masks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not expanded to read what others sent, also where rows are under masks of two seeds."""
+    provider, source, rows = Recording(tmp_path / "provider"), Recording(tmp_path / "source"), activations()
+    mallory, alice = (source.writer.opened(name) for name in ("mallory", "alice"))
+    flood = source.seed(mallory, 20_000, rows.shape[1])
+    counts = (len(rows) - 7, 17)
+    seeds = [source.seed(alice, count, rows.shape[1]) for count in counts]
+    source.seed(mallory, 20_000, rows.shape[1], flood)
+    masks = torch.cat(
+        [masked(torch.zeros(n, 256).int(), seed) for n, seed in zip(counts, seeds, strict=True)]
+    )
+    provider.send(provider.writer.opened("alice"), rows + masks[3 : len(rows) + 3])
+    for recording in (provider, source):
+        recording.writer.close()
+    drawn: list[bytes] = []
+    monkeypatch.setattr(
+        adversaries, "MaskStream", lambda seed, skip: drawn.append(seed) or MaskStream(seed, skip)
+    )
+    done = attack(provider.path, "--with", source.path)
+    assert done.exit_code == 1, done.output
+    assert set(drawn) == set(seeds)
+    assert "Rory Maclean" in verdict(done, "session 1") or "stitches buried" in verdict(done, "session 1")
 
 
 def test_a_cut_transcript_is_refused_before_anything_is_loaded(
