@@ -242,8 +242,8 @@ def attack(
     explains the output.
 
     Exit status 0: every session's rows (or seeds) look uniform, and no attack did better than on random
-    rows. 1: rows (or seeds) of a session do not look uniform, or an attack reads text. 2: an error; nothing
-    is known.
+    rows. 1: rows (or seeds) of a session do not look uniform, or an attack reads text. 2: an error, and
+    nothing is known, or there is no verdict about one session, and the others do not leak.
     """
     if with_ is not None and view != Party.PROVIDER:
         raise ConfigurationError("--with names what the mask source recorded, so --view is the provider's")
@@ -262,17 +262,15 @@ def attack(
         transformers.logging.disable_progress_bar()
         from security.deployment import TranscriptAudit
 
-    audit = TranscriptAudit(model, show, seed, stage)
+    audit = TranscriptAudit(model, show, seed, stage, console.print)
     reading = audit.mask_source(recorded) if view == Party.MASK_SOURCE else audit.provider(recorded, source)
-    for table in reading.tables:
-        console.print(table)
     for note in reading.notes:
         console.print(f"[dim]{escape(note)}[/]", soft_wrap=True)
     for verdict in reading.verdicts:
-        color = "bold red" if verdict.leaks else "green"
+        color = {True: "bold red", False: "green", None: "bold yellow"}[verdict.leaks]
         console.print(f"[{color}]{escape(verdict.text)}[/]", soft_wrap=True)
-    if reading.leaks:
-        raise typer.Exit(1)
+    if reading.leaks or not reading.complete:
+        raise typer.Exit(1 if reading.leaks else 2)
 
 
 @app.callback()

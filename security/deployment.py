@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from scipy import stats
 
+from provider.executor.memory_check import available_memory, gib
 from security.attacks.base import TokenGuess
 from security.attacks.gradients import LabelRecovery
 from security.attacks.masking import Randomness, Uniformity
@@ -29,7 +33,15 @@ from security.attacks.tokens import (
 from security.attacks.traffic import TrafficAnalysis
 from security.recordings.transcript import RecordedRequest, Transcript, TranscriptError
 from security.verdicts.plan import BLIND_RUNS
-from security.views.adversaries import View, collusion_view, mask_source_view, products_of, provider_view
+from security.views.adversaries import (
+    MaskSourceView,
+    View,
+    collusion_view,
+    mask_source_view,
+    products_of,
+    provider_view,
+    requests_of,
+)
 from security.views.public_model import PublicModel
 from shared.wire.header import PRODUCTS, Operation
 
@@ -39,22 +51,25 @@ SPREADS = 3  # and how often by as much as its runs on those differ
 FEW_RUNS = 5  # on uniform rows, of an attack that has many
 MIN_NUMBERS = 5 * 256  # so that each value of a byte is expected five times; fewer show nothing
 MIN_SEEDS = 64
+MEMORY_SHARE = 0.8  # of what is free, which attacks on one session may take
 PAIRS = 2.0**65  # of runs or blocks, among which one is expected to be equal by chance
 
 
 @dataclass(frozen=True)
 class SessionVerdict:
-    """What an auditor has to know of a session, or of several: one sentence, and whether they leak."""
+    """What an auditor has to know of a session, or of several: one sentence, and whether they leak.
+
+    ``leaks`` is None if the attacks did not end, so that nothing is known.
+    """
 
     text: str
-    leaks: bool
+    leaks: bool | None
 
 
 @dataclass
 class TranscriptReport:
-    """What was read out of a transcript: tables to print, sessions that were passed over, verdicts."""
+    """What was read out of a transcript: sessions that were passed over, and verdicts."""
 
-    tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     verdicts: list[SessionVerdict] = field(default_factory=list)
 
@@ -62,6 +77,11 @@ class TranscriptReport:
     def leaks(self) -> bool:
         """Whether any session does."""
         return any(verdict.leaks for verdict in self.verdicts)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every session has a verdict."""
+        return all(verdict.leaks is not None for verdict in self.verdicts)
 
 
 @dataclass
@@ -73,12 +93,14 @@ class TranscriptAudit:
         show: how many guessed tokens to show of each attack.
         seed: of everything random.
         stage: shows progress.
+        shows: takes the table of each session as soon as it is there.
     """
 
     model: Path
     show: int
     seed: int
     stage: Callable[[str], Any]
+    shows: Callable[[Table], Any]
 
     def provider(self, recorded: Transcript, source: Transcript | None = None) -> TranscriptReport:
         """What a provider's recording shows, session by session.
@@ -93,6 +115,7 @@ class TranscriptAudit:
         reading, sessions = _sessions(recorded)
         with self.stage("loading the model"):
             public = PublicModel(self.model, recorded.manifest)
+            _ = public.first_inputs  # that a model has none is no session's fault
             tokenizer = _tokenizer(self.model)
         uniform: dict[str, list[int]] = {}
         for session, requests in sessions.items():
@@ -100,11 +123,11 @@ class TranscriptAudit:
                 continue
             tenant = recorded.tenants[session]
             name = f"session {session} (tenant {tenant})"
-            with self.stage(f"attacks on {name}"):
+            with self.stage(f"attacks on {name}"), _alone(reading, name):
                 rng = np.random.default_rng(self.seed)
                 if source is not None:
-                    masks = [r for r in source.requests if r.header.operation in PRODUCTS]
-                    view: View = collusion_view(public, requests, masks)
+                    masks = [requests_of([source], each) for each in sorted(set(source.tenants.values()))]
+                    view: View = collusion_view(public, requests, *masks)
                     table, verdict = self._attack(name, view, tokenizer, rng)
                 else:
                     known = [r for s, each in sessions.items() if recorded.tenants[s] == tenant for r in each]
@@ -112,16 +135,17 @@ class TranscriptAudit:
                     view = provider_view(public, known + products_of(requests))
                     table, verdict = self._attack(name, view, tokenizer, rng, Uniformity().attack(view, rng))
                 table.caption = _traffic(requests, rng)
-            reading.tables.append(table)
-            reading.verdicts.append(verdict)
-            if not verdict.leaks:
+                self.shows(table)
+                reading.verdicts.append(verdict)
+            if reading.verdicts[-1].leaks is False:
                 uniform.setdefault(tenant, []).append(session)
         for tenant, several in uniform.items():
             if source is None and len(several) > 1:
                 pooled = [r for session in several for r in products_of(sessions[session])]
-                with self.stage(f"all sessions of tenant {tenant} together"):
-                    reading.verdicts.append(self._together(tenant, several, provider_view(public, pooled)))
-        if not reading.tables:
+                name = f"sessions {', '.join(map(str, several))} together (tenant {tenant})"
+                with self.stage(f"all sessions of tenant {tenant} together"), _alone(reading, name):
+                    reading.verdicts.append(self._together(name, provider_view(public, pooled)))
+        if not reading.verdicts:
             raise _nothing(reading, "rows", "provider", "mask-source")
         return reading
 
@@ -135,33 +159,30 @@ class TranscriptAudit:
         for tenant in dict.fromkeys(recorded.tenants[session] for session in sessions):
             theirs = [r for s, each in sessions.items() if recorded.tenants[s] == tenant for r in each]
             seen = mask_source_view(theirs)
-            if not seen.seeds:
-                continue
-            found = SeedPrediction().attack(seen, np.random.default_rng(self.seed))
-            finding = (
-                f"p = {found.p_value:.3g} ({found.worst}); {found.repeated} repeated of {found.count:,} seeds"
-            )
-            table = Table(title=escape(f"tenant {tenant}, as {seen.sees} sees it"))
-            for column in ("attack", "found"):
-                table.add_column(column, overflow="fold")
-            table.add_row(SeedPrediction.name, f"{finding}; {found.others} other requests")
-            reading.tables.append(table)
-            if found.repeated or found.p_value < LEVEL:
-                verdict = SessionVerdict(
-                    f"tenant {tenant}: these seeds are NOT fresh and random: {finding}", leaks=True
-                )
-            elif found.count < MIN_SEEDS:
-                verdict = SessionVerdict(
-                    f"tenant {tenant}: {found.count} seeds are too few to tell", leaks=False
-                )
-            else:
-                verdict = SessionVerdict(
-                    f"tenant {tenant}: nothing was found in {found.count:,} seeds", leaks=False
-                )
-            reading.verdicts.append(verdict)
-        if not reading.tables:
+            if seen.seeds:
+                with _alone(reading, f"tenant {tenant}"):
+                    reading.verdicts.append(self._predict(tenant, seen))
+        if not reading.verdicts:
             raise _nothing(reading, "seeds", "mask-source", "provider")
         return reading
+
+    def _predict(self, tenant: str, seen: MaskSourceView) -> SessionVerdict:
+        found = SeedPrediction().attack(seen, np.random.default_rng(self.seed))
+        finding = (
+            f"p = {found.p_value:.3g} ({found.worst}); {found.repeated} repeated of {found.count:,} seeds"
+        )
+        table = Table(title=escape(f"tenant {tenant}, as {seen.sees} sees it"))
+        for column in ("attack", "found"):
+            table.add_column(column, overflow="fold")
+        table.add_row(SeedPrediction.name, f"{finding}; {found.others} other requests")
+        self.shows(table)
+        if found.repeated or found.p_value < LEVEL:
+            return SessionVerdict(
+                f"tenant {tenant}: these seeds are NOT fresh and random: {finding}", leaks=True
+            )
+        if found.count < MIN_SEEDS:
+            return SessionVerdict(f"tenant {tenant}: {found.count} seeds are too few to tell", leaks=False)
+        return SessionVerdict(f"tenant {tenant}: nothing was found in {found.count:,} seeds", leaks=False)
 
     def _attack(
         self,
@@ -176,6 +197,8 @@ class TranscriptAudit:
         for column in ("attack", "n", "match", "random rows", "best guesses"):
             table.add_column(column, overflow="fold")
         read = []
+        tried = sum(map(len, view.masks.values()))
+        some = f"of {view.mask_count:,} masks {tried:,} were tried" if tried < view.mask_count else ""
         for attack in _token_attacks(view):
             guess: TokenGuess = attack.attack(view, rng)
             if not len(guess.tokens):
@@ -184,8 +207,9 @@ class TranscriptAudit:
             blind = _blind(attack, view, rng, FEW_RUNS if len(guess.tokens) >= MIN_NUMBERS else BLIND_RUNS)
             words = repr(_words(tokenizer, _best(guess, self.show)))
             match, random = float(guess.match.mean()), float(torch.cat(blind).mean())
+            partly = f" ({some})" if some and isinstance(attack, KnownMaskSubtraction) else ""
             table.add_row(
-                attack.name, f"{len(guess.tokens):,}", f"{match:.3f}", f"{random:.3f}", escape(words)
+                attack.name + partly, f"{len(guess.tokens):,}", f"{match:.3f}", f"{random:.3f}", escape(words)
             )
             if _is_better(guess.match, blind):
                 read.append(
@@ -210,18 +234,43 @@ class TranscriptAudit:
         elif not wrong:
             like = "rows look uniform, and " if bytes_found is not None else ""
             parts.append(f"{like}nothing did better than on random rows")
+        if some:
+            parts.append(some)
         return table, SessionVerdict(f"{name}: {'; '.join(parts)}", leaks=bool(wrong or read))
 
-    def _together(self, tenant: str, sessions: list[int], view: View) -> SessionVerdict:
+    def _together(self, name: str, view: View) -> SessionVerdict:
         """Whether masks serve in several sessions, each of which looks uniform."""
         randomness = Uniformity().attack(view, np.random.default_rng(self.seed))
         wrong = _not_uniform(view, randomness)
-        name = f"sessions {', '.join(map(str, sessions))} together (tenant {tenant})"
         if wrong:
             return SessionVerdict(
                 f"{name}: these rows are NOT uniform, as if masks served again ({wrong})", leaks=True
             )
         return SessionVerdict(f"{name}: uniform, and no mask of one serves in another", leaks=False)
+
+
+@contextmanager
+def _alone(reading: TranscriptReport, name: str) -> Iterator[None]:
+    """Say why there is no verdict if attacks fail or need too much memory, and go on.
+
+    Any tenant can send what makes them do so, and others must not be without a verdict for that.
+    """
+    room = MEMORY_SHARE * available_memory()[0]
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        if math.isfinite(room):
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (int(pages * resource.getpagesize() + room), before[1]))
+        yield
+    except Exception as error:
+        told = " ".join(str(error).split())
+        if isinstance(error, MemoryError) or "can't allocate memory" in told:  # as torch has it
+            why = f"attacks on it need more memory than {gib(room)}"
+        else:
+            why = f"an attack on it failed: {type(error).__name__}: {told[:200]}"
+        reading.verdicts.append(SessionVerdict(f"{name}: no verdict, for {why}", leaks=None))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _sessions(recorded: Transcript) -> tuple[TranscriptReport, dict[int, list[RecordedRequest]]]:

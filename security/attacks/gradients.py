@@ -42,7 +42,10 @@ class LabelRecovery:
         # coordinate is the most negative.
         head = public.model.get_output_embeddings().weight * public.parameter("norm.weight")
         back = head @ torch.linalg.inv((head.T @ head).double()).float()
-        return [(_unscaled(seen, public) @ back.T).argmin(1) for seen in view.of(last, Direction.BACKWARD)]
+        return [
+            torch.cat([(part @ back.T).argmin(1) for part in _unscaled(seen, public).split(2048)])
+            for seen in view.of(last, Direction.BACKWARD)
+        ]
 
 
 class SpanCheck:

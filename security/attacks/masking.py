@@ -93,6 +93,7 @@ class Randomness:
 class Uniformity:
     """Chi-square of every byte position, bias of every bit, correlation of neighbours, repetitions.
 
+    A session can have numbers of several dtypes. The bytes of each are tested by themselves.
     Rows are small beside masks, so a mask that serves twice, for whatever products, mostly shows in the same
     top bytes under both rows, even where the rows and with them all other bytes differ.
     """
@@ -112,41 +113,63 @@ class Uniformity:
         if not view.requests:
             raise AuditError("there are no bytes to test: the executor was sent no rows")
         # Request by request, for all of them together may be larger than the memory.
-        counted: Any = 0
-        first, blocks, tops = [], [], []
-        missing = CORRELATED
+        kinds: dict[torch.dtype, _Counted] = {}
+        blocks, tops = [], []
         for seen in view.requests:
-            data = as_bytes(seen.raw.reshape(-1, 1))
-            counted += np.stack([np.bincount(column, minlength=256) for column in data.T])
-            first.append(data[:missing].copy())  # a view would keep it all
-            missing -= len(first[-1])
+            raw = seen.raw
+            data = as_bytes(raw.reshape(-1, 1))
+            kinds.setdefault(raw.dtype, _Counted()).add(data)
             blocks.append(_blocks(data))
             tops.append(_tops(data))
         tests: dict[str, float] = {}
-        numbers = int(counted[0].sum())
-        for position, counts in enumerate(counted):
-            tests[f"byte {position}, chi-square"] = float(stats.chisquare(counts).pvalue)
-            for bit in range(8):
-                ones = int(counts[np.arange(256) >> bit & 1 == 1].sum())
-                deviation = (2 * ones - numbers) / np.sqrt(numbers)
-                tests[f"bit {8 * position + bit}, bias"] = float(2 * stats.norm.sf(abs(deviation)))
-        for position, column in enumerate(np.concatenate(first).T.astype(np.float32)):
-            column -= column.mean()
-            for lag in (1, 2, 4):
-                together = float(column[lag:] @ column[:-lag] / max(float(column @ column), 1e-30))
-                tests[f"byte {position}, correlation at distance {lag}"] = float(
-                    2 * stats.norm.sf(abs(together) * np.sqrt(len(column)))
-                )
+        for dtype, counted in kinds.items():
+            of = f" of {str(dtype).removeprefix('torch.')}" if len(kinds) > 1 else ""
+            tests |= {f"{name}{of}": p_value for name, p_value in counted.tests().items()}
         worst = min(tests, key=lambda name: tests[name])
+        histogram = sum(counted.counts.sum(0) for counted in kinds.values())
         return Randomness(
             min(1.0, tests[worst] * len(tests)),
             worst,
             len(tests),
             _repeated(blocks),
             _repeated(tops),
-            int(counted.sum()),
-            counted.sum(0),
+            int(histogram.sum()),
+            histogram,
         )
+
+
+class _Counted:
+    """The bytes of numbers of one dtype: how often each value of each, [bytes of a number, 256]."""
+
+    def __init__(self) -> None:
+        self.counts: Any = 0
+        self._first: list[np.ndarray] = []
+        self._missing = CORRELATED
+
+    def add(self, data: np.ndarray) -> None:
+        """Count more: uint8 [numbers, bytes of a number]."""
+        self.counts = self.counts + np.stack([np.bincount(column, minlength=256) for column in data.T])
+        self._first.append(data[: self._missing].copy())  # a view would keep it all
+        self._missing -= len(self._first[-1])
+
+    def tests(self) -> dict[str, float]:
+        """The p-value of each test, by its name."""
+        tests: dict[str, float] = {}
+        numbers = int(self.counts[0].sum())
+        for position, counts in enumerate(self.counts):
+            tests[f"byte {position}, chi-square"] = float(stats.chisquare(counts).pvalue)
+            for bit in range(8):
+                ones = int(counts[np.arange(256) >> bit & 1 == 1].sum())
+                deviation = (2 * ones - numbers) / np.sqrt(numbers)
+                tests[f"bit {8 * position + bit}, bias"] = float(2 * stats.norm.sf(abs(deviation)))
+        for position, column in enumerate(np.concatenate(self._first).T.astype(np.float32)):
+            column -= column.mean()
+            for lag in (1, 2, 4):
+                together = float(column[lag:] @ column[:-lag] / max(float(column @ column), 1e-30))
+                tests[f"byte {position}, correlation at distance {lag}"] = float(
+                    2 * stats.norm.sf(abs(together) * np.sqrt(len(column)))
+                )
+        return tests
 
 
 def _blocks(numbers: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ here is a way to get rid of a mask first.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
@@ -18,6 +19,8 @@ from shared.ring.fixed_point import exponents, max_row_norm, quantize_rows
 from shared.wire.header import Direction
 
 DECIDING = 8  # numbers of a row that show whether a mask is the right one
+TRIED = 1 << 26  # rows times masks: of more an attack takes fewer rows
+AT_ONCE = 1 << 18  # of the same, so that what they leave stays in the processor's cache
 
 
 class VocabularyMatching:
@@ -48,12 +51,14 @@ class KnownMaskSubtraction:
     def attack(self, view: View, rng: np.random.Generator) -> TokenGuess:
         """See Attack."""
         masks = [mask for kind, mask in view.masks.items() if kind[:2] == (0, Direction.FORWARD)]
-        rows = view.first
-        if masks:
-            on_ring = masks[0].dtype == torch.int32
-            subtract = subtract_modular if on_ring else subtract_scaled
-            rows = subtract(view.first_raw, torch.cat(masks))
-        return TokenGuess.nearest(everything(view), rows, view.public.first_inputs)
+        rows = everything(view)
+        if not masks:
+            return TokenGuess.nearest(rows, view.first, view.public.first_inputs)
+        known = torch.cat(masks) if len(masks) > 1 else masks[0]
+        rows = rows[:: max(1, -(-len(rows) * len(known) // TRIED))]
+        raw = view.first_raw[rows]
+        left = (subtract_modular if raw.dtype == torch.int32 else subtract_scaled)(raw, known)
+        return TokenGuess.nearest(rows, left, view.public.first_inputs)
 
 
 def subtract_scaled(rows: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
@@ -62,16 +67,22 @@ def subtract_scaled(rows: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
     Tried is each mask with the power of two nearest to the row's component along it; the right one
     leaves the least.
     """
-    along = rows @ masks.T / masks.square().sum(1)  # [N, K]
-    best, least = rows.clone(), torch.full((len(rows),), torch.inf)
-    for k in range(len(masks)):
-        exponent = along[:, k].abs().clamp_min(1e-30).log2().round()
+    wide = rows.double()
+    best, least = torch.zeros(len(rows), dtype=torch.int64), torch.full((len(rows),), torch.inf).double()
+    scales = torch.zeros(len(rows)).double()
+    for at, part in _parts(masks, len(rows)):
+        part = part.double()
+        products, lengths = wide @ part.T, part.square().sum(1)  # [N, K], [K]
+        powers_of_two = (products / lengths).abs().clamp_min(1e-30).log2().round()
         for more in (-1, 0, 1):
-            left = rows - torch.exp2(exponent + more)[:, None] * masks[k]
-            norm = left.norm(dim=1)
+            powers = torch.exp2(powers_of_two + more)
+            # Of what is left the squared length, but for the row's own. A mask of zeros is none.
+            norms = (powers * (powers * lengths - 2 * products)).nan_to_num(torch.inf)
+            norm, which = norms.min(1)
             closer = norm < least
-            best[closer], least[closer] = left[closer], norm[closer]
-    return best
+            best[closer], least[closer] = at + which[closer], norm[closer]
+            scales[closer] = powers[closer, which[closer]]
+    return rows.float() - scales.float()[:, None] * masks[best] if len(masks) else rows.float()
 
 
 def subtract_modular(rows: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
@@ -81,11 +92,18 @@ def subtract_modular(rows: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
     """
     best, least = torch.zeros(len(rows), dtype=torch.int64), torch.full((len(rows),), torch.inf)
     first = rows[:, :DECIDING].contiguous()
-    for number, mask in enumerate(masks[:, :DECIDING].contiguous()):
-        norm = (first - mask).float().square_().sum(1)
+    for at, part in _parts(masks[:, :DECIDING], len(rows)):
+        norms = sum((first[:, None, i] - part[:, i]).float().square_() for i in range(part.shape[1]))
+        norm, which = norms.min(1)  # type: ignore[union-attr]
         closer = norm < least
-        best[closer], least[closer] = number, norm[closer]
+        best[closer], least[closer] = at + which[closer], norm[closer]
     return (rows - masks[best]).float() if len(masks) else rows.float()
+
+
+def _parts(masks: torch.Tensor, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Masks with the number of the first, as many as are tried at once with so many rows."""
+    step = max(1, AT_ONCE // max(1, rows))
+    return ((at, masks[at : at + step]) for at in range(0, len(masks), step))
 
 
 class MaskReuse:
@@ -118,9 +136,13 @@ class MaskReuse:
         known = view.public.first_inputs[_first_token(view.public)]
         learned = begins[: self.messages]
         targets = torch.tensor(sorted(set(range(len(view.first))) - set(begins.tolist())), dtype=torch.int64)
-        if self.rows is not None and self.rows < len(targets):
-            targets = targets[torch.from_numpy(rng.choice(len(targets), self.rows, replace=False))]
-        if view.first_raw.dtype == torch.int32:
+        on_ring = view.first_raw.dtype == torch.int32
+        most = len(targets) if self.rows is None else self.rows
+        if on_ring:
+            most = min(most, TRIED // max(1, len(learned)))
+        if most < len(targets):
+            targets = targets[torch.from_numpy(rng.choice(len(targets), most, replace=False))]
+        if on_ring:
             estimates = self._ring(view, learned, targets, known)
             return TokenGuess.nearest(targets, estimates, view.public.first_inputs)
         return self._floats(view.first, learned, targets, known, view.public.first_inputs)

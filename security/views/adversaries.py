@@ -18,6 +18,10 @@ from shared.ring.mask_stream import MaskStream
 from shared.wire.header import EXACT, PRODUCTS, Direction, Operation
 from shared.wire.protocol import GroupShape
 
+HEAD = 8  # numbers of a mask that show which rows it may be under
+SMALL = 2.0**28  # on the ring, for the mean size of a row's numbers without a mask
+MASK_BYTES = 1 << 29  # of masks that a view has; seeds of 32 bytes can say any number of them
+
 
 @dataclass(frozen=True)
 class ObservedRequest:
@@ -55,12 +59,14 @@ class ObservedRequest:
 class View:
     """What an adversary saw of one tenant.
 
-    ``masks`` is what it knows to be masks, by group, direction and members. ``sees`` says who that is.
+    ``masks`` is what it knows to be masks, by group, direction and members: an even share of ``mask_count``,
+    if those are too many. ``sees`` says who that is.
     """
 
     public: PublicModel
     requests: list[ObservedRequest]
     masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+    mask_count: int = 0
     sees = "anything"
 
     def of(self, group: int, direction: int = Direction.FORWARD) -> list[ObservedRequest]:
@@ -140,15 +146,25 @@ def requests_of(transcripts: list[Transcript], tenant: str) -> list[RecordedRequ
 
 
 def provider_view(public: PublicModel, requests: list[RecordedRequest]) -> ProviderView:
-    """Rows, and the masks that the same tenant had multiplied, whether it sent them or their seeds."""
+    """Rows, and masks of the first group's that the same tenant had multiplied, sent as rows or as seeds.
+
+    Of more than ``MASK_BYTES`` the view has the first of each request, in proportion.
+    """
+    known = [r for r in requests if r.header.operation != Operation.PRODUCT]
+    known = [r for r in known if r.kind[:2] == (0, Direction.FORWARD)]
+    count = sum(request.header.rows for request in known)
+    most = min(count, MASK_BYTES // (4 * public.manifest.groups[0].inputs))
     masks: dict[tuple[int, int, int], list[torch.Tensor]] = {}
-    for request in requests:
-        if request.header.operation != Operation.PRODUCT:
-            masks.setdefault(request.kind, []).append(_expanded(public, request))
+    passed = 0
+    for request in known:
+        before, passed = passed, passed + request.header.rows
+        if share := passed * most // count - before * most // count:
+            masks.setdefault(request.kind, []).append(_expanded(public, request, share))
     return ProviderView(
         public,
         [_seen(request) for request in products_of(requests)],
-        {kind: torch.cat(parts) for kind, parts in masks.items()},
+        {kind: torch.cat(masks.pop(kind)) for kind in list(masks)},
+        count,
     )
 
 
@@ -227,12 +243,17 @@ def _rows_by_kind(requests: Iterable[tuple[int, int, int]]) -> dict[tuple[int, i
 
 
 def collusion_view(
-    public: PublicModel, provider: list[RecordedRequest], source: list[RecordedRequest]
+    public: PublicModel, provider: list[RecordedRequest], *sources: list[RecordedRequest]
 ) -> CollusionView:
     """Line the streams of masks up with the rows, kind by kind, and subtract them modulo 2^32.
 
     Masks that the tenant fetched and did not use are passed over: under the right mask a row's
     numbers are small.
+
+    Args:
+        provider: what one tenant sent to the provider.
+        sources: what one tenant, or each of several, sent to the mask source. Those that asked for few masks
+            are searched first, so that one that asks for many does not hide the others'.
     """
     products = products_of(provider)
     kinds: dict[tuple[int, int, int, int], list[int]] = {}
@@ -240,35 +261,66 @@ def collusion_view(
         kinds.setdefault(request.stream, []).append(number)
     seen: dict[int, ObservedRequest] = {}
     for kind, numbers in kinds.items():  # the masks of all at once would fill the memory
-        masks_of_kind = [_expanded(public, request) for request in source if request.stream == kind]
-        masks = torch.cat(masks_of_kind or [products[numbers[0]].rows[:0]])
-        at = 0
+        streams = [_Masks(public, [r for r in source if r.stream == kind]) for source in sources]
+        streams.sort(key=len)
         for number in numbers:
-            request = products[number]
-            rows = request.rows
-            start = _aligned(rows, masks, at)
-            if start is not None:  # else they are under none of these masks
-                at = start + len(rows)
-                rows = rows - masks[start:at]
-            seen[number] = _seen(request, rows)
+            rows = products[number].rows
+            for stream in streams:
+                masks = stream.under(rows)
+                if masks is not None:  # else they are under none of these masks
+                    rows = rows - masks
+                    break
+            seen[number] = _seen(products[number], rows)
     return CollusionView(public, [seen[number] for number in range(len(products))])
 
 
-def _aligned(rows: torch.Tensor, masks: torch.Tensor, start: int) -> int | None:
-    """Where in a stream of masks these rows' begin: the first place at which the difference is small."""
-    for first in range(start, len(masks), 1024):
-        left = rows[0] - masks[first : first + 1024]
-        small = (left.float().abs().mean(1) < 2.0**28).nonzero()
-        if len(small):
-            found = first + int(small[0])
-            return found if found + len(rows) <= len(masks) else None
-    return None
+class _Masks:
+    """The masks of one kind that one tenant's requests to a mask source stand for, in their order."""
+
+    def __init__(self, public: PublicModel, requests: list[RecordedRequest]) -> None:
+        self._public, self._requests = public, requests
+        self._starts = np.cumsum([0, *(request.header.rows for request in requests)])
+        self._at = 0  # behind those that have served
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @cached_property
+    def _heads(self) -> torch.Tensor:
+        """A few numbers of each, for all of them would fill the memory: [K, HEAD]."""
+        heads = [_expanded(self._public, r, r.header.rows)[:, :HEAD].clone() for r in self._requests]
+        return torch.cat(heads)
+
+    def under(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """The masks of these rows, which begin at the first place at which the difference is small."""
+        if len(self) < self._at + len(rows):
+            return None
+        for first in range(self._at, len(self), 1 << 16):
+            heads = rows[0, :HEAD] - self._heads[first : first + (1 << 16)]
+            for found in (first + (heads.float().abs().mean(1) < SMALL).nonzero()[:, 0]).tolist():
+                if float((rows[0] - self._drawn(found, 1)[0]).float().abs().mean()) < SMALL:
+                    if found + len(rows) > len(self):
+                        return None
+                    self._at = found + len(rows)
+                    return self._drawn(found, len(rows))
+        return None
+
+    def _drawn(self, first: int, count: int) -> torch.Tensor:
+        parts, end = [], first + count
+        number = int(np.searchsorted(self._starts, first, "right")) - 1
+        while first < end:
+            some = min(end, int(self._starts[number + 1])) - first
+            skip = first - int(self._starts[number])
+            parts.append(_expanded(self._public, self._requests[number], some, skip))
+            first, number = first + some, number + 1
+        return torch.cat(parts)
 
 
-def _expanded(public: PublicModel, request: RecordedRequest) -> torch.Tensor:
+def _expanded(public: PublicModel, request: RecordedRequest, count: int, skip: int = 0) -> torch.Tensor:
+    """So many masks of a request, behind some."""
     header = request.header
     if header.operation != Operation.SEED_EFFECT:
-        return request.rows
+        return request.rows[skip : skip + count].clone()  # a view would keep them all
     shape = GroupShape.of(public.manifest.groups[header.group], public.manifest.numerics)
-    widths = shape.widths(Direction(header.direction), header.members)
-    return MaskStream(request.payload).draw(header.rows, widths.request_columns)
+    columns = shape.widths(Direction(header.direction), header.members).request_columns
+    return MaskStream(request.payload, 4 * columns * skip).draw(count, columns)

@@ -7,15 +7,19 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from audits import MODEL
 from recordings import Recording, activations, masked
 from typer.testing import CliRunner, Result
 
+from security.attacks.tokens import Averaging, KnownMaskSubtraction
 from security.cli import app, console
 from security.recordings.transcript import TranscriptError
+from security.views import adversaries
 from shared.errors import ConfigurationError
+from shared.ring.mask_stream import MaskStream
 from shared.wire.header import Operation
 
 
@@ -112,6 +116,92 @@ def test_a_few_numbers_tell_nothing(tmp_path: Path) -> None:
     assert "256 numbers are too few to tell" in verdict(done, "session 1")
 
 
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (lambda: torch.linalg.cholesky(-torch.eye(2)), "an attack on it failed: _LinAlgError: "),
+        (lambda: torch.empty(3 << 30, dtype=torch.uint8), "attacks on it need more memory than 1.60 GiB"),
+        (lambda: np.empty(3 << 30, np.uint8), "attacks on it need more memory than 1.60 GiB"),
+    ],
+)
+@pytest.mark.parametrize("leaks", [False, True])
+def test_a_session_that_no_attack_bears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[], object], why: str, leaks: bool
+) -> None:
+    """All others have their tables and verdicts, in the order of sessions."""
+    recording, rows = Recording(tmp_path), activations()
+    for tenant, sent in (
+        ("alice", masked(rows)),
+        ("mallory", masked(rows[:5])),
+        ("alice", rows if leaks else masked(rows)),
+    ):
+        recording.send(recording.writer.opened(tenant), sent)
+    recording.writer.close()
+    monkeypatch.setattr("security.deployment.available_memory", lambda: (2.0**31, "this machine"))
+    unhurt = Averaging.attack
+    monkeypatch.setattr(
+        Averaging,
+        "attack",
+        lambda self, view, rng: fault() if view.requests[0].count == 5 else unhurt(self, view, rng),
+    )
+    done = attack(recording.path)
+    assert done.exit_code == (1 if leaks else 2), done.output
+    assert f"no verdict, for {why}" in verdict(done, "session 2")
+    assert "rows look uniform" in verdict(done, "session 1")
+    assert ("they are not under one-time" if leaks else "rows look uniform") in verdict(done, "session 3")
+    tables = [done.output.index(f"session {number} (tenant alice), as provider sees it") for number in (1, 3)]
+    assert tables[0] < done.output.index("✓ attacks on session 2") < tables[1]  # as soon as they are there
+    if not leaks:
+        assert "no mask of one serves in another" in verdict(done, "sessions 1, 3 together")
+
+
+def test_floats_of_two_widths_in_one_session(tmp_path: Path) -> None:
+    recording, rows = Recording(tmp_path, "float32"), activations("float32")
+    recording.send(recording.writer.opened("alice"), rows)
+    session = recording.writer.opened("mallory")
+    recording.send(session, rows)
+    recording.send(session, rows.bfloat16())
+    recording.writer.close()
+    done = attack(recording.path)
+    assert done.exit_code == 1, done.output
+    for session in (1, 2):
+        assert "these rows are NOT uniform: they are not under one-time masks (they are floats)" in verdict(
+            done, f"session {session}"
+        )
+
+
+def test_seeds_for_more_masks_than_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many of each seed, and the table and the verdict say so."""
+    recording, rows = Recording(tmp_path), activations()
+    session = recording.writer.opened("mallory")
+    recording.send(session, masked(rows))
+    for _ in range(10):
+        recording.seed(session, 1000, rows.shape[1])
+    recording.send(recording.writer.opened("alice"), masked(rows))
+    session = recording.writer.opened("bob")
+    seeds = [recording.seed(session, 40, rows.shape[1]) for _ in range(3)]
+    recording.send(session, masked(rows, seeds[2]))
+    recording.writer.close()
+    monkeypatch.setattr(adversaries, "MASK_BYTES", 400 * 4 * rows.shape[1])
+    drawn: list[int] = []
+    unhurt = KnownMaskSubtraction.attack
+
+    def watched(self: KnownMaskSubtraction, view: adversaries.View, rng: object) -> object:
+        drawn.append(sum(map(len, view.masks.values())))
+        return unhurt(self, view, rng)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(KnownMaskSubtraction, "attack", watched)
+    done = attack(recording.path)
+    assert done.exit_code == 1, done.output
+    assert set(drawn) == {400, 120}
+    assert "nothing did better than on random rows; of 10,000 masks 400 were tried" in verdict(
+        done, "session 1"
+    )
+    assert "masks" not in verdict(done, "session 2")
+    assert "known-mask subtraction reads" in verdict(done, "session 3")
+    assert "were tried" not in verdict(done, "session 3")
+
+
 def test_seeds(tmp_path: Path) -> None:
     recording = Recording(tmp_path)
     recording.writer.opened("alice")
@@ -143,6 +233,32 @@ def test_provider_and_mask_source_together(tmp_path: Path) -> None:
     assert done.exit_code == 1, done.output
     for session in ("session 1", "session 2", "session 3"):
         assert "Rory Maclean" in verdict(done, session) or "stitches buried" in verdict(done, session)
+
+
+def test_a_tenant_of_the_mask_source_that_asks_for_many_masks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not expanded to read what others sent, also where rows are under masks of two seeds."""
+    provider, source, rows = Recording(tmp_path / "provider"), Recording(tmp_path / "source"), activations()
+    mallory, alice = (source.writer.opened(name) for name in ("mallory", "alice"))
+    flood = source.seed(mallory, 20_000, rows.shape[1])
+    counts = (len(rows) - 7, 17)
+    seeds = [source.seed(alice, count, rows.shape[1]) for count in counts]
+    source.seed(mallory, 20_000, rows.shape[1], flood)
+    masks = torch.cat(
+        [masked(torch.zeros(n, 256).int(), seed) for n, seed in zip(counts, seeds, strict=True)]
+    )
+    provider.send(provider.writer.opened("alice"), rows + masks[3 : len(rows) + 3])
+    for recording in (provider, source):
+        recording.writer.close()
+    drawn: list[bytes] = []
+    monkeypatch.setattr(
+        adversaries, "MaskStream", lambda seed, skip: drawn.append(seed) or MaskStream(seed, skip)
+    )
+    done = attack(provider.path, "--with", source.path)
+    assert done.exit_code == 1, done.output
+    assert set(drawn) == set(seeds)
+    assert "Rory Maclean" in verdict(done, "session 1") or "stitches buried" in verdict(done, "session 1")
 
 
 def test_a_cut_transcript_is_refused_before_anything_is_loaded(

@@ -12,6 +12,7 @@ from audits import MODEL
 from torch.nn.functional import silu
 
 from provider.executor.base import BaseExecutor
+from security.attacks import tokens
 from security.attacks.extraction import AdapterExtraction
 from security.attacks.gradients import SpanCheck
 from security.attacks.masking import Uniformity
@@ -81,6 +82,25 @@ def test_known_masks() -> None:
     assert right(KnownMaskSubtraction(), view) == 1.0
 
 
+def test_known_masks_of_a_bank() -> None:
+    """Each row with a power of two of one."""
+    masks = 20 * normal(16, WIDTH)
+    scales = torch.exp2(torch.from_numpy(RNG.integers(-2, 3, 512))).float()[:, None]
+    view = View(PUBLIC, [seen(TABLE[TOKENS] + scales * masks[torch.arange(512) % 16])])
+    view.masks[0, FORWARD, 1] = masks
+    assert right(KnownMaskSubtraction(), view) > 0.95
+
+
+def test_more_known_masks_than_all_rows_can_be_tried_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "TRIED", 700 * 64)
+    masks = uniform(700, WIDTH)
+    view = View(PUBLIC, [seen(on_ring(TABLE[TOKENS]) + masks[:512])], {(0, FORWARD, 1): masks})
+    guess = KnownMaskSubtraction().attack(view, RNG)
+    assert len(guess.rows) == 64
+    assert guess.rows.diff().unique().tolist() == [8]  # evenly, from the first to the last
+    assert torch.equal(guess.tokens, TOKENS[guess.rows])
+
+
 @pytest.mark.parametrize("mask", [0, 1])
 def test_span_check(mask: int) -> None:
     """On a ring, in the clear and under masks; making fingerprints comes between the two directions."""
@@ -117,6 +137,18 @@ def test_uniformity(what: Any, worst: str) -> None:
     found = Uniformity().attack(View(PUBLIC, [seen(what(words))]), RNG)
     assert found.p_value < 1e-9
     assert worst in found.worst or found.worst.startswith("byte")
+
+
+def test_uniformity_of_two_kinds_of_numbers() -> None:
+    """Each is tested by itself: what one lacks does not vanish among the other's bytes."""
+    words, halves = uniform(400, WIDTH), uniform(2, WIDTH // 2).view(torch.bfloat16)
+    found = Uniformity().attack(View(PUBLIC, [seen(words), seen(halves), seen(words & ~(1 << 9))]), RNG)
+    assert found.bytes_tested == 2 * words.nbytes + halves.nbytes == found.histogram.sum()
+    assert found.p_value < 1e-9
+    assert "of int32" in found.worst
+    alone = Uniformity().attack(View(PUBLIC, [seen(words)]), RNG)
+    assert found.tests == alone.tests * 3 // 2
+    assert alone.repeated_blocks == 0
 
 
 def test_a_strong_adapter_on_a_ring() -> None:
