@@ -129,7 +129,7 @@ def test_a_seed_that_serves_again_after_a_crash(tmp_path: Path, monkeypatch: pyt
 
     def thrifty(self: Any, kind: Any, rows: int, *more: Any) -> None:
         draw, kept = self._entropy, self.__dict__.setdefault("kept", {})
-        failed = self._idle
+        failed = self._paused
 
         def entropy(size: int) -> bytes:
             if not failed or kind not in kept:
