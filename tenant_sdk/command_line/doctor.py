@@ -61,7 +61,7 @@ _AT_ONCE = 16  # rows of noise under way: an executor says how many groups it ha
 SOON_DAYS = 14
 # What ``cryptography`` raises of certificates that OpenSSL takes.
 _UNREADABLE = (
-    ValueError, x509.InvalidVersion, x509.DuplicateExtension, x509.UnsupportedGeneralNameType,
+    ValueError, TypeError, x509.InvalidVersion, x509.DuplicateExtension, x509.UnsupportedGeneralNameType,
 )  # fmt: skip
 
 

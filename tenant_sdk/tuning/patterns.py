@@ -19,7 +19,7 @@ from typing import Any
 from shared.errors import ConfigurationError
 from tenant_sdk.tuning import pattern_matching
 
-SECONDS = 2.0  # of a processor, for all patterns of a folder
+SECONDS = 2.0  # of a processor, for all patterns of a field
 _WAIT = 120.0  # seconds, on a machine with much other work
 PATTERN_CHARACTERS = 4 << 10
 MAX_ENTRIES = 4096  # names or patterns of a field
