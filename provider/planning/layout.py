@@ -25,7 +25,11 @@ from provider.workers.survey import (
 from shared.errors import ConfigurationError, OptionText
 from shared.wire.header import RINGS, Direction
 from shared.wire.messages import GroupInfo
-from shared.wire.protocol import MAX_WIDTH, GroupShape
+from shared.wire.protocol import GroupShape
+
+# Of a group's inputs or outputs: products of many rows are measured. The largest vocabulary in use has
+# 901,629 tokens.
+WIDEST = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -143,8 +147,8 @@ def plan_layout(
     check_stripes(groups, stripes)
     check_lanes(groups, len(names), stripes)
     shapes = shapes_of(groups)
-    if any(max(shape.inputs, sum(shape.outputs)) > MAX_WIDTH for shape in shapes):
-        raise ConfigurationError(f"a layer has a width above {MAX_WIDTH:,}, which no model has")
+    if any(max(shape.inputs, sum(shape.outputs)) > WIDEST for shape in shapes):
+        raise ConfigurationError(f"a layer has a width above {WIDEST:,}, which no model has")
     widest = OutputStripe(stripes - 1, stripes)
     widest_shapes = [
         GroupShape(shape.inputs, tuple(len(range(width)[widest.of(width)]) for width in shape.outputs))

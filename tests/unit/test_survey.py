@@ -17,13 +17,14 @@ from typer.testing import CliRunner
 from provider.cli import _introduce, app
 from provider.engine.profiling import shapes_of
 from provider.planning import tables
-from provider.planning.layout import described, plan_layout, read_groups
+from provider.planning.layout import WIDEST, described, plan_layout, read_groups
 from provider.workers import survey as surveys
 from provider.workers.pool import Sharding, WorkerPool, place_groups
 from provider.workers.survey import GUESSED_ACCELERATOR, devices_of, latency_of, survey, survey_in_subprocess
 from provider.workers.world import World
 from shared.errors import CheckpointError, ConfigurationError
 from shared.wire.header import Direction
+from shared.wire.messages import GroupInfo, Member
 from shared.wire.protocol import GroupShape
 
 SHAPES = [GroupShape(64, (32, 32)), GroupShape(32, (64,)), GroupShape(64, (32, 32))]
@@ -66,6 +67,14 @@ def test_large_shapes_are_measured_by_a_part(monkeypatch: pytest.MonkeyPatch) ->
     assert asked == [16]
     survey(["cpu"], "ring", [GroupShape(64, (4096, 2, 2))])  # narrow members do not keep a wide one whole
     assert asked == [16, 17]
+
+
+def test_a_layer_wider_than_any_is_refused_before_it_is_measured() -> None:
+    """A product of 128 rows has a gigabyte of numbers then; the widths may be a stranger's words."""
+    for inputs, outputs in ((WIDEST + 1, 2), (2, WIDEST + 1)):
+        group = GroupInfo(inputs, (Member("layer", outputs, ""),))
+        with pytest.raises(ConfigurationError, match="a width above"):
+            plan_layout([group], ["cpu"], numerics="ring")
 
 
 def test_another_process_finds_the_same_devices() -> None:
