@@ -24,8 +24,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -42,6 +42,7 @@ from security.recordings.transcript import RecordedRequest
 from shared.wire.header import Direction, Operation
 from tenant_sdk import NoiseBankOptions
 from tenant_sdk.session import opening
+from tenant_sdk.session.assembly import assemble
 
 logging.disable_progress_bar()
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,8 +104,8 @@ def session_of(
         }
     with ExitStack() as stack:
         if label == "one-seed":
-            broken = SimpleNamespace(urandom=lambda size: b"\x5a" * size)
-            stack.enter_context(mock.patch.object(opening, "os", broken))
+            broken = partial(assemble, entropy=lambda size: b"\x5a" * size)
+            stack.enter_context(mock.patch.object(opening, "assemble", broken))
         yield stack.enter_context(tenant_sdk.connect(**given))
 
 

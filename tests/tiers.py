@@ -9,6 +9,7 @@ from __future__ import annotations
 _AUDIT = "audits with controls; the attacks themselves are in tests/unit/test_audit_*.py"
 _COMPOSE = "test_replica_processes.py stops one too"
 _DEMOS = "two more demos; integration/test_workers.py compares bits"
+_DRAFTS = "trains one; test_the_commands of the same file does so too"
 _LONG = "every way of a feature; tests/unit has its policies"
 
 RELEASE: dict[str, str] = {
@@ -24,8 +25,12 @@ RELEASE: dict[str, str] = {
     "e2e/test_demo.py::test_workers_give_the_same_adapter": _DEMOS,
     "e2e/test_descriptors.py": "executors that run out of descriptors, in files that seldom change",
     "e2e/test_expert_workers.py": "experts on workers; integration tests have each alone",
+    "e2e/test_audit_workers.py": _AUDIT,
     "e2e/test_dev.py::test_a_tenant_goes_on_after_a_restart": "as test_restarts.py",
-    "e2e/test_gateway.py::test_lm_eval": "a client; test_langchain and openai's are others",
+    "e2e/test_dev.py::test_it_ends_with_its_mask_source": "as test_a_tenant_goes_on_after_a_restart",
+    "e2e/test_dev.py::test_what_it_prints_can_be_typed": "test_demo.py and test_cli.py have these commands",
+    "e2e/test_gateway.py::test_langchain": "a client; openai's is another",
+    "e2e/test_gateway.py::test_lm_eval": "a client; openai's is another",
     "e2e/test_gateway.py::test_products_of_adapters_are_made_once": "a script of files that seldom change",
     "e2e/test_gateway_clients.py": "clients in an environment of their own; test_gateway.py has two",
     "e2e/test_gateway_isolation.py": "hostile clients; bounds and shares are in tests/unit/test_gateway_*.py",
@@ -41,6 +46,12 @@ RELEASE: dict[str, str] = {
     "e2e/test_restarts.py": "trainings whose executors are killed; unit/test_retrying.py has the policy",
     "e2e/test_torchrun.py": "executors of several machines",
     "e2e/test_worker_processes.py": "workers that die; integration/test_workers.py has some",
+    "integration/test_draft_folders.py::test_a_draft_belongs_to_its_adapter": _DRAFTS,
+    "integration/test_draft_folders.py::test_a_training_makes_a_draft_of_its_adapter": _DRAFTS,
+    "integration/test_draft_folders.py::test_an_interrupted_draft_asks_for_nothing_twice": _DRAFTS,
+    "integration/test_interrupted_training.py::test_early_stopping_is_resumed_to_the_same_adapter": (
+        "others of the file are resumed without it"
+    ),
     "integration/test_compile.py": "torch.compile, which takes minutes to compile",
     "integration/test_gathered.py": "FSDP, a baseline to compare with",
     "integration/test_long_generation.py": _LONG,
