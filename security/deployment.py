@@ -260,7 +260,9 @@ def _alone(reading: TranscriptReport, name: str) -> Iterator[None]:
     try:
         if math.isfinite(room):
             pages = int(Path("/proc/self/statm").read_text().split()[0])
-            resource.setrlimit(resource.RLIMIT_AS, (int(pages * resource.getpagesize() + room), before[1]))
+            most = int(pages * resource.getpagesize() + room)
+            soft = most if before[0] == resource.RLIM_INFINITY else min(most, before[0])
+            resource.setrlimit(resource.RLIMIT_AS, (soft, before[1]))
         yield
     except Exception as error:
         told = " ".join(str(error).split())
