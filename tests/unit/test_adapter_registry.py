@@ -27,13 +27,17 @@ def registries(monkeypatch: pytest.MonkeyPatch) -> Any:
     sys.modules.pop(name, None)
 
 
+def made(registries: Any, folder: Path) -> Any:
+    settings = SimpleNamespace(authenticator=Authenticator([]), folder=folder, say=print)
+    return registries.AdapterRegistry(settings, None, None, SequenceLimit(4, 1))
+
+
 @awaited
 async def test_names_of_a_folder_that_changed_are_served_after_the_other_folders(
     registries: Any, tmp_path: Path
 ) -> None:
     """A client may have given hundreds of names to one folder."""
-    settings = SimpleNamespace(authenticator=Authenticator([]), folder=tmp_path, say=print)
-    registry = registries.AdapterRegistry(settings, None, None, SequenceLimit(4, 1))
+    registry = made(registries, tmp_path)
     added = list[str]()
 
     async def add(folder: Path, name: str = "") -> None:
@@ -71,8 +75,7 @@ async def test_a_folder_that_was_refused_stays_so_if_another_name_of_it_is_serve
     registries: Any, tmp_path: Path
 ) -> None:
     """Or it would not be tried again."""
-    settings = SimpleNamespace(authenticator=Authenticator([]), folder=tmp_path, say=print)
-    registry = registries.AdapterRegistry(settings, None, None, SequenceLimit(4, 1))
+    registry = made(registries, tmp_path)
     fails = True
 
     async def add(folder: Path, name: str = "") -> None:

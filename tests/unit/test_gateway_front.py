@@ -427,36 +427,6 @@ async def test_large_bodies_are_read_in_turns(tmp_path: Path) -> None:
 
 
 @awaited
-async def test_small_bodies_of_a_client_are_read_in_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each takes milliseconds of the thread of all clients, also if it is refused then."""
-    read, now = list[bytes](), [0.0]
-
-    def slowly(path: str, body: bytes, context: int) -> Any:
-        read.append(body)
-        now[0] += 0.01
-        return parse_request(path, body, context)
-
-    monkeypatch.setattr(http_frontend, "parse_request", slowly)
-    application = Working()
-    there = front(application, tmp_path, clock=lambda: now[0])
-    other = await Client(there, key=1).says(BODY)  # under way until the application goes on
-    read.clear()
-    async with there._reading_turns.turn("0"):
-        first, second = [Client(there) for _ in range(2)]
-        for each in (first, second):
-            await each.says(b"{}")
-        assert read == []
-        assert (await Client(there, key=1).says(b"[]")).status == 400
-        assert read == [b"[]"]
-    await asyncio.gather(first.task, second.task)
-    assert read == [b"[]", b"{}", b"{}"]
-    application.go.set()
-    await other.task
-
-
-@awaited
 async def test_large_bodies_are_read_beside_the_server() -> None:
     parser = RequestParser()
     found = await parser(TEXT, CONSTRAINED, 64)

@@ -6,10 +6,14 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
-from test_gateway_front import awaited, settled
+import pytest
+from test_gateway_front import BODY, Client, Working, awaited, front, settled
 
+from tenant_sdk.gateway import http_frontend
+from tenant_sdk.gateway.requests import parse_request
 from tenant_sdk.gateway.round_robin import (
     CachedAnswer,
     FairLock,
@@ -59,6 +63,36 @@ async def test_one_request_of_each_client_is_prepared_at_a_time() -> None:
         event.set()
     ends.set()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@awaited
+async def test_small_bodies_of_a_client_are_read_in_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes milliseconds of the thread of all clients, also if it is refused then."""
+    read, now = list[bytes](), [0.0]
+
+    def slowly(path: str, body: bytes, context: int) -> Any:
+        read.append(body)
+        now[0] += 0.01
+        return parse_request(path, body, context)
+
+    monkeypatch.setattr(http_frontend, "parse_request", slowly)
+    application = Working()
+    there = front(application, tmp_path, clock=lambda: now[0])
+    other = await Client(there, key=1).says(BODY)  # under way until the application goes on
+    read.clear()
+    async with there._reading_turns.turn("0"):
+        first, second = [Client(there) for _ in range(2)]
+        for each in (first, second):
+            await each.says(b"{}")
+        assert read == []
+        assert (await Client(there, key=1).says(b"[]")).status == 400
+        assert read == [b"[]"]
+    await asyncio.gather(first.task, second.task)
+    assert read == [b"[]", b"{}", b"{}"]
+    application.go.set()
+    await other.task
 
 
 async def _until(done: Callable[[], bool]) -> None:
