@@ -25,6 +25,7 @@ from shared import imports
 from shared.command_line import CommandLine, escape_output, prints_version, with_usual_help
 from shared.errors import Argument, ConfigurationError, SymbiosisError
 from shared.options import Option, check_fields
+from tenant_sdk.command_line.output import report_interruption
 from tenant_sdk.terminal import visible
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def run(options: AuditOptions) -> None:
         None if options.no_gateway else gateway_command(options.gateway),
         options.answers,
     )
-    with tempfile.TemporaryDirectory(prefix="symbiosis-audit-") as folder:
+    with report_interruption(), tempfile.TemporaryDirectory(prefix="symbiosis-audit-") as folder:
         result = audit.run(Path(folder))
     result.about |= {
         "command": shlex.join(["symbiosis-audit", *sys.argv[1:]]),

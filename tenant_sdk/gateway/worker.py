@@ -52,7 +52,13 @@ PROBE_SECONDS = 2.0  # between two looks at a provider that was away
 
 @dataclass
 class FailedStep(ModelRunnerOutput):  # type: ignore[misc]
-    """The output of a step that came to nothing."""
+    """The output of a step that came to nothing.
+
+    Attributes:
+        failure: why. If executors are away, no other step would do better.
+    """
+
+    failure: StepFailure = StepFailure.HERE
 
 
 @dataclass
@@ -160,13 +166,14 @@ class Worker(Base):  # type: ignore[misc]
         """The output of a step that failed; what a library says of it may be a client's words."""
         ours = isinstance(error, (SymbiosisError, LoRAAdapterNotFoundError))
         log.warning("a step failed: %s", error if ours else redacted(error))
-        why = _error_for_user(error) if ours else ""
-        self._health.step_failed(StepFailure.of(error), why, time.monotonic())
+        why, failure = _error_for_user(error) if ours else "", StepFailure.of(error)
+        self._health.step_failed(failure, why, time.monotonic())
         self._write_status()  # before the clients are told
         return FailedStep(
             req_ids=self._in_step,
             req_id_to_index={request: at for at, request in enumerate(self._in_step)},
             sampled_token_ids=[[] for _ in self._in_step],
+            failure=failure,
         )
 
     def sample_tokens(self, grammar_output: Any) -> Any:

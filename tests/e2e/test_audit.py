@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from audits import MODEL, PLAN, Short
+from raw_peers import eventually
 from typer.testing import CliRunner
 
 import security
@@ -98,3 +100,19 @@ def test_the_quick_audit(tmp_path: Path) -> None:
     for told in ("mask source collude", "Not protected", "run --quick", report["about"]["digest"]):
         assert told in page
     assert not re.search(r"""(src|href)\s*=\s*["']?\s*(https?:)?//|url\(\s*["']?http|@import""", page)
+
+
+def test_an_audit_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
+    """Its transcripts have gigabytes. Status 1 would say that a claim does not hold."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    command = ["env", f"TMPDIR={temporary}", sys.executable, "-m", "security.cli", "run", "--no-gateway"]
+    command += ["--report", str(tmp_path / "report")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as audit:
+        assert audit.stdout is not None
+        assert any("starting three executors" in line for line in audit.stdout)
+        eventually(lambda: any(temporary.glob("symbiosis-audit-*/*")))
+        audit.terminate()
+        audit.stdout.read()  # its executors have it too, and have ended
+    assert audit.returncode == 128 + signal.SIGTERM
+    assert not list(temporary.iterdir())

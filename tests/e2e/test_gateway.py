@@ -189,9 +189,9 @@ class Status:
 
     def __init__(self, running: RunningGateway) -> None:
         text = get(running, "/metrics")
-        self.sequences, self.steps = (
+        self.sequences, self.steps, self.failed_steps = (
             float(re.search(rf"(?m)^symbiosis_gateway_{name}_total (\S+)$", text)[1])  # type: ignore[index]
-            for name in ("sequences", "steps")
+            for name in ("sequences", "steps", "failed_steps")
         )
 
 
@@ -585,9 +585,18 @@ def test_the_provider_dies_and_comes_back(
     assert complete(client, "one", "And in the beginning") == said
     eventually(lambda: get(running, "/healthz") == {"status": "ok"})
     assert again.process is not None
+    failed_steps = Status(running).failed_steps
     again.process.kill()
-    with pytest.raises(openai.APIStatusError):
-        complete(client, "one", "And in the beginning")
+
+    def status_of(_: int) -> int:
+        with pytest.raises(openai.APIStatusError) as refusal:
+            complete(client, "one", "And in the beginning")
+        return int(refusal.value.status_code)
+
+    with ThreadPoolExecutor(6) as pool:  # the first step has one of them, and the others wait for it
+        assert set(pool.map(status_of, range(6))) == {503}
+    # They all end with that step: none of them begins another one, and waits for the patience again.
+    assert Status(running).failed_steps == failed_steps + 1
     # vLLM's next step computes nothing, which says nothing of the provider. Its engine loads adapters between
     # steps, so that step is over when the second is loaded.
     for name in ("also", "more"):
