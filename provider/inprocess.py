@@ -12,6 +12,8 @@ nobody to hide anything from in one process: it is for tests and notebooks.
 from __future__ import annotations
 
 import queue
+import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -38,15 +40,22 @@ class InprocessExecutor:
     Args:
         service: of the executor.
         tokens: ask for one of these tokens; None: for none.
+        owned: nobody else has the service: it ends with this endpoint.
 
     Attributes:
         url: what to call it in messages.
     """
 
-    def __init__(self, service: Service, tokens: TokenFile | None = None) -> None:
+    def __init__(self, service: Service, tokens: TokenFile | None = None, *, owned: bool = False) -> None:
         self.service, self._tokens = service, tokens
         self.url = f"inprocess:{service.executor.manifest.model}"
         self.closed = False
+        self._lock, self._sessions = threading.Lock(), 0
+        self._end: Callable[[], object] = _nothing
+        if owned:
+            # The loop's thread has the weights. It also ends if nobody can use this endpoint any more.
+            self._end = end = weakref.finalize(self, service.close)
+            end.atexit = False
 
     def open(self, token: str, on_answer: OnAnswer) -> InprocessSession:
         """See ``shared.transport.endpoint.Endpoint``."""
@@ -56,11 +65,24 @@ class InprocessExecutor:
             tenant = identify(token, self._tokens).tenant if self._tokens is not None else "inprocess"
         except Refused as refused:
             raise session_refused(self.url, refused.info) from refused
+        with self._lock:
+            self._sessions += 1
         return InprocessSession(self, tenant, on_answer)
 
     def close(self) -> None:
-        """Serve no further request; those under way are answered."""
-        self.closed = True
+        """Serve no further request. The executor's threads end with its last session."""
+        with self._lock:
+            self.closed, unused = True, self._sessions == 0
+        if unused:
+            self._end()
+
+    def session_closed(self) -> None:
+        """One of the sessions is closed."""
+        with self._lock:
+            self._sessions -= 1
+            unused = self.closed and self._sessions == 0
+        if unused:
+            self._end()
 
     def __enter__(self) -> InprocessExecutor:
         return self
@@ -110,6 +132,7 @@ class InprocessSession:
             self._open = False
             self._executor.service.metrics.connections.dec()
             self._executor.service.engine.loop.call_soon_threadsafe(self._session.close)
+            self._executor.session_closed()
 
     def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, on_sent: Callable[[], None]) -> None:
         if isinstance(blocks, bytes):
@@ -137,4 +160,9 @@ def serve_in_process(
     Raises:
         ConfigurationError: see ``BaseExecutor``.
     """
-    return InprocessExecutor(Service.of(BaseExecutor(model_dir, numerics=numerics, **options)), tokens)
+    service = Service.of(BaseExecutor(model_dir, numerics=numerics, **options))
+    return InprocessExecutor(service, tokens, owned=True)
+
+
+def _nothing() -> None:
+    pass

@@ -298,6 +298,7 @@ class TenantSession:
         """A request is answered, or never will be; once, or it was never admitted."""
         if request in self._admitted:
             self._admitted.discard(request)
+            self._under_way.discard(request)  # if the engine could not take it
             self._service.quotas.release(self._tenant, request.rows, request.bytes_in_memory)
 
 

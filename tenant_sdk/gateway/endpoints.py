@@ -301,7 +301,7 @@ class Endpoints:
         return [_adapter_entry(adapter) for adapter in list(self._adapters.served.values())]
 
     def _refused_folders(self) -> dict[str, str]:
-        return {path_text(name): path_text(why) for name, why in self._adapters.refused.items()}
+        return {path_text(name): path_text(why) for name, why in list(self._adapters.refused.items())}
 
     async def _sample(self) -> None:
         """One more point of every line of the page, each second."""
@@ -316,6 +316,9 @@ class Endpoints:
             except OSError as error:  # the disk, or file descriptors: they may be there again
                 if limiter.due(time.monotonic()):
                     log.warning("no figures for the page: %s%s", error.strerror, limiter.more())
+            except Exception:  # whatever it is, there may be figures in the next second
+                if limiter.due(time.monotonic()):
+                    log.exception("no figures for the page%s", limiter.more())
             before = now
             await asyncio.sleep(SAMPLE_SECONDS)
 

@@ -38,7 +38,8 @@ class HelperProcess:
     async def ask(self, message: bytes) -> bytes | None:
         """Its answer; None: there is none, and the next message goes to another process.
 
-        One message at a time. If the caller is cancelled, the answer is waited for: it is nobody else's.
+        One message at a time. If the caller is cancelled, the answer is waited for: it is nobody else's. If
+        it is cancelled once more, the process ends.
         """
         exchange = asyncio.ensure_future(self._exchange(message))
         try:
@@ -61,6 +62,9 @@ class HelperProcess:
         except (TimeoutError, OSError, RuntimeError, asyncio.IncompleteReadError):
             self.stop()
             return None
+        except asyncio.CancelledError:  # a second one: the answer would be read in place of the next one
+            self.stop()
+            raise
 
     async def _read(self) -> bytes:
         assert self._process is not None  # noqa: S101 - as ``start`` leaves it

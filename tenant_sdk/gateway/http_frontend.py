@@ -18,7 +18,6 @@ from tenant_sdk.gateway.admission import (
     Authenticator,
     Refusal,
     SequenceLimit,
-    StepFailure,
     failure_refusal,
     shutting_down,
 )
@@ -330,7 +329,7 @@ class HttpFrontend:
     def _executors_away(self) -> Refusal | None:
         """What would be told after the patience, if executors are known to be away."""
         status = GatewayStatus.read(self._folder)
-        if not status.failing or status.failure != StepFailure.AWAY:
+        if not status.away:
             return None
         return failure_refusal(status.failure, status.error, self._retry_after)
 

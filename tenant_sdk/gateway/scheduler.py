@@ -18,7 +18,6 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 from shared.latency import LinearLatency
 from shared.log_rate_limit import LogRateLimiter
-from tenant_sdk.gateway.admission import StepFailure
 from tenant_sdk.gateway.client_fairness import (
     AttentionTimeDebt,
     Memory,
@@ -209,7 +208,6 @@ class Scheduler(Base):  # type: ignore[misc]
         scheduled = scheduler_output.num_scheduled_tokens.keys()
         non_finite: dict[str, str] = getattr(model_runner_output, "non_finite", {})
         failed = scheduled if isinstance(model_runner_output, FailedStep) else non_finite.keys()
-        away = getattr(model_runner_output, "failure", None) == StepFailure.AWAY
         # They are in the cache since they were scheduled, and hold nothing.
         self.kv_cache_manager.evict_blocks(
             {block for each in failed for block in self._written.get(each, ())}
@@ -236,8 +234,7 @@ class Scheduler(Base):  # type: ignore[misc]
                 log.warning(
                     "clients are not told why their sequences ended: %s%s", why, self._unwritten.more()
                 )
-        # If executors are away, the requests that wait would only wait for the patience once more.
-        ends = set(self.requests) if away else (failed | long) & self.requests.keys()
+        ends = (failed | long) & self.requests.keys()
         for request in self.finish_requests(ends, RequestStatus.FINISHED_ERROR):
             ended = EngineCoreOutput(
                 request_id=request.request_id,

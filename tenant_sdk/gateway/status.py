@@ -48,6 +48,11 @@ class GatewayStatus(msgspec.Struct, kw_only=True):
     failed_at: float = 0.0
     failing: bool = False
 
+    @property
+    def away(self) -> bool:
+        """Whether executors are known to be away: requests would wait for the patience in vain."""
+        return self.failing and self.failure == StepFailure.AWAY
+
     def write(self, folder: Path) -> None:
         """Put it where ``read`` finds it.
 
@@ -86,6 +91,12 @@ class StepHealth:
         with self._lock:
             failed, self.status.failing = self.status.failing, False
             return failed
+
+    @property
+    def away(self) -> bool:
+        """See ``GatewayStatus``."""
+        with self._lock:
+            return self.status.away
 
     @property
     def testable(self) -> float | None:

@@ -52,13 +52,7 @@ PROBE_SECONDS = 2.0  # between two looks at a provider that was away
 
 @dataclass
 class FailedStep(ModelRunnerOutput):  # type: ignore[misc]
-    """The output of a step that came to nothing.
-
-    Attributes:
-        failure: why. If executors are away, no other step would do better.
-    """
-
-    failure: StepFailure = StepFailure.HERE
+    """The output of a step that came to nothing."""
 
 
 @dataclass
@@ -70,6 +64,10 @@ class PartlyFailed(ModelRunnerOutput):  # type: ignore[misc]
     """
 
     non_finite: dict[str, str] = field(default_factory=dict)
+
+
+class _ExecutorsAwayError(Exception):
+    """Executors are known to be away: nothing is asked of them."""
 
 
 class Worker(Base):  # type: ignore[misc]
@@ -105,6 +103,7 @@ class Worker(Base):  # type: ignore[misc]
             from tenant_sdk.gateway.segmented import multiply_meanwhile
 
             multiply_meanwhile(self.model_runner.model)
+        self.model_runner.model.register_forward_pre_hook(self._refuse_while_away)
         self.model_runner.model.register_forward_hook(_zero_non_finite_rows)
         vllm_patches.patch_sampling()
         self._non_finite, self._in_step = dict[str, str](), list[str]()
@@ -159,21 +158,30 @@ class Worker(Base):  # type: ignore[misc]
                 self._write_status()
             self._non_finite = self._non_finite_sequences(scheduled)
             return output
+        except _ExecutorsAwayError:
+            return self._failed_step()
         except Exception as error:
             return self._failed(error)
+
+    def _refuse_while_away(self, *_: object) -> None:
+        """End what waited while a step failed: each further step would wait for the patience again."""
+        if self._health.away:
+            raise _ExecutorsAwayError
 
     def _failed(self, error: Exception) -> FailedStep:
         """The output of a step that failed; what a library says of it may be a client's words."""
         ours = isinstance(error, (SymbiosisError, LoRAAdapterNotFoundError))
         log.warning("a step failed: %s", error if ours else redacted(error))
-        why, failure = _error_for_user(error) if ours else "", StepFailure.of(error)
-        self._health.step_failed(failure, why, time.monotonic())
+        why = _error_for_user(error) if ours else ""
+        self._health.step_failed(StepFailure.of(error), why, time.monotonic())
         self._write_status()  # before the clients are told
+        return self._failed_step()
+
+    def _failed_step(self) -> FailedStep:
         return FailedStep(
             req_ids=self._in_step,
             req_id_to_index={request: at for at, request in enumerate(self._in_step)},
             sampled_token_ids=[[] for _ in self._in_step],
-            failure=failure,
         )
 
     def sample_tokens(self, grammar_output: Any) -> Any:

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from shared.errors import ConnectionLost
 from tenant_sdk.products.bank_options import NoiseBankOptions
 
 Key = TypeVar("Key", bound=Hashable)
@@ -37,7 +38,7 @@ class RotatingBanks(Generic[Key, Bank]):
     ) -> None:
         self._make_bank, self._options, self._clock = make, options, clock
         self._serving = dict[Key, _Serving[Bank]]()
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), False
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-banks")
 
     def take(self, key: Key, rows: int) -> Bank:
@@ -47,8 +48,11 @@ class RotatingBanks(Generic[Key, Bank]):
 
         Raises:
             SymbiosisError: what ``make`` raised, also in the background; the next request tries again.
+            ConnectionLost: the session was closed.
         """
         with self._lock:
+            if self._closed:
+                raise ConnectionLost("the session is closed")
             serving = self._serving.get(key)
             first = serving is None
             if serving is None:
@@ -70,7 +74,7 @@ class RotatingBanks(Generic[Key, Bank]):
             serving.rows += rows
             old = self._clock() - made > self._options.rotate_seconds
             worn = old or serving.rows > self._options.rotate_rows
-            if worn and serving.current is current and serving.next is None:
+            if worn and serving.current is current and serving.next is None and not self._closed:
                 serving.next = self._fetcher.submit(self._make, key)
         return bank
 
@@ -83,5 +87,7 @@ class RotatingBanks(Generic[Key, Bank]):
 
     def close(self) -> None:
         """Stop fetching, and forget all banks."""
+        with self._lock:
+            self._closed = True
+            self._serving.clear()
         self._fetcher.shutdown(wait=False, cancel_futures=True)
-        self._serving.clear()

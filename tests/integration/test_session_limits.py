@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lanes import HeldLane, service_on
 from raw_peers import eventually
@@ -211,4 +212,26 @@ def test_a_refused_request_leaves_nothing_for_the_garbage_collector(
     finally:
         gc.enable()
     assert [header.operation for header in answered] == [Operation.ERROR] * 2
+    service.close()
+
+
+def test_a_request_that_the_engine_cannot_take_is_over(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the session would read nothing more after some of them."""
+    service = Service.of(BaseExecutor(checkpoint("llama"), numerics="float32"))
+    answered: list[Header] = []
+    session = TenantSession(service, "alice", lambda header, *_: answered.append(header))
+    width = service.executor.manifest.groups[0].inputs
+    head = Header(Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.float32], 0, 7, 3, width, 1)
+    session._protocol.hello_received = True
+
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(service.engine, "submit", no_thread)
+    session.answer(Incoming(head, torch.ones(3, width), ticket=session.accept(head)))
+    assert [header.operation for header in answered] == [Operation.ERROR]
+    assert session.in_flight == 0
+    assert service.quotas.in_flight() == (0, 0)
     service.close()

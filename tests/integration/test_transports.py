@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -385,6 +388,28 @@ def test_the_executor_in_a_notebook(checkpoint: Callable[[str], Path]) -> None:
     with pytest.raises(ConnectionLost):
         product(session, torch.ones(1, 64))
     session.close()
+
+
+@pytest.mark.parametrize("how", ["closed, then its session", "forgotten"])
+def test_an_executor_in_a_notebook_ends(checkpoint: Callable[[str], Path], how: str) -> None:
+    """Or each run of a cell would leave a model in memory."""
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+        gc.collect()  # what other tests left
+    endpoint = provider.serve_in_process(checkpoint("llama"))
+    loop, weights = endpoint.service.engine.loop, weakref.ref(endpoint.service.executor)
+    session = tenant_sdk.connect(endpoint, privacy="plain")
+    if how != "forgotten":
+        endpoint.close()
+        assert not loop.closed  # the session may still have an answer to come
+    session.close()
+    assert loop.closed == (how != "forgotten")
+    del endpoint, session, loop
+
+    def gone() -> bool:
+        gc.collect()
+        return weights() is None
+
+    eventually(gone)
 
 
 def test_the_first_connection_is_not_waited_for_and_says_what_does() -> None:

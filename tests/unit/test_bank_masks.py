@@ -9,6 +9,7 @@ import pytest
 import torch
 from memory_sources import KEYS, SHAPES, Entropy, product
 
+from shared.errors import ConnectionLost
 from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.products.bank_masks import BankMasks
 from tenant_sdk.products.bank_options import NoiseBankOptions
@@ -91,3 +92,10 @@ def test_a_first_bank_that_fails_is_tried_again() -> None:
         banks.take("one", 1)
     assert banks.take("one", 1) == "one"
     banks.close()
+
+
+def test_closed_banks_say_so() -> None:
+    banks = RotatingBanks(str, NoiseBankOptions(), clock=lambda: 0.0)
+    banks.close()
+    with pytest.raises(ConnectionLost, match="the session is closed"):
+        banks.take("one", 1)
