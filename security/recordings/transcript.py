@@ -45,8 +45,17 @@ class RecordedRequest:
     @property
     def payload(self) -> bytes:
         """What was sent, read anew each time: all requests together may be larger than the memory."""
+        return self._read(0, sum(size for _, size in self.parts))
+
+    def _read(self, start: int, size: int) -> bytes:
+        found, end, begins = [], start + size, 0
         with self.path.open("rb", buffering=0) as file:
-            return b"".join(os.pread(file.fileno(), size, at) for at, size in self.parts)
+            for at, length in self.parts:
+                skip, stop = max(0, start - begins), min(length, end - begins)
+                if skip < stop:
+                    found.append(os.pread(file.fileno(), stop - skip, at + skip))
+                begins += length
+        return b"".join(found)
 
     @property
     def kind(self) -> tuple[int, int, int]:
@@ -65,6 +74,14 @@ class RecordedRequest:
         if not self.header.payload_bytes:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(bytearray(self.payload), dtype=dtype).view(shape)
+
+    def some_rows(self, first: int, count: int) -> torch.Tensor:
+        """These of ``rows``, [count, C]. Nothing else is read: requests may be large, and asked for often."""
+        (rows, columns), dtype = self.header.payload_shape, self.header.payload_dtype
+        size = self.header.payload_bytes // rows
+        return torch.frombuffer(bytearray(self._read(first * size, count * size)), dtype=dtype).view(
+            count, columns
+        )
 
 
 @dataclass

@@ -320,7 +320,7 @@ def _expanded(public: PublicModel, request: RecordedRequest, count: int, skip: i
     """So many masks of a request, behind some."""
     header = request.header
     if header.operation != Operation.SEED_EFFECT:
-        return request.rows[skip : skip + count].clone()  # a view would keep them all
+        return request.some_rows(skip, count)
     shape = GroupShape.of(public.manifest.groups[header.group], public.manifest.numerics)
     columns = shape.widths(Direction(header.direction), header.members).request_columns
     return MaskStream(request.payload, 4 * columns * skip).draw(count, columns)

@@ -28,6 +28,10 @@ NAMES_OF_SCAN = 8  # further names of folders that changed, which a scan serves 
 _NAMED = 20  # models in an error
 
 
+class _RemovedError(Exception):
+    """A name is not served any more."""
+
+
 class AdapterRegistry:
     """Which adapters are served, and whose each is.
 
@@ -68,14 +72,20 @@ class AdapterRegistry:
         others = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         return self.refused.get(name, f"the models here are {', '.join(names[:_NAMED])}{others}")
 
-    async def add(self, folder: Path, name: str = "") -> Adapter:
+    async def add(self, folder: Path, name: str = "", *, renew: bool = False) -> Adapter:
         """Serve an adapter, in place of the one of this name if its content is another.
 
+        Args:
+            renew: only if the name is still served when the client's turn comes.
+
         Raises:
+            _RemovedError: it is not.
             SymbiosisError: see ``tenant_sdk.gateway.adapters.import_adapter``.
         """
         settings = self._settings
         async with self._changing.turn(current_client.get()):
+            if renew and name not in self.served:
+                raise _RemovedError
             adapter = await asyncio.to_thread(
                 import_adapter,
                 folder,
@@ -203,14 +213,16 @@ class AdapterRegistry:
         for name in turns[:NAMES_OF_SCAN]:
             del self._outdated[name]
             if name in self.served:
-                await self._add_again(self.served[name].source, name)
+                await self._add_again(self.served[name].source, name, renew=True)
 
-    async def _add_again(self, folder: Path, name: str) -> None:
+    async def _add_again(self, folder: Path, name: str, *, renew: bool = False) -> None:
         """Serve a folder that has changed under one of its names, or note why not."""
         try:
-            await self.add(folder, name)
+            await self.add(folder, name, renew=renew)
             if name == folder.name:
                 self.refused.pop(name, None)
+        except _RemovedError:  # by its owner, while it waited for its turn: it is nobody's any more
+            return
         except Exception as error:  # whatever it is, the other folders are served
             if self.refused.get(folder.name) != str(error):
                 self._settings.say(str(error))

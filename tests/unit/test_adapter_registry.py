@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import sys
 from pathlib import Path
@@ -40,7 +41,7 @@ async def test_names_of_a_folder_that_changed_are_served_after_the_other_folders
     registry = made(registries, tmp_path)
     added = list[str]()
 
-    async def add(folder: Path, name: str = "") -> None:
+    async def add(folder: Path, name: str = "", **_: bool) -> None:
         added.append(name)
         registry.served[name] = SimpleNamespace(source=folder)
 
@@ -78,7 +79,7 @@ async def test_a_folder_that_was_refused_stays_so_if_another_name_of_it_is_serve
     registry = made(registries, tmp_path)
     fails = True
 
-    async def add(folder: Path, name: str = "") -> None:
+    async def add(folder: Path, name: str = "", **_: bool) -> None:
         if fails and name == folder.name:
             raise ConfigurationError("no room")
         registry.served[name] = SimpleNamespace(source=folder)
@@ -93,3 +94,22 @@ async def test_a_folder_that_was_refused_stays_so_if_another_name_of_it_is_serve
     fails = False
     await registry.scan(adapters, again=True)
     assert registry.refused == {}
+
+
+@awaited
+async def test_a_name_that_is_removed_meanwhile_is_not_served_again(
+    registries: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it would be the folder's, which takes names that are kept for it."""
+    registry = made(registries, tmp_path)
+    imported = list[Path]()
+    monkeypatch.setattr(registries, "import_adapter", lambda folder, *_, **__: imported.append(folder))
+    registry.served["mine"] = SimpleNamespace(source=tmp_path, folder=tmp_path)
+    async with registry._changing.turn("another"):
+        scanning = asyncio.ensure_future(registry._add_again(tmp_path, "mine", renew=True))
+        await asyncio.sleep(0)
+        del registry.served["mine"]
+    await scanning
+    assert not imported
+    assert not registry.served
+    assert not registry.refused
