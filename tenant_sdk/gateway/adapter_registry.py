@@ -13,8 +13,8 @@ from vllm.lora.request import LoRARequest
 from shared.errors import ConfigurationError
 from tenant_sdk.gateway.adapters import Adapter, files_version, folders_in, import_adapter
 from tenant_sdk.gateway.admission import MAX_ADAPTERS, SequenceLimit
+from tenant_sdk.gateway.client_turns import FairLock, current_client
 from tenant_sdk.gateway.reservations import Reservations
-from tenant_sdk.gateway.round_robin import FairLock, current_client
 from tenant_sdk.gateway.unused_copies import UnusedCopies
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ These rules say what one client can take:
 - ``structured``: compiled constraints that are kept, 64 in all; a further one replaces one of the client that
   has the most.
 - ``tool_calls``: the part of an answer in which calls of tools are looked for, and how often.
-- ``round_robin``: one at a time of the server's threads for tokenizing.
+- ``client_turns``: one at a time of the server's threads for tokenizing.
 - ``adapter_registry``: names of adapters; one change of them at a time.
 - ``reservations``: a part of all that is counted, which stays free for the others.
 - ``step_latency``: the time of a step.

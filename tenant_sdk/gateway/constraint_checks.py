@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from tenant_sdk.gateway.client_turns import FairLock
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.helper_process import HelperProcess
-from tenant_sdk.gateway.round_robin import FairLock
 
 REMEMBERED = 8  # constraints of a client
 

@@ -36,9 +36,8 @@ from tenant_sdk.gateway.http_frontend import (
     HttpFrontend,
 )
 from tenant_sdk.gateway.log_redaction import redact_library_logs
-from tenant_sdk.gateway.metrics import Collector, rates
+from tenant_sdk.gateway.metrics import CachedAnswer, Collector, rates
 from tenant_sdk.gateway.parsing import RequestParser
-from tenant_sdk.gateway.round_robin import CachedAnswer
 from tenant_sdk.gateway.status import REMIND_SECONDS, GatewayStatus
 
 if TYPE_CHECKING:

@@ -22,12 +22,12 @@ from tenant_sdk.gateway.admission import (
     failure_refusal,
     shutting_down,
 )
+from tenant_sdk.gateway.client_turns import FairLock, PreparationTurns, current_client
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.log_redaction import redacted
 from tenant_sdk.gateway.request_limits import text_bytes
 from tenant_sdk.gateway.requests import RESPONSES, ParsedRequest, parse_request
 from tenant_sdk.gateway.reservations import Reservations
-from tenant_sdk.gateway.round_robin import FairLock, PreparationTurns, current_client
 from tenant_sdk.gateway.status import GatewayStatus, SequenceErrors, request_name
 from tenant_sdk.gateway.status_page import HEADERS, PAGE
 
@@ -123,8 +123,8 @@ class HttpFrontend:
         self._served = served
         self._arriving = Reservations(BODIES_BYTES, authenticator.clients)
         self._tokenizing_turns = PreparationTurns(clock, queue.others_under_way)
-        self._parsing_turns = FairLock()
-        self._reading_turns = PreparationTurns(clock, queue.others_under_way)
+        self._large_body_turns = FairLock()
+        self._small_body_turns = PreparationTurns(clock, queue.others_under_way)
         self._preparation_turns = PreparationTurns(clock, queue.others_under_way)
         self._unqueued = Reservations.per_client_minimum(MAX_UNQUEUED, authenticator.clients)
 
@@ -283,9 +283,9 @@ class HttpFrontend:
     async def _parse(self, client: str, path: str, body: bytes) -> ParsedRequest | Refusal:
         """What a request is for; a large one is read elsewhere, one at a time."""
         if len(body) <= SMALL_BODY_BYTES:
-            async with self._reading_turns.turn(client):
+            async with self._small_body_turns.turn(client):
                 return parse_request(path, body, self._served.context())
-        async with self._parsing_turns.turn(client):
+        async with self._large_body_turns.turn(client):
             return await self._served.parser(path, body, self._served.context())
 
     @asynccontextmanager

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+import time
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -9,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from tenant_sdk.gateway.status import GatewayStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from prometheus_client.core import Metric
@@ -37,6 +40,30 @@ def rates(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
         "running": now["running"],
         "kv_used": now["kv_used"],
     }
+
+
+class CachedAnswer:
+    """What is made once in a while, in a thread, for all who ask meanwhile.
+
+    Args:
+        make: makes it.
+        seconds: for which it is good.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self, make: Callable[[], bytes], seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._make, self._seconds, self._clock = make, seconds, clock
+        self._made, self._until, self._lock = b"", -math.inf, asyncio.Lock()
+
+    async def __call__(self) -> bytes:
+        """It, at most so many seconds old."""
+        async with self._lock:
+            if self._clock() >= self._until:
+                self._made = await asyncio.to_thread(self._make)
+                self._until = self._clock() + self._seconds
+            return self._made
 
 
 class Collector:

@@ -24,6 +24,7 @@ from shared.errors import ConfigurationError, OptionText, SymbiosisError
 from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.adapters import largest_rank
 from tenant_sdk.gateway.admission import MAX_ADAPTERS, Authenticator
+from tenant_sdk.gateway.client_turns import TOKENIZING_THREADS
 from tenant_sdk.gateway.connection import read, written
 from tenant_sdk.gateway.folder import (
     MARK,
@@ -35,7 +36,6 @@ from tenant_sdk.gateway.folder import (
     write_folder,
 )
 from tenant_sdk.gateway.options import DRAFT_TOKENS, LOOKUP, RANKS, GatewayOptions
-from tenant_sdk.gateway.round_robin import TOKENIZING_THREADS
 from tenant_sdk.gateway.status import GatewayStatus
 from tenant_sdk.gateway.tool_calls import HARMONY_CALLS, JSON_CALLS
 

@@ -417,7 +417,7 @@ async def test_large_bodies_are_read_in_turns(tmp_path: Path) -> None:
     application = Working()
     application.go.set()
     there = front(application, tmp_path)
-    async with there._parsing_turns.turn("0"):
+    async with there._large_body_turns.turn("0"):
         large = await Client(there).says(BODY + b" " * http_frontend.SMALL_BODY_BYTES)
         assert large.sent == []
         assert (await Client(there, key=1).says(BODY)).status == 200
