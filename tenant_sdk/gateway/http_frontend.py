@@ -22,7 +22,7 @@ from tenant_sdk.gateway.admission import (
     failure_refusal,
     shutting_down,
 )
-from tenant_sdk.gateway.client_turns import FairLock, PreparationTurns, current_client
+from tenant_sdk.gateway.client_turns import PreparationTurns, current_client
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.log_redaction import redacted
 from tenant_sdk.gateway.request_limits import text_bytes
@@ -80,7 +80,7 @@ class FrontendDependencies(NamedTuple):
 
     Attributes:
         context: the most tokens of a sequence.
-        parser: ``requests.parse_request`` of large bodies.
+        parser: ``requests.parse_request`` of a client's large body.
         constraint_checker: of constraints on answers; None: there are none here.
         unserved: why a model of this name is not served, if it is known; or empty.
         calls: calls of tools are looked for in answers.
@@ -88,7 +88,7 @@ class FrontendDependencies(NamedTuple):
     """
 
     context: Callable[[], int]
-    parser: Callable[[str, bytes, int], Awaitable[ParsedRequest | Refusal]]
+    parser: Callable[[str, str, bytes, int], Awaitable[ParsedRequest | Refusal]]
     constraint_checker: Callable[[], ChecksConstraints | None] = lambda: None
     unserved: Callable[[str], str] = lambda _: ""
     calls: bool = False
@@ -123,7 +123,6 @@ class HttpFrontend:
         self._served = served
         self._arriving = Reservations(BODIES_BYTES, authenticator.clients)
         self._tokenizing_turns = PreparationTurns(clock, queue.others_under_way)
-        self._large_body_turns = FairLock()
         self._small_body_turns = PreparationTurns(clock, queue.others_under_way)
         self._preparation_turns = PreparationTurns(clock, queue.others_under_way)
         self._unqueued = Reservations.per_client_minimum(MAX_UNQUEUED, authenticator.clients)
@@ -285,8 +284,7 @@ class HttpFrontend:
         if len(body) <= SMALL_BODY_BYTES:
             async with self._small_body_turns.turn(client):
                 return parse_request(path, body, self._served.context())
-        async with self._large_body_turns.turn(client):
-            return await self._served.parser(path, body, self._served.context())
+        return await self._served.parser(client, path, body, self._served.context())
 
     @asynccontextmanager
     async def _body(self, client: str, path: str, receive: Receive) -> AsyncIterator[bytes | Refusal | None]:

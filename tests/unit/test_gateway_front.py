@@ -417,7 +417,7 @@ async def test_large_bodies_are_read_in_turns(tmp_path: Path) -> None:
     application = Working()
     application.go.set()
     there = front(application, tmp_path)
-    async with there._large_body_turns.turn("0"):
+    async with there._served.parser._turns.turn("0"):  # type: ignore[attr-defined]
         large = await Client(there).says(BODY + b" " * http_frontend.SMALL_BODY_BYTES)
         assert large.sent == []
         assert (await Client(there, key=1).says(BODY)).status == 200
@@ -429,11 +429,14 @@ async def test_large_bodies_are_read_in_turns(tmp_path: Path) -> None:
 @awaited
 async def test_large_bodies_are_read_beside_the_server() -> None:
     parser = RequestParser()
-    found = await parser(TEXT, CONSTRAINED, 64)
+    found = await parser("0", TEXT, CONSTRAINED, 64)
     assert found == parse_request(TEXT, CONSTRAINED, 64)
     many = b'{"prompt": [' + b"[1]," * 31 + b"[1]]}" + b" " * http_frontend.SMALL_BODY_BYTES
-    assert (await parser(TEXT, many, 64)).sequences == 32  # type: ignore[union-attr]
-    assert await parser(TEXT, b"[" * 10**6, 64) == parse_request(TEXT, b"[" * 10**6, 64)
+    assert (await parser("0", TEXT, many, 64)).sequences == 32  # type: ignore[union-attr]
+    assert await parser("0", TEXT, b"[" * 10**6, 64) == parse_request(TEXT, b"[" * 10**6, 64)
+    bodies = {"0": BODY, "1": CONSTRAINED}
+    read = await asyncio.gather(*(parser(client, TEXT, body, 64) for client, body in bodies.items()))
+    assert read == [parse_request(TEXT, body, 64) for body in bodies.values()]
     await parser.close()
 
 
@@ -447,15 +450,15 @@ def test_a_helper_that_dies_is_replaced(loop: str) -> None:
         assert parser._process is not None
         parser._process.kill()
         await parser._process.wait()
-        assert await parser(TEXT, BODY, 64) == parse_request(TEXT, BODY, 64)
+        assert await parser("0", TEXT, BODY, 64) == parse_request(TEXT, BODY, 64)
         parser._process.send_signal(signal.SIGSTOP)
-        asked = asyncio.ensure_future(parser(TEXT, BODY, 64))
+        asked = asyncio.ensure_future(parser("0", TEXT, BODY, 64))
         await settled()
         parser._process.kill()
         refused = await asked
         assert isinstance(refused, Refusal)
         assert refused.status == 503
-        assert await parser(TEXT, BODY, 64) == parse_request(TEXT, BODY, 64)
+        assert await parser("0", TEXT, BODY, 64) == parse_request(TEXT, BODY, 64)
         await parser.close()
 
     (asyncio if loop == "asyncio" else pytest.importorskip(loop)).run(whole())
@@ -466,7 +469,7 @@ async def test_few_constraints_are_not_tried_again(monkeypatch: pytest.MonkeyPat
     """Of each client, whatever others ask for."""
     tried = list[str]()
 
-    async def ask(_: HelperProcess, message: bytes) -> bytes:
+    async def ask(_: HelperProcess, client: str, message: bytes) -> bytes:
         tried.append(json.loads(message)[1])
         return b""
 
