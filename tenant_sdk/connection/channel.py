@@ -34,7 +34,7 @@ from shared.wire.header import Header, Operation, RequestClass
 from shared.wire.messages import ErrorInfo, decode
 from shared.wire.protocol import TenantProtocol
 from shared.wire.websocket import Incoming
-from tenant_sdk.connection.replicas.backoff import BACK_SECONDS
+from tenant_sdk.connection.clock import BACK_SECONDS
 
 Entropy = Callable[[int], bytes]
 

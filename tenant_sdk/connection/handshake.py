@@ -30,9 +30,8 @@ from shared.ownership import check_own, check_secret
 from shared.transport.refusal import session_refused
 from shared.wire.header import SUBPROTOCOL
 from shared.wire.messages import ErrorInfo, decode
-from tenant_sdk.connection.clock import CLOCK, Clock
+from tenant_sdk.connection.clock import BACK_SECONDS, CLOCK, Clock
 from tenant_sdk.connection.key_exchange import prefer
-from tenant_sdk.connection.replicas.backoff import BACK_SECONDS
 from tenant_sdk.connection.tls_socket import ClientTlsSocket, reads_end
 from tenant_sdk.connection.urls import split_url
 
