@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-BACK_SECONDS = 5.0  # after which an executor that closed a connection may be back
+CLOSED_RETRY_SECONDS = 5.0  # after which an executor that closed a connection may be back
 
 
 class Clock:
