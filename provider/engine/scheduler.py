@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -465,14 +464,14 @@ class _Active:
         return None
 
 
-POLICIES = ("opportunistic", "none", "lockstep")
+# By their names in ``ServeConfig.batching``.
+POLICIES: dict[str, Callable[[LatencyModel, LatencyObjective], Policy]] = {
+    "opportunistic": Opportunistic,
+    "none": lambda *_: Unbatched(),
+    "lockstep": lambda *_: Lockstep(),
+}
 
 
 def make_policy(name: str, latency: LatencyModel, objective: LatencyObjective) -> Policy:
-    """Returns a policy by the name that ``--batching`` takes; one of POLICIES."""
-    made: dict[str, Callable[[], Policy]] = {
-        "opportunistic": partial(Opportunistic, latency, objective),
-        "none": Unbatched,
-        "lockstep": Lockstep,
-    }
-    return made[name]()
+    """Returns a policy by its name in POLICIES."""
+    return POLICIES[name](latency, objective)

@@ -23,6 +23,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from shared.atomic import write_atomically
 from shared.encoded import UNREADABLE, path_text
 from shared.errors import ConfigurationError, SymbiosisError
+from shared.hosts import in_url
 from shared.log_rate_limit import LogRateLimiter
 from tenant_sdk.gateway import vllm_patches
 from tenant_sdk.gateway.adapter_registry import AdapterRegistry
@@ -220,7 +221,7 @@ class Endpoints:
             except OSError:
                 await asyncio.sleep(0.05)
         writer.close()
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        url = f"http://{in_url(host)}:{port}"
         names = ", ".join([self._models.model_name(), *self._adapters.served])
         settings.say(f"serving {names} at {url}/v1; {url}/ shows how it goes")
         if settings.ready_file is not None:

@@ -27,6 +27,7 @@ SUBPACKAGES = {
         "secrets",
         "options",
         "command_line",
+        "hosts",
         "forks",
         "fair_threads",
         "file_lock",
