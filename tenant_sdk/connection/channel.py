@@ -31,9 +31,9 @@ from shared.errors import (
 )
 from shared.forks import ForkGuard
 from shared.wire.header import Header, Operation, RequestClass
+from shared.wire.message import Incoming
 from shared.wire.messages import ErrorInfo, decode
 from shared.wire.protocol import TenantProtocol
-from shared.wire.websocket import Incoming
 from tenant_sdk.connection.clock import CLOSED_RETRY_SECONDS
 
 Entropy = Callable[[int], bytes]

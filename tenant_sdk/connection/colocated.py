@@ -20,7 +20,7 @@ from shared.forks import register_for_fork
 from shared.transport.colocated import END, MAX_IN_FLIGHT, MEMORY, MEMORY_BYTE, OFFSETS, aligned
 from shared.transport.colocated_session import COLOCATED_RETRY_SECONDS, SharedMemoryLink, open_link
 from shared.wire.header import HEADER_BYTES, Header, Operation, parse_header
-from shared.wire.websocket import Incoming
+from shared.wire.message import Incoming
 from tenant_sdk.connection.channel import Channel, ResponseFuture
 from tenant_sdk.connection.clock import CLOCK, Clock
 from tenant_sdk.connection.quick_poll import QuickPoll

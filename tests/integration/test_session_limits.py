@@ -20,9 +20,10 @@ from provider.observe.metrics import Metrics
 from provider.session.quota import Quota, Quotas
 from provider.session.tenant import Service, TenantSession
 from shared.errors import WireError
+from shared.wire.frames import MessageReader, encode_message
 from shared.wire.header import DTYPE_CODES, Direction, Header, Operation
+from shared.wire.message import Incoming
 from shared.wire.messages import Fetch, encode
-from shared.wire.websocket import Incoming, MessageReader, encode_message
 
 
 def test_files_and_parameters_count_as_well(checkpoint: Callable[[str], Path]) -> None:

@@ -99,7 +99,8 @@ SUBPACKAGES = {
 }
 NO_IO = [
     "shared/wire/protocol.py",
-    "shared/wire/websocket.py",
+    "shared/wire/frames.py",
+    "shared/wire/message.py",
     "shared/wire/header.py",
     "shared/wire/messages.py",
     "provider/engine/scheduler.py",
