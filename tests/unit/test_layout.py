@@ -116,6 +116,7 @@ NO_IO = [
     "provider/workers/planner.py",
     "provider/planning/simulation.py",
     "provider/planning/capacity.py",
+    "provider/planning/kept.py",
     "provider/session/quota.py",
     "tenant_sdk/connection/replicas/backoff.py",
     "tenant_sdk/connection/replicas/retrying.py",
