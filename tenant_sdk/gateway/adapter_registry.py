@@ -35,7 +35,7 @@ class AdapterRegistry:
         settings: of the server.
         engine: vLLM's client of it.
         models: vLLM's, whose ``lora_requests`` chooses the adapter of each request by its name.
-        queue: with the sequences that may use copies of adapters.
+        sequence_limit: with the sequences that may use copies of adapters.
 
     Attributes:
         served: adapters, by name.
@@ -43,7 +43,7 @@ class AdapterRegistry:
     """
 
     def __init__(
-        self, settings: GatewaySettings, engine: EngineClient, models: Any, queue: SequenceLimit
+        self, settings: GatewaySettings, engine: EngineClient, models: Any, sequence_limit: SequenceLimit
     ) -> None:
         self._settings, self._engine, self._models = settings, engine, models
         self.served, self.refused = dict[str, Adapter](), dict[str, str]()
@@ -58,7 +58,7 @@ class AdapterRegistry:
         # Of each folder below --adapters: its files when it was taken, and when it was last looked at.
         self._seen, self._marks = dict[str, object](), dict[str, object]()
         self._outdated = dict[str, None]()  # names whose folder has changed since, oldest first
-        self._unused = UnusedCopies(queue)
+        self._unused = UnusedCopies(sequence_limit)
 
     def unserved(self, name: str) -> str:
         """Why a model of this name is not served; empty: it is."""

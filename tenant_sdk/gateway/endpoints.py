@@ -76,7 +76,7 @@ class GatewaySettings:
         most_rank: of adapters.
         allow_other_base: serve adapters that say they were made for another base.
         authenticator: see ``HttpFrontend``.
-        queue_capacity: sequences under way at once, computed or waiting.
+        most_under_way: sequences under way at once, computed or waiting.
         retry_after: seconds in which a provider that is away may be back.
         about: what the page says at the top.
         address: host and port on which it listens.
@@ -95,7 +95,7 @@ class GatewaySettings:
     most_rank: int
     allow_other_base: bool
     authenticator: Authenticator
-    queue_capacity: int
+    most_under_way: int
     retry_after: int
     about: str
     address: tuple[str, int]
@@ -125,7 +125,9 @@ class Endpoints:
         if self.settings is None:
             raise ConfigurationError("start the gateway with `symbiosis-tenant serve`")
         self._settings = self.settings
-        self._queue = SequenceLimit(self._settings.queue_capacity, self._settings.authenticator.clients)
+        self._sequence_limit = SequenceLimit(
+            self._settings.most_under_way, self._settings.authenticator.clients
+        )
         self._parser = RequestParser()
         self._constraint_checker: ConstraintChecker | None = None
         self._samples: deque[dict[str, float]] = deque(maxlen=SAMPLES)
@@ -150,7 +152,7 @@ class Endpoints:
         app.add_middleware(
             HttpFrontend,
             authenticator=settings.authenticator,
-            queue=self._queue,
+            sequence_limit=self._sequence_limit,
             folder=settings.folder,
             retry_after=settings.retry_after,
             served=FrontendDependencies(
@@ -174,8 +176,10 @@ class Endpoints:
         """Serve what lies in the folder of adapters, and look at it from now on."""
         assert engine_client is not None  # noqa: S101 - required_tasks says so
         Endpoints.engine, self._models = engine_client, state.openai_serving_models
-        self._adapters = AdapterRegistry(self._settings, engine_client, self._models, self._queue)
-        prometheus_client.REGISTRY.register(Collector(self._settings.folder, self._queue, self._adapters))
+        self._adapters = AdapterRegistry(self._settings, engine_client, self._models, self._sequence_limit)
+        prometheus_client.REGISTRY.register(
+            Collector(self._settings.folder, self._sequence_limit, self._adapters)
+        )
         vllm_patches.tell_of_the_end(engine_client, self._ending.set)
         vllm_patches.refuse_unknown_tokens(engine_client)
         vllm_patches.count_no_combinations(engine_client)
@@ -307,7 +311,7 @@ class Endpoints:
         """One more point of every line of the page, each second."""
         before, limiter = dict[str, float](), LogRateLimiter(REMIND_SECONDS)
         while True:
-            now = {"time": time.time(), "under_way": float(self._queue.under_way)}
+            now = {"time": time.time(), "under_way": float(self._sequence_limit.under_way)}
             try:
                 now |= await asyncio.to_thread(self._counts)
                 if before:

@@ -69,8 +69,8 @@ class CachedAnswer:
 class Collector:
     """The worker's status for Prometheus."""
 
-    def __init__(self, folder: Path, queue: SequenceLimit, adapters: AdapterRegistry) -> None:
-        self._folder, self._queue, self._adapters = folder, queue, adapters
+    def __init__(self, folder: Path, sequence_limit: SequenceLimit, adapters: AdapterRegistry) -> None:
+        self._folder, self._sequence_limit, self._adapters = folder, sequence_limit, adapters
 
     def collect(self) -> Iterator[Metric]:
         """See prometheus_client."""
@@ -90,7 +90,7 @@ class Collector:
             yield metric
         for name, help_, value in (
             ("adapters", "Adapters served.", len(self._adapters.served)),
-            ("sequences_under_way", "Sequences computed or waiting.", self._queue.under_way),
+            ("sequences_under_way", "Sequences computed or waiting.", self._sequence_limit.under_way),
             ("masks_ahead", "Rows of masks whose effects have arrived or are requested.", status.rows_ahead),
             ("provider_up", "0 after a failed step, until a step or a test succeeds.", not status.failing),
         ):
@@ -98,7 +98,7 @@ class Collector:
             gauge.add_metric([], float(value))
             yield gauge
         refused = CounterMetricFamily(
-            "symbiosis_gateway_refused", "Requests refused because the queue was full."
+            "symbiosis_gateway_refused", "Requests refused because too many sequences were under way."
         )
-        refused.add_metric([], self._queue.refused)
+        refused.add_metric([], self._sequence_limit.refused)
         yield refused

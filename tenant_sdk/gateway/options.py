@@ -239,7 +239,7 @@ class GatewayOptions:
         return dataclasses.replace(config, **DECIDED)
 
     @property
-    def queue_capacity(self) -> int:
+    def most_under_way(self) -> int:
         """Sequences that are under way at once, computed or waiting."""
         return self.max_sequences + self.max_waiting
 
