@@ -225,7 +225,7 @@ class Opportunistic:
 
     def __init__(self, latency: LatencyModel, objective: LatencyObjective | None = None) -> None:
         self._latency, self._objective = latency, objective or LatencyObjective()
-        self.tokens = DecodedTokens(self._objective.decode_seconds)
+        self.tokens = DecodeController(self._objective.decode_seconds)
         # A token passes all groups: each request has its part of the time.
         self._request_seconds = self._objective.decode_seconds / max(1, len(latency.shapes))
         # By lane, tenant and whether they decode, in the order of arrival.
@@ -389,7 +389,7 @@ def _queue_of(request: QueuedRequest) -> tuple[int, str, bool]:
     return request.lane, request.tenant, request.decodes
 
 
-class DecodedTokens:
+class DecodeController:
     """Counts decoded tokens that met the objective, and adapts the time of products to it.
 
     A token's requests pass the groups in order, so a session's next token begins where the groups begin

@@ -138,7 +138,8 @@ class MessageReader:
 
     Args:
         accept: called with every message's header before anything is allocated for its payload; returns the
-            message's ticket, or raises WireError to refuse. A refusal that is not fatal skips the payload.
+            message's ``admitted``, or raises WireError to refuse it. If that is not fatal, the payload is
+            skipped.
         masked: whether the peer must mask its frames (tenants must, executors must not).
         max_message_bytes: payloads above this are refused and fatal, because skipping costs too.
         allocate: where the payload of an accepted header goes, if it does not arrive at once.

@@ -27,7 +27,7 @@ class Incoming:
     _payload: torch.Tensor | None = None
     error: WireError | None = None
     body: bytearray | None = None  # of a message that arrived at once, with its header
-    ticket: Any = None  # what ``accept`` returned for the header
+    admitted: Any = None  # what ``accept`` returned for the header
 
     @property
     def payload(self) -> torch.Tensor | None:
@@ -108,7 +108,7 @@ def check_header(
                 f"the header says {expected} bytes of payload "
                 f"({header.rows} x {header.columns}), the message has {payload_bytes}",
             )
-        return Incoming(header, ticket=accept(header))
+        return Incoming(header, admitted=accept(header))
     except WireError as error:
         if error.fatal:
             raise

@@ -78,7 +78,7 @@ def test_who_leaves_gives_back_what_it_had(checkpoint: Callable[[str], Path]) ->
     gone = TenantSession(service, "alice", lambda *_: None)
 
     def accepted(header: Header, payload: torch.Tensor) -> Incoming:
-        return Incoming(Header(*header), payload, ticket=gone.accept(header))  # whichever object it is
+        return Incoming(Header(*header), payload, admitted=gone.accept(header))  # whichever object it is
 
     def product() -> Incoming:
         header = Header(Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.float32], 0, 7, 3, width, 1)
@@ -169,7 +169,7 @@ def test_an_answer_that_was_sent_is_not_kept(checkpoint: Callable[[str], Path]) 
     session._protocol.hello_received = True
 
     def ask() -> None:
-        session.answer(Incoming(head, torch.ones(3, width), ticket=session.accept(head)))
+        session.answer(Incoming(head, torch.ones(3, width), admitted=session.accept(head)))
 
     service.engine.loop.call_soon_threadsafe(ask)
     blocks = sent.get(timeout=800)
