@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from provider.serve.server import server_context
+from shared.wire.frames import encode_message
 from shared.wire.header import DTYPE_CODES, HEADER_BYTES, Direction, Header, Operation
 from shared.wire.messages import Hello, encode
-from shared.wire.websocket import encode_message
 from tenant_sdk.connection.handshake import client_context, open_connection, open_tcp, start_tls
 
 MASK = b"rate"

@@ -277,7 +277,7 @@ def plan_capacity(options: PlanOptions) -> None:
 
     layout = plan_layout(
         read_groups(options.model),
-        options.worker_devices,
+        options.worker_devices or ["cpu"],
         numerics=options.numerics,
         stripes=options.stripes,
         assumed=assumed,

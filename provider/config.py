@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 from shared.errors import Argument, ConfigurationError, OptionText, Placeholder
+from shared.hosts import LOOPBACK
 from shared.options import Option, check_fields
 
 FLOATS = ("float32", "bfloat16")
 _WORKERS = OptionText("{workers}", workers=Placeholder("N"))
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TRIED = "Trial"
-_SERVED = "Model and products"
+SERVED = "Model and products"
 _ADMITTED = "Access"
 _LOCAL = "Tenants of this machine"
 _LIMITS = "Limits"
@@ -24,23 +23,82 @@ _SCHEDULING = "Scheduling"
 _OBSERVED = "Monitoring"
 
 
-def check_divided(devices: str, workers: int, names: Sequence[str], stripes: int) -> None:
-    """Refuse workers that cannot share layers evenly.
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """How a model's products are computed, and by how many workers; see ``check_workers``."""
 
-    Args:
-        devices, workers: how they were given.
-        names: the device of each.
+    numerics: Annotated[
+        str,
+        Option(
+            SERVED,
+            "ring, ring-fine (more exact, answers of twice the size), float32 or bfloat16. One-time masks "
+            "and verification need ring or ring-fine.",
+            choices=(*FLOATS, "ring", "ring-fine"),
+        ),
+    ] = "ring"
+    workers: Annotated[
+        int,
+        Option(
+            SERVED,
+            "Worker processes, which share the layers and are restarted if they end. 0: this process "
+            "computes everything.",
+            least=0,
+        ),
+    ] = 0
+    devices: Annotated[
+        str,
+        Option(
+            SERVED,
+            "Devices where products run, one worker on each, such as cuda:0,cuda:1. Layers are placed by "
+            "free memory and speed. cpu,cpu means the same as {workers} 2.",
+        ),
+    ] = ""
+    stripes: Annotated[
+        int,
+        Option(
+            SERVED,
+            "Workers that share each layer's outputs, for layers that are too large for one worker, or for "
+            "faster products. The number of workers must be a multiple of this. 1: each layer is in one "
+            "worker.",
+            least=1,
+        ),
+    ] = 1
 
-    Raises:
-        ConfigurationError: their number is no multiple of ``stripes``.
-    """
-    if not all(names) or len(names) % stripes:
-        argument = Argument("devices", devices) if devices else Argument("workers", workers)
-        raise ConfigurationError("{} cannot be divided into {stripes}", argument, stripes=stripes)
+    def check_workers(self) -> None:
+        """Refuse workers that contradict each other, or cannot share layers evenly.
+
+        Raises:
+            ConfigurationError: see above.
+        """
+        if self.devices and self.workers:
+            self._refuse_beside_devices("workers", self.workers)
+        if not all(self.worker_devices):
+            raise ConfigurationError(
+                "{devices} names none between two commas, or at an end", devices=self.devices
+            )
+        if max(1, len(self.worker_devices)) % self.stripes:
+            argument = (
+                Argument("devices", self.devices) if self.devices else Argument("workers", self.workers)
+            )
+            raise ConfigurationError("{} cannot be divided into {stripes}", argument, stripes=self.stripes)
+
+    def _refuse_beside_devices(self, name: str, value: object) -> NoReturn:
+        raise ConfigurationError(
+            "{devices} has a worker for each device it names: leave out {}",
+            Argument(name, value),
+            devices=self.devices,
+        )
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The device of each worker; empty: there are none, all is in one process."""
+        if self.devices:
+            return tuple(name.strip() for name in self.devices.split(","))
+        return ("cpu",) * self.workers
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig:
+class ServeConfig(WorkerOptions):
     """Options of a provider; each field's text says what it is, in the units of its name.
 
     Raises:
@@ -50,57 +108,29 @@ class ServeConfig:
     model_dir: Annotated[
         Path,
         Option(
-            _SERVED,
+            SERVED,
             "Checkpoint: a folder with safetensors, a GGUF file, or hub:NAME[@REVISION].",
             unit="MODEL",
             argument=True,
         ),
     ]
-    numerics: Annotated[
-        str,
-        Option(
-            _SERVED,
-            "ring, ring-fine (more exact, answers of twice the size), float32 or bfloat16. One-time masks "
-            "and verification need ring or ring-fine.",
-            choices=(*FLOATS, "ring", "ring-fine"),
-        ),
-    ] = "ring"
     serve_head: Annotated[
-        bool, Option(_SERVED, "Also serve the output head. Default: tenants compute it.", negative=True)
+        bool, Option(SERVED, "Also serve the output head. Default: tenants compute it.", negative=True)
     ] = False
-    device: Annotated[str, Option(_SERVED, "Device of products: cpu, cuda, cuda:1, ...")] = "cpu"
+    device: Annotated[str, Option(SERVED, "Device of products: cpu, cuda, cuda:1, ...")] = "cpu"
     threads: Annotated[
         int,
         Option(
-            _SERVED,
+            SERVED,
             "Threads for one product. 0: without workers, torch's default; with workers, those on the CPU "
             "share the machine's processors equally, or all workers if none is on the CPU; with Ray, one.",
             least=0,
         ),
     ] = 0
-    workers: Annotated[
-        int,
-        Option(
-            _SERVED,
-            "Worker processes, which share the layers and are restarted if they end. 0: this process "
-            "computes everything.",
-            least=0,
-        ),
-    ] = 0
-    stripes: Annotated[
-        int,
-        Option(
-            _SERVED,
-            "Workers that share each layer's outputs, for layers that are too large for one worker, or for "
-            "faster products. The number of workers must be a multiple of this. 1: each layer is in one "
-            "worker.",
-            least=1,
-        ),
-    ] = 1
     part: Annotated[
         str,
         Option(
-            _SERVED,
+            SERVED,
             "Serve only part k of n parts of the layers, written k/n. The hosts of the parts do not "
             "communicate; tenants give the URLs of all. Default: all layers.",
         ),
@@ -108,7 +138,7 @@ class ServeConfig:
     fsdp: Annotated[
         bool,
         Option(
-            _SERVED,
+            SERVED,
             "Each worker holds a shard of every layer, and gathers the layer for each product, as PyTorch's "
             "FSDP does: a slow baseline for float32 and bfloat16.",
             negative=True,
@@ -117,7 +147,7 @@ class ServeConfig:
     launcher: Annotated[
         str,
         Option(
-            _SERVED,
+            SERVED,
             "Launcher of the workers. process: this process starts them, on this machine. ray: Ray starts "
             "them, in the cluster at RAY_ADDRESS, or on this machine if that is not set. Workers of Ray or "
             "torchrun join without authentication, and rows travel to them without TLS: use a "
@@ -125,23 +155,15 @@ class ServeConfig:
             choices=("process", "ray"),
         ),
     ] = "process"
-    devices: Annotated[
-        str,
-        Option(
-            _SERVED,
-            "Devices where products run, one worker on each, such as cuda:0,cuda:1. Layers are placed by "
-            "free memory and speed. cpu,cpu means the same as {workers} 2.",
-        ),
-    ] = ""
     plan: Annotated[
         bool,
         Option(
-            _SERVED,
+            SERVED,
             "Print the planned layers of each worker, with reasons, and exit. This loads no weights and "
             "opens no port.",
         ),
     ] = False
-    json: Annotated[bool, Option(_SERVED, "Print the output of {plan} as JSON, for programs.")] = False
+    json: Annotated[bool, Option(SERVED, "Print the output of {plan} as JSON, for programs.")] = False
     tls_dir: Annotated[
         Path | None,
         Option(
@@ -401,18 +423,9 @@ class ServeConfig:
             raise ConfigurationError("{plan} is of all layers: leave out {part}", plan=True, part=self.part)
         if self.fsdp and self.plan:
             raise ConfigurationError("{plan} is of whole layers and stripes: leave out {fsdp}", plan=True)
-        for name in ("workers", "device"):
-            if self.devices and name in changed:
-                raise ConfigurationError(
-                    "{devices} has a worker for each device it names: leave out {}",
-                    Argument(name, getattr(self, name)),
-                    devices=self.devices,
-                )
-        if self.devices and not all(self.worker_devices):
-            raise ConfigurationError(
-                "{devices} names none between two commas, or at an end", devices=self.devices
-            )
-        check_divided(self.devices, self.workers, self.worker_devices, self.stripes)
+        if self.devices and "device" in changed:
+            self._refuse_beside_devices("device", self.device)
+        self.check_workers()
         self._check_fsdp()
         self._check_ray()
 
@@ -464,9 +477,7 @@ class ServeConfig:
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """The device of each worker; empty: there are none, all is in this process."""
-        if self.devices:
-            return tuple(name.strip() for name in self.devices.split(","))
-        return (self.device,) * self.workers
+        return super().worker_devices if self.devices else (self.device,) * self.workers
 
     @property
     def part_of_groups(self) -> tuple[int, int] | None:

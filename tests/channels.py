@@ -20,8 +20,8 @@ from raw_peers import (
 )
 
 from shared.wire.header import DTYPE_CODES, Direction, Header, Operation
+from shared.wire.message import Incoming
 from shared.wire.protocol import GroupShape
-from shared.wire.websocket import Incoming
 from tenant_sdk.connection.channel import Channel, ResponseFuture
 from tenant_sdk.connection.clock import CLOCK, Clock
 from tenant_sdk.connection.handshake import client_context, open_connection

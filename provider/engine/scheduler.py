@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -226,7 +225,7 @@ class Opportunistic:
 
     def __init__(self, latency: LatencyModel, objective: LatencyObjective | None = None) -> None:
         self._latency, self._objective = latency, objective or LatencyObjective()
-        self.tokens = DecodedTokens(self._objective.decode_seconds)
+        self.tokens = DecodeController(self._objective.decode_seconds)
         # A token passes all groups: each request has its part of the time.
         self._request_seconds = self._objective.decode_seconds / max(1, len(latency.shapes))
         # By lane, tenant and whether they decode, in the order of arrival.
@@ -390,7 +389,7 @@ def _queue_of(request: QueuedRequest) -> tuple[int, str, bool]:
     return request.lane, request.tenant, request.decodes
 
 
-class DecodedTokens:
+class DecodeController:
     """Counts decoded tokens that met the objective, and adapts the time of products to it.
 
     A token's requests pass the groups in order, so a session's next token begins where the groups begin
@@ -465,14 +464,14 @@ class _Active:
         return None
 
 
-POLICIES = ("opportunistic", "none", "lockstep")
+# By their names in ``ServeConfig.batching``.
+POLICIES: dict[str, Callable[[LatencyModel, LatencyObjective], Policy]] = {
+    "opportunistic": Opportunistic,
+    "none": lambda *_: Unbatched(),
+    "lockstep": lambda *_: Lockstep(),
+}
 
 
 def make_policy(name: str, latency: LatencyModel, objective: LatencyObjective) -> Policy:
-    """Returns a policy by the name that ``--batching`` takes; one of POLICIES."""
-    made: dict[str, Callable[[], Policy]] = {
-        "opportunistic": partial(Opportunistic, latency, objective),
-        "none": Unbatched,
-        "lockstep": Lockstep,
-    }
-    return made[name]()
+    """Returns a policy by its name in POLICIES."""
+    return POLICIES[name](latency, objective)

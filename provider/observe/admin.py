@@ -22,6 +22,7 @@ from provider.observe.metrics import Metrics
 from provider.observe.status import PAGE, StatusHistory
 from provider.observe.usage import usage_csv
 from shared.errors import ConfigurationError
+from shared.hosts import in_url
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +187,7 @@ class AdminServer:
             ) from error
         self.port = self._server.server_port
         here = ANYWHERE.get(host, host)
-        self.url = f"http://[{here}]:{self.port}" if ":" in here else f"http://{here}:{self.port}"
+        self.url = f"http://{in_url(here)}:{self.port}"
         if not _loopback(host):
             log.warning("whoever reaches port %d of %s may read the admin pages", self.port, host)
         threading.Thread(target=self._server.serve_forever, name="admin", daemon=True).start()

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from provider.config import check_divided
+from provider.config import SERVED, WorkerOptions
 from shared.errors import CheckpointError, ConfigurationError
 from shared.options import Option, check_fields
 
 Assumed = Mapping[str, Sequence[float]]
-_GROUP = ""
+_FORECAST = "Forecast"
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -29,7 +29,7 @@ class NetworkLink(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
+class PlanOptions(WorkerOptions):
     """What `symbiosis-provider plan` is asked.
 
     Raises:
@@ -37,36 +37,12 @@ class PlanOptions:
     """
 
     model: Annotated[
-        Path, Option(_GROUP, "Checkpoint folder, or a folder with only a config.json.", argument=True)
+        Path, Option(SERVED, "Checkpoint folder, or a folder with only a config.json.", argument=True)
     ]
-    workers: Annotated[
-        int,
-        Option(
-            _GROUP,
-            "Worker processes. 0: one process computes everything.",
-            least=0,
-            unit="COUNT",
-        ),
-    ] = 0
-    devices: Annotated[
-        str,
-        Option(
-            _GROUP,
-            "Devices with one worker each, such as cuda:0,cuda:1. cpu,cpu means the same as {workers} 2. "
-            "Default: cpu.",
-            unit="NAMES",
-        ),
-    ] = ""
-    stripes: Annotated[
-        int, Option(_GROUP, "Workers that share each layer's outputs.", least=1, unit="COUNT")
-    ] = 1
-    numerics: Annotated[
-        str, Option(_GROUP, "ring, ring-fine, float32 or bfloat16, as for serve.", unit="NAME")
-    ] = "ring"
     answers: Annotated[
         str,
         Option(
-            _GROUP,
+            _FORECAST,
             "Bits of each number of a product that tenants request, with ring numerics: exact (all) or half.",
             choices=("exact", "half"),
             unit="WHICH",
@@ -75,7 +51,7 @@ class PlanOptions:
     mask_sources: Annotated[
         int,
         Option(
-            _GROUP,
+            _FORECAST,
             "Number of mask sources, with ring numerics. The printed bytes of a token include the effects of "
             "these mask sources. The simulated network does not carry effects.",
             least=0,
@@ -85,18 +61,18 @@ class PlanOptions:
     network: Annotated[
         str,
         Option(
-            _GROUP,
+            _FORECAST,
             "Network to the tenants: bits a second in each direction, and the round-trip time.",
             unit="RATE,TIME",
         ),
     ] = "10Gbit,0.5ms"
     tenants: Annotated[
-        int, Option(_GROUP, "Tenants that work at the same time.", least=1, most=1024, unit="COUNT")
+        int, Option(_FORECAST, "Tenants that work at the same time.", least=1, most=1024, unit="COUNT")
     ] = 8
     rows: Annotated[
         int,
         Option(
-            _GROUP,
+            _FORECAST,
             "Rows in a fine-tuning step: the number of sequences times the tokens in each.",
             least=1,
             unit="COUNT",
@@ -105,32 +81,19 @@ class PlanOptions:
     assume: Annotated[
         Sequence[str],
         Option(
-            _GROUP,
+            _FORECAST,
             "Figures of a device that this machine lacks, such as cuda=141e9,4.8e12,2e13: bytes of memory, "
             "bytes a second, multiplications a second.",
             unit="FIGURES",
             cli_singular="assume",
         ),
     ] = ()
-    json: Annotated[bool, Option(_GROUP, "Print the forecast as JSON.")] = False
+    json: Annotated[bool, Option(_FORECAST, "Print the forecast as JSON.")] = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
         check_fields(self)
-        if self.workers and self.devices:
-            raise ConfigurationError(
-                "{devices} has a worker for each: leave out {workers}",
-                devices=self.devices,
-                workers=self.workers,
-            )
-        check_divided(self.devices, self.workers, self.worker_devices, self.stripes)
-
-    @property
-    def worker_devices(self) -> list[str]:
-        """The device of each worker."""
-        if self.devices:
-            return [name.strip() for name in self.devices.split(",")]
-        return ["cpu"] * max(1, self.workers)
+        self.check_workers()
 
 
 def parse_network(text: str) -> NetworkLink:

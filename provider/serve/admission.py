@@ -15,7 +15,7 @@ from shared.wire.messages import ErrorInfo
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS = 5.0  # after which there may be room
+FULL_RETRY_SECONDS = 5.0  # after which there may be room
 _CODES = {"expired": "unauthorized", "full": "overloaded", "tenant_full": "overloaded"}
 
 
@@ -44,7 +44,7 @@ class Refused(Exception):
     def info(self) -> ErrorInfo:
         """The message for the peer."""
         code = _CODES.get(self.reason, self.reason)
-        return ErrorInfo(code, self.message, RETRY_SECONDS if code == "overloaded" else None)
+        return ErrorInfo(code, self.message, FULL_RETRY_SECONDS if code == "overloaded" else None)
 
 
 def check_version(offered: Iterable[str]) -> None:

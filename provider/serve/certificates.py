@@ -23,12 +23,13 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from shared.atomic import write_atomically
 from shared.errors import ConfigurationError
+from shared.hosts import LOOPBACK
 from shared.ownership import check_own, check_secret
 
 log = logging.getLogger(__name__)
 
-DEFAULT_HOSTS = ("localhost", "127.0.0.1", "::1")
 DEFAULT_DAYS = 90  # what is renewed this often is renewed by a script, and a lost key is soon worth nothing
+DEFAULT_HOSTS = LOOPBACK
 WARNING_DAYS = 14  # before a certificate ends
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
 _HOST = re.compile(rf"(?=.{{1,253}}$)(\*\.)?{_LABEL}(\.{_LABEL})*")

@@ -26,6 +26,7 @@ from provider.serve.websocket_connection import OpenSession, WebsocketConnection
 from provider.session.tenant import Service
 from shared.atomic import write_atomically
 from shared.errors import ConfigurationError
+from shared.hosts import in_url
 from shared.log_rate_limit import LogRateLimiter
 
 log = logging.getLogger(__name__)
@@ -180,8 +181,7 @@ class Server:
     @property
     def url(self) -> str:
         """Where tenants connect."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"wss://{host}:{self.port}"
+        return f"wss://{in_url(self.host)}:{self.port}"
 
     def write_ready_file(self, path: str | Path, **more: str) -> None:
         """Tell a supervisor, in one rename, that the port is open; ``more`` goes into the file too."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from shared.errors import WireError
 
-RETRY_SECONDS = 0.05  # when room depends on answers that are under way
+QUOTA_RETRY_SECONDS = 0.05  # when room depends on answers that are under way
 RESERVED_DIVISOR = 128  # a tenant without anything in flight has this part of the bytes of all to itself
 
 
@@ -86,7 +86,7 @@ class _Account:
             )
         )
         return max(
-            RETRY_SECONDS if full else 0.0,
+            QUOTA_RETRY_SECONDS if full else 0.0,
             self.requests_bucket.seconds_until_available(1, now),
             self.bytes_bucket.seconds_until_available(received_bytes, now),
         )

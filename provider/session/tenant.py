@@ -25,9 +25,9 @@ from shared.errors import SymbiosisError, WireError
 from shared.fair_threads import FairThreads
 from shared.log_rate_limit import LogRateLimiter
 from shared.wire.header import PRODUCTS, Header, Operation, RequestClass
+from shared.wire.message import Incoming, new_payload, tensor_bytes
 from shared.wire.messages import ErrorInfo, Fetch, Hello, Manifest, decode, encode
 from shared.wire.protocol import ExecutorProtocol
-from shared.wire.websocket import Incoming, new_payload, tensor_bytes
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class TenantSession:
         """Check a request's header; nothing has been allocated yet.
 
         Returns:
-            The ticket of its message (``Incoming.ticket``), without which ``answer`` does not know it again.
+            What its message has as ``Incoming.admitted``, without which ``answer`` does not know it again.
 
         Raises:
             WireError: what is wrong, or ``overloaded``.
@@ -171,25 +171,25 @@ class TenantSession:
         """
         header = message.header
         if self._closed:
-            self._release(message.ticket)
+            self._release(message.admitted)
             return
         try:
             if message.error is not None:
                 # Not raised: its traceback would have it and the message keep each other.
-                self._failed(header, message.ticket, message.error)
+                self._failed(header, message.admitted, message.error)
             elif message.payload is None:
                 error = WireError("payload_length", "the message has no payload")
-                self._failed(header, message.ticket, error)
+                self._failed(header, message.admitted, error)
             elif header.operation == Operation.HELLO:
                 self._welcome(header, decode(tensor_bytes(message.payload), Hello))
             elif header.operation in PRODUCTS:
-                self._submit(message.ticket, message.payload)
+                self._submit(message.admitted, message.payload)
             else:
                 self._fetch(message, message.payload)
         except (OSError, EOFError):
             raise  # the connection, not the request
         except Exception as error:
-            self._failed(header, message.ticket, error)
+            self._failed(header, message.admitted, error)
 
     def refuse(self, request_id: int, error: SymbiosisError) -> None:
         """Answer with an error; request id 0 is for the whole session."""
@@ -250,7 +250,7 @@ class TenantSession:
         service, header = self._service, message.header
         answer, read = service.executor.catalog.fetch(decode(tensor_bytes(payload), Fetch), header.request_id)
         size = answer.payload_bytes
-        request = message.ticket = self._admit(_AdmittedRequest(header, answer, 0, size), size)
+        request = message.admitted = self._admit(_AdmittedRequest(header, answer, 0, size), size)
         self._under_way.add(request)
         loop = service.engine.loop
         future = service.downloads.submit_for(self._tenant, read)

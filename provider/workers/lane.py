@@ -28,7 +28,7 @@ MIN_PATIENCE, PATIENCE = 2.0, 20.0
 MAX_READ = 8  # pieces of memory whose answers are not copied: who does not read them holds more than theirs
 LOOK_SECONDS = 0.5  # between two looks whether something is late
 MIN_RATE = 1.6e6  # bytes a second to and from a worker on another machine
-RETRY_SECONDS = 1.0  # after which a tenant asks again for what a worker did not answer
+RESTART_RETRY_SECONDS = 1.0  # after which a tenant asks again for what a worker did not answer
 
 
 @dataclass
@@ -249,7 +249,9 @@ class WorkerLane:
 
     def _unavailable(self, count: int) -> BatchResult:
         error = WireError(
-            "unavailable", f"worker {self._name} is being started again; ask again", retry_after=RETRY_SECONDS
+            "unavailable",
+            f"worker {self._name} is being started again; ask again",
+            retry_after=RESTART_RETRY_SECONDS,
         )
         return BatchResult([error] * count)
 

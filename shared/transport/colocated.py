@@ -26,8 +26,8 @@ import torch
 from shared.errors import ConfigurationError, WireError
 from shared.transport import SCHEME
 from shared.wire.header import HEADER_BYTES
+from shared.wire.message import tensor_bytes
 from shared.wire.messages import Message
-from shared.wire.websocket import tensor_bytes
 
 LISTENER = "door"  # the socket in the executor's directory that opens sessions
 OPENED, REFUSED = b"opened", b"refused"

@@ -28,7 +28,7 @@ from shared.wire.messages import ErrorInfo, decode
 from shared.wire.protocol import MAX_ANSWER_CONTROL_BYTES
 
 LINGER_MILLISECONDS = 1000
-RETRY_SECONDS = 1.0
+COLOCATED_RETRY_SECONDS = 1.0
 
 
 @dataclass
@@ -118,7 +118,9 @@ def open_link(url: str, token: str, timeout: float) -> SharedMemoryLink:
         for each in (*pipes, descriptor):
             os.close(each)
         if isinstance(error, OSError):
-            raise ConnectError(f"{url} went away: {error.strerror}", retry_after=RETRY_SECONDS) from error
+            raise ConnectError(
+                f"{url} went away: {error.strerror}", retry_after=COLOCATED_RETRY_SECONDS
+            ) from error
         raise
 
 

@@ -53,7 +53,7 @@ from tenant_sdk.trust.operators import own_authorities, own_tokens
 
 T = TypeVar("T")
 
-RETRY_SECONDS = 0.2  # while nobody listens
+CONNECT_RETRY_SECONDS = 0.2  # while nobody listens
 SMALL_REPEATS, LARGE_REPEATS = 30, 5
 LARGE_BYTES = 4 << 20
 _AT_ONCE = 16  # rows of noise under way: an executor says how many groups it has, and how wide they are
@@ -340,7 +340,7 @@ class _WaitUntilOpen(Generic[T]):
                     url, wait = self._target.url, self._target.until - started
                     what = f"nobody listens at {url} yet; trying for {wait:.2g} s (--wait)"
                     yield CheckResult("waiting", None, what)
-                time.sleep(RETRY_SECONDS)
+                time.sleep(CONNECT_RETRY_SECONDS)
             else:
                 self.seconds = time.perf_counter() - started
                 return

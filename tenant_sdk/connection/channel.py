@@ -31,10 +31,10 @@ from shared.errors import (
 )
 from shared.forks import ForkGuard
 from shared.wire.header import Header, Operation, RequestClass
+from shared.wire.message import Incoming
 from shared.wire.messages import ErrorInfo, decode
 from shared.wire.protocol import TenantProtocol
-from shared.wire.websocket import Incoming
-from tenant_sdk.connection.replicas.backoff import BACK_SECONDS
+from tenant_sdk.connection.clock import CLOSED_RETRY_SECONDS
 
 Entropy = Callable[[int], bytes]
 
@@ -301,7 +301,7 @@ class Channel(abc.ABC):
         )
 
     def _closed_by_peer(self, why: str) -> ConnectionLost:
-        return ConnectionLost(f"{self.peer} closed the connection: {why}", retry_after=BACK_SECONDS)
+        return ConnectionLost(f"{self.peer} closed the connection: {why}", retry_after=CLOSED_RETRY_SECONDS)
 
     def _break(self, error: SymbiosisError) -> None:
         """Fail everything under way and everything to come."""

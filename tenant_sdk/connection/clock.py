@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+CLOSED_RETRY_SECONDS = 5.0  # after which an executor that closed a connection may be back
+
 
 class Clock:
     """The machine's clock."""

@@ -18,9 +18,9 @@ import zmq
 from shared.errors import ConnectionLost, RequestRefused, WireError
 from shared.forks import register_for_fork
 from shared.transport.colocated import END, MAX_IN_FLIGHT, MEMORY, MEMORY_BYTE, OFFSETS, aligned
-from shared.transport.colocated_session import RETRY_SECONDS, SharedMemoryLink, open_link
+from shared.transport.colocated_session import COLOCATED_RETRY_SECONDS, SharedMemoryLink, open_link
 from shared.wire.header import HEADER_BYTES, Header, Operation, parse_header
-from shared.wire.websocket import Incoming
+from shared.wire.message import Incoming
 from tenant_sdk.connection.channel import Channel, ResponseFuture
 from tenant_sdk.connection.clock import CLOCK, Clock
 from tenant_sdk.connection.quick_poll import QuickPoll
@@ -276,7 +276,7 @@ class ColocatedChannel(Channel):
                 request: _Request | None = self._outbox.popleft() if self._outbox else None
             if request is not None:
                 why = "the executor has no more shared memory at the moment"
-                self._give_up(request.header, "overloaded", why, RETRY_SECONDS)
+                self._give_up(request.header, "overloaded", why, COLOCATED_RETRY_SECONDS)
 
 
 def open_colocated(url: str, token: str, timeout: float, clock: Clock = CLOCK) -> ColocatedChannel:

@@ -30,9 +30,8 @@ from shared.ownership import check_own, check_secret
 from shared.transport.refusal import session_refused
 from shared.wire.header import SUBPROTOCOL
 from shared.wire.messages import ErrorInfo, decode
-from tenant_sdk.connection.clock import CLOCK, Clock
+from tenant_sdk.connection.clock import CLOCK, CLOSED_RETRY_SECONDS, Clock
 from tenant_sdk.connection.key_exchange import prefer
-from tenant_sdk.connection.replicas.backoff import BACK_SECONDS
 from tenant_sdk.connection.tls_socket import ClientTlsSocket, reads_end
 from tenant_sdk.connection.urls import split_url
 
@@ -155,12 +154,12 @@ def start_tls(sock: socket.socket, host: str, context: ssl.SSLContext) -> ssl.SS
         raise TlsError(
             f"{host} closed the connection before TLS began, as an executor does that is full; try again in "
             "a while, and if it stays so, ask its operator whether this is the executor's port",
-            retry_after=BACK_SECONDS,
+            retry_after=CLOSED_RETRY_SECONDS,
         ) from error
     except (ssl.SSLError, OSError) as error:
         raise TlsError(
             f"no TLS 1.3 session with {host} ({error}); is this the executor's port?",
-            retry_after=BACK_SECONDS,
+            retry_after=CLOSED_RETRY_SECONDS,
         ) from error
 
 

@@ -21,9 +21,9 @@ from shared.wire.header import (
     Operation,
     RequestClass,
 )
+from shared.wire.message import Incoming, tensor_bytes
 from shared.wire.messages import Fetch, FileInfo, ParameterInfo, encode
 from shared.wire.protocol import GroupShape, RequestWidths
-from shared.wire.websocket import Incoming, tensor_bytes
 from tenant_sdk.connection.channel import Channel, ResponseFuture, copy_error
 from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.connection.replicas.parts import PartConnections

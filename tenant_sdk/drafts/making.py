@@ -6,7 +6,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,8 @@ from tenant_sdk.tuning.generation import (
     together,
 )
 from tenant_sdk.tuning.records import prompts_of
-from tenant_sdk.tuning.resume_settings import digest_of, template_day
-from tenant_sdk.tuning.sampling import Sampling, ends_of
+from tenant_sdk.tuning.resume_settings import digest_of, template_day, unchanging
+from tenant_sdk.tuning.sampling import Sampling
 
 _LARGEST_ANSWERS = 256 << 20  # of one batch
 _HELD_OUT = 10  # one text of so many
@@ -152,7 +152,9 @@ def make_draft(
     check_supported(model)
     output = check_new_folder(options.output)
     day = template_day(output, today, resume=options.resume)
-    examples = _read(options, model, tokenizer, day, callbacks.notify)
+    length = sequence_length(options.sequence_length, model)
+    reader = Reader.of_model(model, tokenizer, length, options, notify=callbacks.notify, day=day)
+    examples = reader.read(options.data)
     prompts = _prompts(options.prompts, tokenizer, day)
     notify_template_day(day, callbacks.notify)
     settings = _settings(options, examples, prompts, model, session)
@@ -196,21 +198,6 @@ def make_draft(
     return report
 
 
-def _read(
-    options: DraftOptions, model: Any, tokenizer: Any, day: TemplateDate, notify: Notify
-) -> list[Example]:
-    reader = Reader(
-        tokenizer,
-        sequence_length(options.sequence_length, model),
-        options.train_on_prompt,
-        ends=ends_of(model.generation_config, tokenizer),
-        embeddings=model.get_input_embeddings().weight.shape[0],
-        notify=notify,
-        day=day,
-    )
-    return reader.read(options.data)
-
-
 def _prompts(files: Sequence[Path], tokenizer: Any, day: TemplateDate) -> list[list[int]]:
     """Ids of the prompts of files; as a user's messages if there is a chat template.
 
@@ -231,12 +218,8 @@ def _settings(
     session: Session,
 ) -> dict[str, Any]:
     """What must be the same if the work is resumed."""
-    settings = asdict(options)
-    for name in ("output", "data", "prompts", "adapter", "allow_other_base", "resume", "epochs"):
-        del settings[name]
-    texts = digest_of(repr((examples, prompts)).encode())
-    return settings | {
-        "data": texts,
+    return unchanging(options) | {
+        "data": digest_of(repr((examples, prompts)).encode()),
         "adapter": adapter_digest(model)[:16],
         "base_model": session.manifest.digest[:16],
     }

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from shared.errors import ConfigurationError, OptionText
 from shared.options import Option
-from tenant_sdk.tuning.options import AdapterChoice, ReadingOptions
+from tenant_sdk.tuning.options import AdapterChoice, ReadingOptions, TrainingOption
 
 _TEXT, _DRAFT = "Text", "Draft"
 ANSWER_TOKENS = 256
@@ -29,7 +29,9 @@ class DraftOptions(AdapterChoice, ReadingOptions):
         ConfigurationError: a value is out of bounds, or there is no text.
     """
 
-    output: Annotated[Path, Option(_DRAFT, "New folder for the draft.", unit="FOLDER")]
+    output: Annotated[
+        Path, TrainingOption(_DRAFT, "New folder for the draft.", unit="FOLDER", may_change=True)
+    ]
     _: KW_ONLY
     data: Annotated[
         Sequence[Path],
@@ -43,12 +45,13 @@ class DraftOptions(AdapterChoice, ReadingOptions):
     ] = ()
     prompts: Annotated[
         Sequence[Path],
-        Option(
+        TrainingOption(
             _TEXT,
             "Files with one prompt a line, or with JSON objects that have `prompt`. The model answers the "
             "prompts, and the draft learns these answers.",
             unit="FILE",
             cli_singular="prompts",
+            may_change=True,  # their texts may not
         ),
     ] = ()
     answer_tokens: Annotated[
@@ -57,12 +60,13 @@ class DraftOptions(AdapterChoice, ReadingOptions):
     ] = ANSWER_TOKENS
     epochs: Annotated[
         int | None,
-        Option(
+        TrainingOption(
             _DRAFT,
             "Passes of the draft's training over the text, all on this machine. Default: 1 for long "
             "texts, and more for shorter ones, up to 200 for a few lines.",
             least=1,
             unit="COUNT",
+            may_change=True,
         ),
     ] = None
     batch_size: Annotated[int, Option(_TEXT, "Texts that the model computes at once.", least=1)] = 8
@@ -71,9 +75,10 @@ class DraftOptions(AdapterChoice, ReadingOptions):
     ] = 0
     resume: Annotated[
         bool,
-        Option(
+        TrainingOption(
             _DRAFT,
             "Continue after an interruption. The model does not compute a part of the text twice.",
+            may_change=True,
         ),
     ] = False
 

@@ -13,8 +13,8 @@ from vllm.lora.request import LoRARequest
 from shared.errors import ConfigurationError
 from tenant_sdk.gateway.adapters import Adapter, files_version, folders_in, import_adapter
 from tenant_sdk.gateway.admission import MAX_ADAPTERS, SequenceLimit
+from tenant_sdk.gateway.client_turns import FairLock, current_client
 from tenant_sdk.gateway.reservations import Reservations
-from tenant_sdk.gateway.round_robin import FairLock, current_client
 from tenant_sdk.gateway.unused_copies import UnusedCopies
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class AdapterRegistry:
         settings: of the server.
         engine: vLLM's client of it.
         models: vLLM's, whose ``lora_requests`` chooses the adapter of each request by its name.
-        queue: with the sequences that may use copies of adapters.
+        sequence_limit: with the sequences that may use copies of adapters.
 
     Attributes:
         served: adapters, by name.
@@ -47,7 +47,7 @@ class AdapterRegistry:
     """
 
     def __init__(
-        self, settings: GatewaySettings, engine: EngineClient, models: Any, queue: SequenceLimit
+        self, settings: GatewaySettings, engine: EngineClient, models: Any, sequence_limit: SequenceLimit
     ) -> None:
         self._settings, self._engine, self._models = settings, engine, models
         self.served, self.refused = dict[str, Adapter](), dict[str, str]()
@@ -62,7 +62,7 @@ class AdapterRegistry:
         # Of each folder below --adapters: its files when it was taken, and when it was last looked at.
         self._seen, self._marks = dict[str, object](), dict[str, object]()
         self._outdated = dict[str, None]()  # names whose folder has changed since, oldest first
-        self._unused = UnusedCopies(queue)
+        self._unused = UnusedCopies(sequence_limit)
 
     def unserved(self, name: str) -> str:
         """Why a model of this name is not served; empty: it is."""

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shared.errors import ModelMismatch, RequestRefused, SymbiosisError, VerificationError, WireError
+from shared.hosts import LOOPBACK, in_url
 from tenant_sdk.connection.replicas.retrying import may_come_back
 from tenant_sdk.gateway.reservations import Reservations
 
 MAX_ADAPTERS = 1024  # names, of all clients
 RESTART_SECONDS = 10  # in which a gateway that is shut down may be back
+_HERE = frozenset(map(in_url, LOOPBACK))
 RECENT = 32  # requests that an estimate goes by
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 class Refusal(NamedTuple):
@@ -205,7 +206,7 @@ class Authenticator:
             name = _host(fields.get(b"host", ""))
             # And such a page may send what it could not read the answer of.
             origin = fields.get(b"origin", "")
-            if name in LOOPBACK and (not origin or _host(origin.rpartition("//")[2]) in LOOPBACK):
+            if name in _HERE and (not origin or _host(origin.rpartition("//")[2]) in _HERE):
                 return ""
             return Refusal(403, "forbidden", "without API keys this gateway answers to localhost alone")
         scheme, _, credential = fields.get(b"authorization", "").partition(" ")

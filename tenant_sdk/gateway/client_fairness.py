@@ -7,15 +7,17 @@ These rules say what one client can take:
 
 - ``connection_limits``: connections, with a key and without; times and sizes of headers; answers that are not
   read.
-- ``http_frontend``: bodies that arrive; requests for adapters and metrics under way; one tokenizing request
-  and one large body at a time.
+- ``http_frontend``: bodies that arrive; requests for adapters and metrics under way. At a time, one small
+  body is read, one text is tokenized, and one request is prepared for the engine (``client_turns``). The next
+  one waits for as long as that took, up to ``MOST_PAUSE``, if other clients have sequences under way.
+- ``parsing``: one large body at a time, for ``helper_process.SECONDS`` at most, in turn with other clients.
 - ``admission``: sequences under way (``SequenceLimit``).
 - ``request_limits``, ``constraints``: the size of each field of a request, and of an answer.
 - ``grammars``: time and memory for compiling a constraint; ``constraint_checks``: one at a time.
 - ``structured``: compiled constraints that are kept, 64 in all; a further one replaces one of the client that
   has the most.
 - ``tool_calls``: the part of an answer in which calls of tools are looked for, and how often.
-- ``round_robin``: one at a time of the server's threads for tokenizing.
+- ``client_turns``: one at a time of the threads that tokenize, and of those that compile constraints.
 - ``adapter_registry``: names of adapters; one change of them at a time.
 - ``reservations``: a part of all that is counted, which stays free for the others.
 - ``step_latency``: the time of a step.

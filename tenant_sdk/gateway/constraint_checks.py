@@ -1,4 +1,4 @@
-"""Tries constraints in a process beside the server, one at a time, and clients take turns."""
+"""Tries constraints in a process beside the server, one at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import msgspec
 
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.helper_process import HelperProcess
-from tenant_sdk.gateway.round_robin import FairLock
 
 REMEMBERED = 8  # constraints of a client
 
@@ -24,7 +23,6 @@ class ConstraintChecker(HelperProcess):
 
     def __init__(self, tokenizer: Path, tokens: int, end: int) -> None:
         super().__init__("tenant_sdk.gateway.grammars", str(tokenizer), str(tokens), str(end))
-        self._turns = FairLock()
         # Of each client, the last used last; what has passed once need not pass another time.
         self._passed: dict[str, dict[Constraint, None]] = {}
 
@@ -32,8 +30,7 @@ class ConstraintChecker(HelperProcess):
         """Why a constraint is refused, or an empty text. A client that leaves has this cancelled."""
         passed = self._passed.setdefault(client, {})
         if constraint not in passed:
-            async with self._turns.turn(client):
-                reason = await self.ask(msgspec.json.encode(constraint))
+            reason = await self.ask(client, msgspec.json.encode(constraint))
         else:
             reason = b""
         if reason is None:

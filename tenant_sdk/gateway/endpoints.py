@@ -23,6 +23,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from shared.atomic import write_atomically
 from shared.encoded import UNREADABLE, path_text
 from shared.errors import ConfigurationError, SymbiosisError
+from shared.hosts import in_url
 from shared.log_rate_limit import LogRateLimiter
 from tenant_sdk.gateway import vllm_patches
 from tenant_sdk.gateway.adapter_registry import AdapterRegistry
@@ -36,9 +37,8 @@ from tenant_sdk.gateway.http_frontend import (
     HttpFrontend,
 )
 from tenant_sdk.gateway.log_redaction import redact_library_logs
-from tenant_sdk.gateway.metrics import Collector, rates
+from tenant_sdk.gateway.metrics import CachedAnswer, Collector, rates
 from tenant_sdk.gateway.parsing import RequestParser
-from tenant_sdk.gateway.round_robin import CachedAnswer
 from tenant_sdk.gateway.status import REMIND_SECONDS, GatewayStatus
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class GatewaySettings:
         most_rank: of adapters.
         allow_other_base: serve adapters that say they were made for another base.
         authenticator: see ``HttpFrontend``.
-        queue_capacity: sequences under way at once, computed or waiting.
+        most_under_way: sequences under way at once, computed or waiting.
         retry_after: seconds in which a provider that is away may be back.
         about: what the page says at the top.
         address: host and port on which it listens.
@@ -95,7 +95,7 @@ class GatewaySettings:
     most_rank: int
     allow_other_base: bool
     authenticator: Authenticator
-    queue_capacity: int
+    most_under_way: int
     retry_after: int
     about: str
     address: tuple[str, int]
@@ -125,7 +125,9 @@ class Endpoints:
         if self.settings is None:
             raise ConfigurationError("start the gateway with `symbiosis-tenant serve`")
         self._settings = self.settings
-        self._queue = SequenceLimit(self._settings.queue_capacity, self._settings.authenticator.clients)
+        self._sequence_limit = SequenceLimit(
+            self._settings.most_under_way, self._settings.authenticator.clients
+        )
         self._parser = RequestParser()
         self._constraint_checker: ConstraintChecker | None = None
         self._samples: deque[dict[str, float]] = deque(maxlen=SAMPLES)
@@ -150,7 +152,7 @@ class Endpoints:
         app.add_middleware(
             HttpFrontend,
             authenticator=settings.authenticator,
-            queue=self._queue,
+            sequence_limit=self._sequence_limit,
             folder=settings.folder,
             retry_after=settings.retry_after,
             served=FrontendDependencies(
@@ -174,8 +176,10 @@ class Endpoints:
         """Serve what lies in the folder of adapters, and look at it from now on."""
         assert engine_client is not None  # noqa: S101 - required_tasks says so
         Endpoints.engine, self._models = engine_client, state.openai_serving_models
-        self._adapters = AdapterRegistry(self._settings, engine_client, self._models, self._queue)
-        prometheus_client.REGISTRY.register(Collector(self._settings.folder, self._queue, self._adapters))
+        self._adapters = AdapterRegistry(self._settings, engine_client, self._models, self._sequence_limit)
+        prometheus_client.REGISTRY.register(
+            Collector(self._settings.folder, self._sequence_limit, self._adapters)
+        )
         vllm_patches.tell_of_the_end(engine_client, self._ending.set)
         vllm_patches.refuse_unknown_tokens(engine_client)
         vllm_patches.count_no_combinations(engine_client)
@@ -221,7 +225,7 @@ class Endpoints:
             except OSError:
                 await asyncio.sleep(0.05)
         writer.close()
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        url = f"http://{in_url(host)}:{port}"
         names = ", ".join([self._models.model_name(), *self._adapters.served])
         settings.say(f"serving {names} at {url}/v1; {url}/ shows how it goes")
         if settings.ready_file is not None:
@@ -307,7 +311,7 @@ class Endpoints:
         """One more point of every line of the page, each second."""
         before, limiter = dict[str, float](), LogRateLimiter(REMIND_SECONDS)
         while True:
-            now = {"time": time.time(), "under_way": float(self._queue.under_way)}
+            now = {"time": time.time(), "under_way": float(self._sequence_limit.under_way)}
             try:
                 now |= await asyncio.to_thread(self._counts)
                 if before:

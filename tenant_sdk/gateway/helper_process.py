@@ -7,13 +7,17 @@ import os
 import sys
 from collections.abc import Callable
 
+from tenant_sdk.gateway.client_turns import FairLock
+
 SECONDS = 30.0  # until a process that does not answer is replaced, however busy the machine is
 NICENESS = 10  # sequences that are computed come first
 _LENGTH = 4  # bytes in front of each message
 
 
 class HelperProcess:
-    """A module of this package as a process, which answers one message after the other; see ``answer``.
+    """A module of this package as a process, which answers one message after the other, of clients by turns.
+
+    The module calls ``answer``.
 
     Args:
         module: its name.
@@ -23,6 +27,7 @@ class HelperProcess:
     def __init__(self, module: str, *arguments: str) -> None:
         self._command = (sys.executable, "-P", "-m", module, *arguments)
         self._process: asyncio.subprocess.Process | None = None
+        self._turns = FairLock()
 
     async def start(self) -> None:
         """Have the process ready."""
@@ -35,18 +40,19 @@ class HelperProcess:
         )
         await self._read()
 
-    async def ask(self, message: bytes) -> bytes | None:
-        """Its answer; None: there is none, and the next message goes to another process.
+    async def ask(self, client: str, message: bytes) -> bytes | None:
+        """Its answer to a client's message; None: there is none, and the next goes to another process.
 
         One message at a time. If the caller is cancelled, the answer is waited for: it is nobody else's. If
         it is cancelled once more, the process ends.
         """
-        exchange = asyncio.ensure_future(self._exchange(message))
-        try:
-            return await asyncio.shield(exchange)
-        except asyncio.CancelledError:
-            await exchange
-            raise
+        async with self._turns.turn(client):
+            exchange = asyncio.ensure_future(self._exchange(message))
+            try:
+                return await asyncio.shield(exchange)
+            except asyncio.CancelledError:
+                await exchange
+                raise
 
     async def _exchange(self, message: bytes) -> bytes | None:
         try:

@@ -1,4 +1,4 @@
-"""In front of vLLM's server: keys, a bounded queue, and errors for clients when the provider fails."""
+"""In front of vLLM's server: keys, a limit of sequences, and errors for clients when the provider fails."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tenant_sdk.gateway.admission import (
     failure_refusal,
     shutting_down,
 )
+from tenant_sdk.gateway.client_turns import PreparationTurns, current_client
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.log_redaction import redacted
 from tenant_sdk.gateway.request_limits import text_bytes
 from tenant_sdk.gateway.requests import RESPONSES, ParsedRequest, parse_request
 from tenant_sdk.gateway.reservations import Reservations
-from tenant_sdk.gateway.round_robin import FairLock, PreparationTurns, current_client
 from tenant_sdk.gateway.status import GatewayStatus, SequenceErrors, request_name
 from tenant_sdk.gateway.status_page import HEADERS, PAGE
 
@@ -40,7 +40,9 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", RESPONSES})
 TOKENIZING_PATHS = frozenset({"/tokenize", "/detokenize"})
 # Each is answered at once from what is in memory; all paths that are not named here are closed.
-UNQUEUED_PATHS = frozenset({"/v1/models", "/v1/adapters", "/status.json", "/health", "/version", "/metrics"})
+MANAGEMENT_PATHS = frozenset(
+    {"/v1/models", "/v1/adapters", "/status.json", "/health", "/version", "/metrics"}
+)
 _NO_CALLS = (
     "tools: this model's chat template writes no tool calls in a form that is read here, so the model "
     "cannot choose to call one. Give tool_choice: required, none, or a function. The gateway's operator can "
@@ -61,7 +63,7 @@ BODIES_BYTES = 64 << 20  # of all that arrive at once
 BODY_SECONDS = 30.0
 SEND_SECONDS = 60.0  # until a client that does not read its answer is given up
 FLUSHED = "symbiosis.flushed"  # of a scope's extensions: waits until what was sent has left
-MAX_UNQUEUED = 64  # requests at once that need no place in the queue: for adapters and figures; or two a key
+MAX_MANAGEMENT = 64  # requests at once for adapters and figures; or two a key
 # vLLM reads others too: priorities, ranks, formats.
 _HEADERS = frozenset({b"accept", b"content-length", b"content-type", b"host"})
 _ERROR = b'data: {"error"'  # an event of a stream
@@ -79,7 +81,7 @@ class FrontendDependencies(NamedTuple):
 
     Attributes:
         context: the most tokens of a sequence.
-        parser: ``requests.parse_request`` of large bodies.
+        parser: ``requests.parse_request`` of a client's large body.
         constraint_checker: of constraints on answers; None: there are none here.
         unserved: why a model of this name is not served, if it is known; or empty.
         calls: calls of tools are looked for in answers.
@@ -87,7 +89,7 @@ class FrontendDependencies(NamedTuple):
     """
 
     context: Callable[[], int]
-    parser: Callable[[str, bytes, int], Awaitable[ParsedRequest | Refusal]]
+    parser: Callable[[str, str, bytes, int], Awaitable[ParsedRequest | Refusal]]
     constraint_checker: Callable[[], ChecksConstraints | None] = lambda: None
     unserved: Callable[[str], str] = lambda _: ""
     calls: bool = False
@@ -99,7 +101,7 @@ class HttpFrontend:
 
     Args:
         application: vLLM's.
-        authenticator, queue: who comes in, and how many.
+        authenticator, sequence_limit: who comes in, and how many.
         folder: where the worker writes its ``GatewayStatus``.
         retry_after: seconds in which a provider that is away may be back.
         served: what it knows of what is served.
@@ -111,21 +113,24 @@ class HttpFrontend:
         application: Application,
         *,
         authenticator: Authenticator,
-        queue: SequenceLimit,
+        sequence_limit: SequenceLimit,
         folder: Path,
         retry_after: int,
         served: FrontendDependencies,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._application, self._authenticator, self._queue = application, authenticator, queue
+        self._application, self._authenticator, self._sequence_limit = (
+            application,
+            authenticator,
+            sequence_limit,
+        )
         self._folder, self._retry_after, self._clock = folder, retry_after, clock
         self._served = served
         self._arriving = Reservations(BODIES_BYTES, authenticator.clients)
-        self._tokenizing_turns = PreparationTurns(clock, queue.others_under_way)
-        self._parsing_turns = FairLock()
-        self._reading_turns = PreparationTurns(clock, queue.others_under_way)
-        self._preparation_turns = PreparationTurns(clock, queue.others_under_way)
-        self._unqueued = Reservations.per_client_minimum(MAX_UNQUEUED, authenticator.clients)
+        self._tokenizing_turns = PreparationTurns(clock, sequence_limit.others_under_way)
+        self._small_body_turns = PreparationTurns(clock, sequence_limit.others_under_way)
+        self._preparation_turns = PreparationTurns(clock, sequence_limit.others_under_way)
+        self._management = Reservations.per_client_minimum(MAX_MANAGEMENT, authenticator.clients)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -146,7 +151,7 @@ class HttpFrontend:
         scope = {**scope, "headers": [each for each in scope["headers"] if each[0].lower() in _HEADERS]}
         # A line's end, say, would make it another path here than there.
         named = path.isprintable() and path.startswith((ADAPTER, MODEL))
-        if path not in GENERATION_PATHS | TOKENIZING_PATHS | UNQUEUED_PATHS and not named:
+        if path not in GENERATION_PATHS | TOKENIZING_PATHS | MANAGEMENT_PATHS and not named:
             reasons = (why for begins, why in _ELSEWHERE.items() if path.startswith(begins))
             why = f"there is no such path{next(reasons, '')}"
             return await _refuse(send, Refusal(404, "not_found_error", why))
@@ -157,7 +162,7 @@ class HttpFrontend:
             if not isinstance(body, bytes):
                 return await _refuse(send, body)
             if path not in GENERATION_PATHS | TOKENIZING_PATHS:
-                return await self._serve_unqueued(client, scope, _replaying_body(body, receive), send)
+                return await self._serve_management(client, scope, _replaying_body(body, receive), send)
             wanted = self._executors_away() or await self._parse(client, path, body)
         if isinstance(wanted, Refusal):
             return await _refuse(send, wanted)
@@ -167,14 +172,14 @@ class HttpFrontend:
             )
         if wanted.may_call and not self._served.calls:
             return await _refuse(send, Refusal(400, "invalid_request_error", _NO_CALLS))
-        if refusal := self._queue.enter(client, wanted.sequences):
+        if refusal := self._sequence_limit.enter(client, wanted.sequences):
             return await _refuse(send, refusal)
-        entered, period = self._clock(), self._queue.period
+        entered, period = self._clock(), self._sequence_limit.period
         try:
-            await self._serve_queued(client, wanted, scope, receive, send)
+            await self._serve_admitted(client, wanted, scope, receive, send)
             await _wait_until_flushed(scope)
         finally:
-            self._queue.leave(client, wanted.sequences, self._clock() - entered, period)
+            self._sequence_limit.leave(client, wanted.sequences, self._clock() - entered, period)
 
     async def _serve_public(self, method: str, path: str, send: Send) -> None:
         """Answer strangers, of whom there may be many: in vLLM's application each takes a millisecond."""
@@ -187,21 +192,21 @@ class HttpFrontend:
             return await _refuse(send, failure_refusal(status.failure, status.error, self._retry_after))
         return await _respond(send, b'{"status":"ok"}', b"application/json")
 
-    async def _serve_unqueued(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
-        """Have a request answered that needs no place in the queue."""
-        if not self._unqueued.reserve(client, 1):
+    async def _serve_management(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
+        """Have a request for adapters or figures answered."""
+        if not self._management.reserve(client, 1):
             why = "too many requests for adapters or figures are under way with your key; try again"
             return await _refuse(send, Refusal(429, "overloaded", why, 1))
         try:
             await self._run(scope, receive, send)
             await _wait_until_flushed(scope)
         finally:
-            self._unqueued.release(client, 1)
+            self._management.release(client, 1)
 
-    async def _serve_queued(
+    async def _serve_admitted(
         self, client: str, wanted: ParsedRequest, scope: Message, receive: Receive, send: Send
     ) -> None:
-        """Have a request answered that is in the queue."""
+        """Have a request answered whose sequences are admitted."""
         body = wanted.body
         if scope["path"] in TOKENIZING_PATHS:
             await self._serve_one_per_client(
@@ -282,17 +287,16 @@ class HttpFrontend:
     async def _parse(self, client: str, path: str, body: bytes) -> ParsedRequest | Refusal:
         """What a request is for; a large one is read elsewhere, one at a time."""
         if len(body) <= SMALL_BODY_BYTES:
-            async with self._reading_turns.turn(client):
+            async with self._small_body_turns.turn(client):
                 return parse_request(path, body, self._served.context())
-        async with self._parsing_turns.turn(client):
-            return await self._served.parser(path, body, self._served.context())
+        return await self._served.parser(client, path, body, self._served.context())
 
     @asynccontextmanager
     async def _body(self, client: str, path: str, receive: Receive) -> AsyncIterator[bytes | Refusal | None]:
         """A request's, whole, or why not; None: its client hung up. In this block it counts as arriving."""
         max_bytes, longest = SMALL_BODY_BYTES, text_bytes(self._served.context())
         if path in GENERATION_PATHS:
-            max_bytes = min(BODY_BYTES, max_bytes + longest * self._queue.most)
+            max_bytes = min(BODY_BYTES, max_bytes + longest * self._sequence_limit.most)
         elif path in TOKENIZING_PATHS:
             max_bytes = min(BODY_BYTES if path == "/detokenize" else TOKENIZED_BYTES, longest)
         body = bytearray()
@@ -318,7 +322,7 @@ class HttpFrontend:
                         )
                     if not self._arriving.reserve(client, len(part)):
                         why = "too many requests are arriving; try again"
-                        return Refusal(429, "overloaded", why, self._queue.retry_after)
+                        return Refusal(429, "overloaded", why, self._sequence_limit.retry_after)
                     body += part
                     if not message.get("more_body"):
                         return bytes(body)

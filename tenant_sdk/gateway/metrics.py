@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+import time
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -9,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from tenant_sdk.gateway.status import GatewayStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from prometheus_client.core import Metric
@@ -39,11 +42,35 @@ def rates(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
     }
 
 
+class CachedAnswer:
+    """What is made once in a while, in a thread, for all who ask meanwhile.
+
+    Args:
+        make: makes it.
+        seconds: for which it is good.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self, make: Callable[[], bytes], seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._make, self._seconds, self._clock = make, seconds, clock
+        self._made, self._until, self._lock = b"", -math.inf, asyncio.Lock()
+
+    async def __call__(self) -> bytes:
+        """It, at most so many seconds old."""
+        async with self._lock:
+            if self._clock() >= self._until:
+                self._made = await asyncio.to_thread(self._make)
+                self._until = self._clock() + self._seconds
+            return self._made
+
+
 class Collector:
     """The worker's status for Prometheus."""
 
-    def __init__(self, folder: Path, queue: SequenceLimit, adapters: AdapterRegistry) -> None:
-        self._folder, self._queue, self._adapters = folder, queue, adapters
+    def __init__(self, folder: Path, sequence_limit: SequenceLimit, adapters: AdapterRegistry) -> None:
+        self._folder, self._sequence_limit, self._adapters = folder, sequence_limit, adapters
 
     def collect(self) -> Iterator[Metric]:
         """See prometheus_client."""
@@ -63,7 +90,7 @@ class Collector:
             yield metric
         for name, help_, value in (
             ("adapters", "Adapters served.", len(self._adapters.served)),
-            ("sequences_under_way", "Sequences computed or waiting.", self._queue.under_way),
+            ("sequences_under_way", "Sequences computed or waiting.", self._sequence_limit.under_way),
             ("masks_ahead", "Rows of masks whose effects have arrived or are requested.", status.rows_ahead),
             ("provider_up", "0 after a failed step, until a step or a test succeeds.", not status.failing),
         ):
@@ -71,7 +98,7 @@ class Collector:
             gauge.add_metric([], float(value))
             yield gauge
         refused = CounterMetricFamily(
-            "symbiosis_gateway_refused", "Requests refused because the queue was full."
+            "symbiosis_gateway_refused", "Requests refused because too many sequences were under way."
         )
-        refused.add_metric([], self._queue.refused)
+        refused.add_metric([], self._sequence_limit.refused)
         yield refused

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from shared.errors import Argument, ConfigurationError, OptionText
+from shared.hosts import LOOPBACK
 from shared.options import Option, check_fields
 from shared.secrets import Secret, text_of
 from tenant_sdk.drafts.card import draft_folders
-from tenant_sdk.gateway.admission import LOOPBACK
 from tenant_sdk.products.modes import Privacy
 
 if TYPE_CHECKING:
@@ -181,8 +181,7 @@ class GatewayOptions:
     def __post_init__(self) -> None:
         """Refuse what cannot be, before anything takes time."""
         check_fields(self)
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        if host not in LOOPBACK and not self.api_key:
+        if self.host not in LOOPBACK and not self.api_key:
             raise ConfigurationError(
                 "{host} lets others in: give {api_key}, the variable with the key that they need",
                 host=self.host,
@@ -240,7 +239,7 @@ class GatewayOptions:
         return dataclasses.replace(config, **DECIDED)
 
     @property
-    def queue_capacity(self) -> int:
+    def most_under_way(self) -> int:
         """Sequences that are under way at once, computed or waiting."""
         return self.max_sequences + self.max_waiting
 

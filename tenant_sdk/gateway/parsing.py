@@ -13,14 +13,14 @@ _Answer = tuple[ParsedRequest | None, Refusal | None]
 
 
 class RequestParser(HelperProcess):
-    """``requests.parse_request`` elsewhere; one call at a time."""
+    """``requests.parse_request`` elsewhere, one call at a time."""
 
     def __init__(self) -> None:
         super().__init__("tenant_sdk.gateway.parsing")
 
-    async def __call__(self, path: str, body: bytes, context: int) -> ParsedRequest | Refusal:
+    async def __call__(self, client: str, path: str, body: bytes, context: int) -> ParsedRequest | Refusal:
         """See ``requests.parse_request``."""
-        encoded = await self.ask(msgspec.msgpack.encode((path, body, context)))
+        encoded = await self.ask(client, msgspec.msgpack.encode((path, body, context)))
         if encoded is None:
             return Refusal(503, "overloaded", "the request could not be read; try again", 1)
         parsed, refusal = msgspec.msgpack.decode(encoded, type=_Answer)

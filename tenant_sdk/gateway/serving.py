@@ -24,6 +24,7 @@ from shared.errors import ConfigurationError, OptionText, SymbiosisError
 from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.adapters import largest_rank
 from tenant_sdk.gateway.admission import MAX_ADAPTERS, Authenticator
+from tenant_sdk.gateway.client_turns import TOKENIZING_THREADS
 from tenant_sdk.gateway.connection import read, written
 from tenant_sdk.gateway.folder import (
     MARK,
@@ -35,7 +36,6 @@ from tenant_sdk.gateway.folder import (
     write_folder,
 )
 from tenant_sdk.gateway.options import DRAFT_TOKENS, LOOKUP, RANKS, GatewayOptions
-from tenant_sdk.gateway.round_robin import TOKENIZING_THREADS
 from tenant_sdk.gateway.status import GatewayStatus
 from tenant_sdk.gateway.tool_calls import HARMONY_CALLS, JSON_CALLS
 
@@ -195,7 +195,7 @@ def _set_environment(options: GatewayOptions, folder: Path) -> None:
     os.environ.pop("VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT", None)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_MAX_N_SEQUENCES", str(options.max_sequences))
-    os.environ.setdefault("VLLM_MAX_COMPLETION_PROMPTS", str(options.queue_capacity))
+    os.environ.setdefault("VLLM_MAX_COMPLETION_PROMPTS", str(options.most_under_way))
 
 
 def _prepare(
@@ -228,7 +228,7 @@ def _prepare(
         most_rank=options.max_rank or (largest_rank(options.adapters) if options.adapters else RANKS[0]),
         allow_other_base=options.allow_other_base,
         authenticator=Authenticator(options.keys),
-        queue_capacity=options.queue_capacity,
+        most_under_way=options.most_under_way,
         retry_after=max(1, math.ceil(config.patience)),
         about=f"{config.privacy} masks, by way of {party_name(config.provider)}",
         address=("127.0.0.1" if options.host == "0.0.0.0" else options.host, options.port),  # noqa: S104

@@ -17,10 +17,10 @@ import torch
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
+from tenant_sdk.gateway.client_turns import FairThreadPool, current_client
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.grammars import compiled
 from tenant_sdk.gateway.reservations import eviction_victim
-from tenant_sdk.gateway.round_robin import FairThreadPool, current_client
 
 MAX_COMPILED = 64  # constraints that are kept, of all clients; each has some MiB of its lexer's states
 MAX_COMPILED_OF_A_CLIENT = 8

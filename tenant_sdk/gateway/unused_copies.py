@@ -12,11 +12,11 @@ class UnusedCopies:
     """Copies of adapters that no name has any more, until the requests are gone that came before.
 
     Args:
-        queue: with the requests that may use copies.
+        sequence_limit: with the requests that may use copies.
     """
 
-    def __init__(self, queue: SequenceLimit) -> None:
-        self._queue, self._oldest = queue, queue.oldest_period
+    def __init__(self, sequence_limit: SequenceLimit) -> None:
+        self._sequence_limit, self._oldest = sequence_limit, sequence_limit.oldest_period
         self._since = dict[Path, int]()  # the period in which each was found
 
     def used_again(self, copy: Path) -> None:
@@ -30,9 +30,9 @@ class UnusedCopies:
             present: all copies.
             used: those that names have.
         """
-        period = self._queue.period
+        period = self._sequence_limit.period
         self._since = {each: self._since.get(each, period) for each in present if each not in used}
         # As of the last time: the worker may not have heard yet of the end of requests that left since.
-        oldest, self._oldest = self._oldest, self._queue.oldest_period
-        self._queue.period += 1
+        oldest, self._oldest = self._oldest, self._sequence_limit.oldest_period
+        self._sequence_limit.period += 1
         return [each for each, since in self._since.items() if since < oldest]

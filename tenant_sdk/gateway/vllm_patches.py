@@ -139,14 +139,14 @@ def bound_parsers(state: State) -> None:
 
 def tokenize_in_turns(engine: EngineClient) -> None:
     """vLLM's threads would tokenize texts in the order in which they come, whoever sends most of them."""
-    from tenant_sdk.gateway.round_robin import TOKENIZING_THREADS, FairThreadPool
+    from tenant_sdk.gateway.client_turns import TOKENIZING_THREADS, FairThreadPool
 
     engine.renderer._executor._inner = FairThreadPool(TOKENIZING_THREADS)
 
 
 def tell_of_requests(engine: EngineClient) -> None:
     """Have ``given_to_engine`` called when vLLM's engine has a request."""
-    from tenant_sdk.gateway.round_robin import given_to_engine
+    from tenant_sdk.gateway.client_turns import given_to_engine
 
     add: Callable[..., Awaitable[Any]] = engine.add_request
 

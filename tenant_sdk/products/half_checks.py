@@ -20,6 +20,7 @@ from shared.ring.upper_bits import truncation_variance
 from shared.wire.header import EXACT, SEED_BYTES
 from tenant_sdk.connection.channel import Entropy
 from tenant_sdk.connection.keys import ProductKey
+from tenant_sdk.products.normal import normal_of_uniform
 from tenant_sdk.products.verification import IntegerProduct, transposed
 
 CHALLENGES = 32  # J
@@ -43,11 +44,9 @@ class HalfFingerprint(NamedTuple):
 
 
 def draw_normal(entropy: Entropy, rows: int, columns: int, deviation: float) -> torch.Tensor:
-    """Draws secret normal numbers, rounded: int32 [rows, columns] (Box and Muller, 1958)."""
+    """Draws secret normal numbers, rounded: int32 [rows, columns]."""
     words = MaskStream(entropy(SEED_BYTES)).draw(2 * rows, columns).double()
-    radius, angle = ((words + 2**31 + 0.5) / 2**32).split(rows)  # uniform in (0, 1)
-    normal = (-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()
-    return torch.round(deviation * normal).to(torch.int32)
+    return torch.round(deviation * normal_of_uniform((words + 2**31 + 0.5) / 2**32)).to(torch.int32)
 
 
 def limit_of(challenges: torch.Tensor, sources: int) -> float:

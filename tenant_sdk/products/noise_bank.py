@@ -23,6 +23,7 @@ from tenant_sdk.connection.remote import LazyResult, RemoteExecutor
 from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.products.mask_sources import MaskSource
 from tenant_sdk.products.modes import Privacy
+from tenant_sdk.products.normal import normal_of_uniform
 from tenant_sdk.products.products import PrivacyMode
 from tenant_sdk.products.rotating_banks import RotatingBanks
 
@@ -154,13 +155,10 @@ class NoiseBank(PrivacyMode):
         return _Bank(masks, effects)
 
     def _normal(self, width: int) -> torch.Tensor:
-        """Draws [K, width] standard normal numbers: the Box-Muller transform of secret random bytes."""
-        count = self._options.masks * width
-        uniform = np.frombuffer(self._entropy(8 * count), np.uint32).reshape(2, count)
-        radius = np.sqrt(-2.0 * np.log((uniform[0] + 1.0) / 2.0**32))
-        angle = uniform[1] * (2.0 * np.pi / 2.0**32)
-        normal = (radius * np.cos(angle)).astype(np.float32)
-        return torch.from_numpy(normal.reshape(self._options.masks, width))
+        """Draws [K, width] standard normal numbers of secret random bytes."""
+        rows = 2 * self._options.masks
+        words = np.frombuffer(self._entropy(4 * rows * width), np.uint32).reshape(rows, width)
+        return normal_of_uniform(torch.from_numpy((words + 0.5) / 2**32)).float()
 
     def forked(self) -> None:
         """See ``shared.forks``."""

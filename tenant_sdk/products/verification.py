@@ -39,6 +39,14 @@ class Fingerprint(NamedTuple):
     challenge: torch.Tensor  # int32 [P N], the planes one behind the other
     projection: torch.Tensor  # int64 [C], modulo 2^64
 
+    def expected(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns ``x . (W z)`` of rows, int32 [n, C], modulo 2^64: int64 [n]."""
+        return (rows.long() * self.projection).sum(1)
+
+    def holds(self, answers: torch.Tensor, expected: torch.Tensor) -> bool:
+        """Whether exact answers, int32 [n, P N], are the products whose ``x . (W z)`` are ``expected``."""
+        return torch.equal((answers.long() * self.challenge).sum(1), expected)
+
 
 class Fingerprints(Protocol):
     """Where fingerprints come from."""
@@ -122,8 +130,5 @@ class LiveFingerprints:
         probability 1/2 or more, also one of 2^63, which rows of even numbers do not show.
         """
         rows = MaskStream(self._entropy(SEED_BYTES)).draw(TRIAL_ROWS, columns) >> 24
-        answers = multiply(key, rows).long()
-        if not torch.equal(
-            (answers * fingerprint.challenge).sum(1), (rows.long() * fingerprint.projection).sum(1)
-        ):
+        if not fingerprint.holds(multiply(key, rows), fingerprint.expected(rows)):
             raise FingerprintRefuted

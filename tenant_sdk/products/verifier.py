@@ -104,8 +104,7 @@ class Verifier:
 
     def _checked(self, key: ProductKey, rows: torch.Tensor, product: IntegerProduct) -> torch.Tensor:
         fingerprint, answers = self._made(key, product), product(key, rows)
-        expected = (rows.long() * fingerprint.projection).sum(1)
-        if not torch.equal((answers.long() * fingerprint.challenge).sum(1), expected):
+        if not fingerprint.holds(answers, fingerprint.expected(rows)):
             raise self.error(key)
         return answers
 

@@ -22,7 +22,7 @@ from tenant_sdk.products.products import padded
 from tenant_sdk.session.assembly import assemble, expert_groups, opened_sources
 from tenant_sdk.session.keeping import keep_groups
 from tenant_sdk.session.options import WEAKER, SessionConfig
-from tenant_sdk.session.parties import ReplicatedExecutor
+from tenant_sdk.session.parties import PartyConnector
 from tenant_sdk.session.profiles import takes_options
 from tenant_sdk.session.session import Session
 from tenant_sdk.trust.attestation import check_agreement
@@ -113,14 +113,14 @@ def _open_executors(
 ) -> list[RemoteExecutor]:
     """The provider, and the mask sources that are executors, which serve the same."""
     stats = Stats()
-    parties = [ReplicatedExecutor(config, config.provider, text_of(config.token), config.ca, operators)]
+    parties = [PartyConnector(config, config.provider, text_of(config.token), config.ca, operators)]
     provider = parties[0].open(stats)
     opened.callback(provider.close)
     _check_fit(party_name(config.provider), provider.manifest, config)
     remotes = [provider]
     for source, (token, ca) in zip(config.mask_sources, credentials, strict=True):
         if not is_local(source):
-            parties.append(ReplicatedExecutor(config, source, token, ca, operators, "mask_source_"))
+            parties.append(PartyConnector(config, source, token, ca, operators, "mask_source_"))
             remotes.append(parties[-1].open(stats))
             opened.callback(remotes[-1].close)
             check_agreement(remotes[-1].url, remotes[-1].manifest, provider.manifest)

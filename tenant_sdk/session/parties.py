@@ -34,8 +34,8 @@ OPENING_SECONDS = 10.0
 AT_ONCE = 8  # replicas that are looked at
 
 
-class ReplicatedExecutor:
-    """An executor, or its replicas, as a session reaches them.
+class PartyConnector:
+    """Connects a session to one party: an executor, or its replicas.
 
     Args:
         config: the session's.

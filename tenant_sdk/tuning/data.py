@@ -30,7 +30,9 @@ from tenant_sdk.tuning.conversations import (
     fully_learned,
     generation_prompt,
 )
+from tenant_sdk.tuning.options import ReadingOptions
 from tenant_sdk.tuning.records import Record, holds_records, read_text, records_of, where
+from tenant_sdk.tuning.sampling import ends_of
 
 Blocks = list[list[int]]
 Collate = Callable[[Sequence[Example]], dict[str, Tensor]]
@@ -274,6 +276,20 @@ class Reader:
     embeddings: int | None = None
     notify: Notify = lambda _: None
     day: TemplateDate | None = None
+
+    @classmethod
+    def of_model(
+        cls, model: Any, tokenizer: Any, length: int, options: ReadingOptions, **more: Any
+    ) -> Reader:
+        """Returns a reader for a model; ``more``: further fields."""
+        return cls(
+            tokenizer,
+            length,
+            options.train_on_prompt,
+            ends=ends_of(model.generation_config, tokenizer),
+            embeddings=model.get_input_embeddings().weight.shape[0],
+            **more,
+        )
 
     def read(self, paths: Sequence[Path]) -> list[Example]:
         """The examples of all files in order.

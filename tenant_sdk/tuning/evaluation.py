@@ -22,7 +22,6 @@ from tenant_sdk.tuning.data import Notify, Reader, collate, learned_tokens, noti
 from tenant_sdk.tuning.generation import sequence_length
 from tenant_sdk.tuning.options import EvaluationOptions
 from tenant_sdk.tuning.samples import Sample, base_alone, compare
-from tenant_sdk.tuning.sampling import ends_of
 
 
 @dataclass(frozen=True)
@@ -74,15 +73,9 @@ def evaluate(
         ConfigurationError: a file or a record is wrong; the message names file and line.
     """
     day = TemplateDate(today())
-    reader = Reader(
-        tokenizer,
-        sequence_length(options.sequence_length, model),
-        options.train_on_prompt,
-        keep_tail=True,
-        day=day,
-        ends=ends_of(model.generation_config, tokenizer),
-        embeddings=model.get_input_embeddings().weight.shape[0],
-        notify=callbacks.notify,
+    length = sequence_length(options.sequence_length, model)
+    reader = Reader.of_model(
+        model, tokenizer, length, options, keep_tail=True, day=day, notify=callbacks.notify
     )
     examples, size = reader.read(files), options.batch_size
     notify_template_day(day, callbacks.notify)

@@ -18,7 +18,7 @@ MAX_ANSWER_TOKENS = 64  # tokens of an answer that is compared
 
 @dataclass(frozen=True)
 class TrainingOption(Option):
-    """An option of a training.
+    """An option of a training, of an adapter or of a draft.
 
     Attributes:
         may_change: a resumed training may have another value; ``resume_settings_of`` has two exceptions.
@@ -316,7 +316,10 @@ class AdapterChoice:
         ),
     ] = None
     allow_other_base: Annotated[
-        bool, Option(_ADAPTER, "Do not refuse an adapter that was made for another model.")
+        bool,
+        TrainingOption(
+            _ADAPTER, "Do not refuse an adapter that was made for another model.", may_change=True
+        ),
     ] = False
 
 

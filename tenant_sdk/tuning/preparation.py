@@ -34,7 +34,6 @@ from tenant_sdk.tuning.long_sequences import long_tuning
 from tenant_sdk.tuning.options import TrainingOptions
 from tenant_sdk.tuning.resume_settings import resume_settings_of, template_day
 from tenant_sdk.tuning.resuming import state_bytes
-from tenant_sdk.tuning.sampling import ends_of
 from tenant_sdk.tuning.trackers import check_reports, where_reports_go
 
 _PROBE_TOKENS = 32  # tokens that show how a model attends
@@ -166,15 +165,7 @@ def _read(
                 sequence_length=training.sequence_length,
             )
         )
-    reader = Reader(
-        tokenizer,
-        length,
-        training.train_on_prompt,
-        ends=ends_of(model.generation_config, tokenizer),
-        embeddings=model.get_input_embeddings().weight.shape[0],
-        notify=notify,
-        day=day,
-    )
+    reader = Reader.of_model(model, tokenizer, length, training, notify=notify, day=day)
     examples = reader.read(training.data)
     notify_template_day(day, notify)
     held_out = replace(reader, keep_tail=True, day=TemplateDate(day.day)).read(training.held_out)

@@ -13,7 +13,18 @@ from shared.options import fields_of
 from tenant_sdk.storage import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tenant_sdk.tuning.checkpoints import TrainingCheckpoints
 from tenant_sdk.tuning.conversations import Example, TemplateDate
-from tenant_sdk.tuning.options import TrainingOption, TrainingOptions
+from tenant_sdk.tuning.options import ReadingOptions, TrainingOption, TrainingOptions
+
+
+def unchanging(options: ReadingOptions) -> dict[str, Any]:
+    """Returns the options that a resumed training must have as well: all without ``may_change``."""
+    kind: Any = type(options)
+    values = asdict(options)
+    return {
+        name: values[name]
+        for name, field in fields_of(kind).items()
+        if not isinstance(field.option, TrainingOption) or not field.option.may_change
+    }
 
 
 def resume_settings_of(
@@ -28,12 +39,7 @@ def resume_settings_of(
     Args:
         adapter_folder: the folder of the adapter that is trained further.
     """
-    options = asdict(training)
-    settings = {
-        name: options[name]
-        for name, field in fields_of(TrainingOptions).items()
-        if not isinstance(field.option, TrainingOption) or not field.option.may_change
-    }
+    settings = unchanging(training)
     if training.early_stopping is not None:  # the best step is that of these
         settings["eval_steps"] = training.eval_steps
         settings["held_out"] = digest_of(repr(held_out).encode())

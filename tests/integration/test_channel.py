@@ -32,7 +32,7 @@ from raw_peers import (
 
 import tenant_sdk.connection.websocket_channel as channel_module
 from shared.errors import ConnectionLost, RequestTimeout, SymbiosisError
-from shared.wire.websocket import RECORD_BYTES
+from shared.wire.frames import RECORD_BYTES
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.handshake import client_context, open_connection
 from tenant_sdk.connection.websocket_channel import WebsocketChannel

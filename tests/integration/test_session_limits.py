@@ -21,9 +21,10 @@ from provider.observe.metrics import Metrics
 from provider.session.quota import Quota, Quotas
 from provider.session.tenant import Service, TenantSession
 from shared.errors import WireError
+from shared.wire.frames import MessageReader, encode_message
 from shared.wire.header import DTYPE_CODES, Direction, Header, Operation
+from shared.wire.message import Incoming
 from shared.wire.messages import Fetch, encode
-from shared.wire.websocket import Incoming, MessageReader, encode_message
 
 
 def test_files_and_parameters_count_as_well(checkpoint: Callable[[str], Path]) -> None:
@@ -78,7 +79,7 @@ def test_who_leaves_gives_back_what_it_had(checkpoint: Callable[[str], Path]) ->
     gone = TenantSession(service, "alice", lambda *_: None)
 
     def accepted(header: Header, payload: torch.Tensor) -> Incoming:
-        return Incoming(Header(*header), payload, ticket=gone.accept(header))  # whichever object it is
+        return Incoming(Header(*header), payload, admitted=gone.accept(header))  # whichever object it is
 
     def product() -> Incoming:
         header = Header(Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.float32], 0, 7, 3, width, 1)
@@ -169,7 +170,7 @@ def test_an_answer_that_was_sent_is_not_kept(checkpoint: Callable[[str], Path]) 
     session._protocol.hello_received = True
 
     def ask() -> None:
-        session.answer(Incoming(head, torch.ones(3, width), ticket=session.accept(head)))
+        session.answer(Incoming(head, torch.ones(3, width), admitted=session.accept(head)))
 
     service.engine.loop.call_soon_threadsafe(ask)
     blocks = sent.get(timeout=800)

@@ -20,8 +20,8 @@ from websockets import frames
 from provider.executor.weights import FloatWeight
 from shared import compat
 from shared.ring.product import int8_kernel, is_exact
+from shared.wire.frames import Opcode, encode_control
 from shared.wire.header import Direction
-from shared.wire.websocket import Opcode, encode_control
 
 CPU = torch.device("cpu")
 MISSING = object()  # in place of a function

@@ -105,47 +105,47 @@ def test_keys(given: str, client: str | int) -> None:
     assert KEY not in repr(authenticator)
 
 
-def test_a_queue_has_an_end() -> None:
-    queue = SequenceLimit(2)
-    assert [queue.enter("", 1), queue.enter("", 1)] == [None, None]
-    refusal = queue.enter("", 1)
+def test_sequences_have_a_limit() -> None:
+    sequence_limit = SequenceLimit(2)
+    assert [sequence_limit.enter("", 1), sequence_limit.enter("", 1)] == [None, None]
+    refusal = sequence_limit.enter("", 1)
     assert refusal is not None
-    assert (refusal.status, refusal.retry_after, queue.refused) == (429, 1, 1)
-    queue.leave("", 1, 9.0)
-    assert queue.enter("", 1) is None
-    refusal = queue.enter("", 1)
+    assert (refusal.status, refusal.retry_after, sequence_limit.refused) == (429, 1, 1)
+    sequence_limit.leave("", 1, 9.0)
+    assert sequence_limit.enter("", 1) is None
+    refusal = sequence_limit.enter("", 1)
     assert refusal is not None
     assert refusal.retry_after == 5  # two of them, of nine seconds each
 
 
-def test_a_queue_counts_sequences() -> None:
-    queue = SequenceLimit(4)
-    assert [queue.enter("", 3), queue.enter("", 1)] == [None, None]
-    refusal = queue.enter("", 1)
+def test_sequences_of_a_request_count() -> None:
+    sequence_limit = SequenceLimit(4)
+    assert [sequence_limit.enter("", 3), sequence_limit.enter("", 1)] == [None, None]
+    refusal = sequence_limit.enter("", 1)
     assert refusal is not None
     assert refusal.status == 429
-    queue.leave("", 1, 6.0)
-    queue.leave("", 3, 6.0)
-    assert (queue.under_way, queue.requests) == (0, 0)
-    assert queue.enter("", 4) is None
-    refusal = queue.enter("", 1)
+    sequence_limit.leave("", 1, 6.0)
+    sequence_limit.leave("", 3, 6.0)
+    assert (sequence_limit.under_way, sequence_limit.requests) == (0, 0)
+    assert sequence_limit.enter("", 4) is None
+    refusal = sequence_limit.enter("", 1)
     assert refusal is not None
     assert refusal.retry_after == 6  # four sequences of one request
-    refusal = queue.enter("", 5)  # never, however long it waits
+    refusal = sequence_limit.enter("", 5)  # never, however long it waits
     assert refusal is not None
     assert (refusal.status, refusal.retry_after) == (400, 0)
 
 
 def test_no_key_takes_all_places() -> None:
-    queue = SequenceLimit(16, clients=2)
-    assert [queue.enter("0", 1) for _ in range(12)] == [None] * 12
-    refusal = queue.enter("0", 1)
+    sequence_limit = SequenceLimit(16, clients=2)
+    assert [sequence_limit.enter("0", 1) for _ in range(12)] == [None] * 12
+    refusal = sequence_limit.enter("0", 1)
     assert refusal is not None
     assert "12 with one key" in refusal.message
-    assert [queue.enter("1", 1) for _ in range(4)] == [None] * 4
-    assert queue.enter("1", 1) is not None
-    queue.leave("0", 1, 1.0)
-    assert queue.enter("1", 1) is None  # beyond its own part, those that leave make room for all
+    assert [sequence_limit.enter("1", 1) for _ in range(4)] == [None] * 4
+    assert sequence_limit.enter("1", 1) is not None
+    sequence_limit.leave("0", 1, 1.0)
+    assert sequence_limit.enter("1", 1) is None  # beyond its own part, those that leave make room for all
 
 
 def test_what_one_client_uses_is_not_taken_from_others() -> None:
@@ -285,7 +285,11 @@ def run(
 def front(application: Any, folder: Path, most: int = 1, **options: Any) -> HttpFrontend:
     known = {name: options.pop(name) for name in FrontendDependencies._fields if name in options}
     served = FrontendDependencies(**{"parser": RequestParser(), "context": lambda: 64} | known)
-    options = {"clock": lambda: 1.0, "authenticator": Authenticator(), "queue": SequenceLimit(most)} | options
+    options = {
+        "clock": lambda: 1.0,
+        "authenticator": Authenticator(),
+        "sequence_limit": SequenceLimit(most),
+    } | options
     return HttpFrontend(application, folder=folder, retry_after=3, served=served, **options)
 
 
@@ -360,7 +364,7 @@ def test_other_answers_pass(tmp_path: Path) -> None:
     assert [sent[0]["status"], sent[1]["body"]] == [400, b"what"]
 
 
-def test_who_fails_leaves_the_queue(tmp_path: Path) -> None:
+def test_who_fails_is_counted_no_more(tmp_path: Path) -> None:
     async def application(scope: Any, receive: Any, send: Any) -> None:
         raise RuntimeError("no")
 
@@ -369,10 +373,10 @@ def test_who_fails_leaves_the_queue(tmp_path: Path) -> None:
         assert run(there)[0]["status"] == 500
 
 
-def test_a_full_queue_is_429_but_not_for_other_paths(tmp_path: Path) -> None:
-    queue = SequenceLimit(1)
-    queue.enter("", 1)
-    there = front(answering(200, b"yes"), tmp_path, queue=queue)
+def test_a_full_gateway_is_429_but_not_for_other_paths(tmp_path: Path) -> None:
+    sequence_limit = SequenceLimit(1)
+    sequence_limit.enter("", 1)
+    there = front(answering(200, b"yes"), tmp_path, sequence_limit=sequence_limit)
     assert [run(there)[0]["status"], run(there, "/tokenize")[0]["status"]] == [429, 429]
     assert run(there, "/v1/models", method="GET")[0]["status"] == 200
 

@@ -23,12 +23,12 @@ def test_reasons_that_cannot_be_written_end_nothing(tmp_path: Path) -> None:
 
 
 def test_a_copy_goes_when_the_requests_that_may_use_it_are_gone() -> None:
-    queue = SequenceLimit(9)
-    copies, old, new = UnusedCopies(queue), Path("old"), Path("new")
+    sequence_limit = SequenceLimit(9)
+    copies, old, new = UnusedCopies(sequence_limit), Path("old"), Path("new")
 
     def enter() -> int:
-        assert queue.enter("", 1) is None
-        return queue.period
+        assert sequence_limit.enter("", 1) is None
+        return sequence_limit.period
 
     first = enter()
     assert copies.removable([old], {old}) == []
@@ -36,18 +36,18 @@ def test_a_copy_goes_when_the_requests_that_may_use_it_are_gone() -> None:
     later = enter()  # while others come and go without a pause
     for _ in range(9):
         assert copies.removable([old, new], {new}) == []
-    queue.leave("", 1, 1.0, first)
+    sequence_limit.leave("", 1, 1.0, first)
     assert copies.removable([old, new], {new}) == []  # the worker may not know yet
     assert copies.removable([old, new], {new}) == [old]
     assert copies.removable([new], {new}) == []
-    queue.leave("", 1, 1.0, later)
+    sequence_limit.leave("", 1, 1.0, later)
     # Idle; and one that a name had again within a period.
     assert copies.removable([new], set()) == []
     copies.used_again(new)
     last = enter()
     for _ in range(9):
         assert copies.removable([new], set()) == []
-    queue.leave("", 1, 1.0, last)
+    sequence_limit.leave("", 1, 1.0, last)
     assert [copies.removable([new], set()) for _ in range(2)] == [[], [new]]
 
 

@@ -24,7 +24,7 @@ from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.helper_process import HelperProcess
 from tenant_sdk.gateway.http_frontend import (
     FLUSHED,
-    MAX_UNQUEUED,
+    MAX_MANAGEMENT,
     TOKENIZED_BYTES,
     FrontendDependencies,
     HttpFrontend,
@@ -117,7 +117,7 @@ def front(
     return HttpFrontend(
         application,
         authenticator=authenticator,
-        queue=SequenceLimit(most, authenticator.clients),
+        sequence_limit=SequenceLimit(most, authenticator.clients),
         folder=folder,
         retry_after=3,
         clock=clock,
@@ -131,7 +131,7 @@ async def test_slow_bodies_take_no_places(tmp_path: Path) -> None:
     application.go.set()
     there = front(application, tmp_path)
     slow = [await Client(there).says(b'{"prompt": "', more=True) for _ in range(40)]
-    assert there._queue.under_way == 0
+    assert there._sequence_limit.under_way == 0
     for key in (0, 1):
         assert (await Client(there, key=key).says(BODY)).status == 200
     for each in slow:
@@ -205,14 +205,14 @@ async def test_an_answer_has_its_place_until_it_has_left(tmp_path: Path, path: s
     there = front(application, tmp_path)
     client = await Client(there, path, extensions={FLUSHED: left.wait}).says(BODY)
     assert client.status == 200
-    assert there._queue.under_way + there._unqueued.total == 1
+    assert there._sequence_limit.under_way + there._management.total == 1
     left.set()
     await client.task
-    assert there._queue.under_way + there._unqueued.total == 0
+    assert there._sequence_limit.under_way + there._management.total == 0
 
 
 @awaited
-async def test_one_key_does_not_fill_the_queue(tmp_path: Path) -> None:
+async def test_one_key_does_not_take_all_places(tmp_path: Path) -> None:
     application = Working()
     there = front(application, tmp_path, most=4)
     hostile = [await Client(there).says(BODY) for _ in range(5)]
@@ -232,12 +232,12 @@ async def test_a_client_tokenizes_one_text_at_a_time(tmp_path: Path, path: str) 
     body = BODY if path == "/tokenize" else b'{"tokens": [1]}'
     for key in (0, 0, 0, 1):
         await Client(there, path, key).says(body)
-    assert there._queue.under_way == 4
+    assert there._sequence_limit.under_way == 4
     application.go.set()
     await settled()
     assert len(application.scopes) == 4
     assert application.most_at_once == 2
-    assert there._queue.under_way == 0
+    assert there._sequence_limit.under_way == 0
 
 
 @awaited
@@ -338,7 +338,7 @@ async def test_a_client_that_leaves_cancels_its_trial(tmp_path: Path) -> None:
     assert checker.asked == [("regex", "a")]
     await client.leaves()
     assert (checker.cancelled, client.sent, application.scopes) == (1, [], [])
-    assert there._queue.under_way == 0
+    assert there._sequence_limit.under_way == 0
 
 
 @awaited
@@ -408,7 +408,7 @@ async def test_a_client_that_does_not_read_is_given_up(
     }
     await there(scope, receive, stuck)
     assert heard == [{"type": "http.disconnect"}]
-    assert there._queue.under_way == 0
+    assert there._sequence_limit.under_way == 0
 
 
 @awaited
@@ -417,7 +417,7 @@ async def test_large_bodies_are_read_in_turns(tmp_path: Path) -> None:
     application = Working()
     application.go.set()
     there = front(application, tmp_path)
-    async with there._parsing_turns.turn("0"):
+    async with there._served.parser._turns.turn("0"):  # type: ignore[attr-defined]
         large = await Client(there).says(BODY + b" " * http_frontend.SMALL_BODY_BYTES)
         assert large.sent == []
         assert (await Client(there, key=1).says(BODY)).status == 200
@@ -429,11 +429,14 @@ async def test_large_bodies_are_read_in_turns(tmp_path: Path) -> None:
 @awaited
 async def test_large_bodies_are_read_beside_the_server() -> None:
     parser = RequestParser()
-    found = await parser(TEXT, CONSTRAINED, 64)
+    found = await parser("0", TEXT, CONSTRAINED, 64)
     assert found == parse_request(TEXT, CONSTRAINED, 64)
     many = b'{"prompt": [' + b"[1]," * 31 + b"[1]]}" + b" " * http_frontend.SMALL_BODY_BYTES
-    assert (await parser(TEXT, many, 64)).sequences == 32  # type: ignore[union-attr]
-    assert await parser(TEXT, b"[" * 10**6, 64) == parse_request(TEXT, b"[" * 10**6, 64)
+    assert (await parser("0", TEXT, many, 64)).sequences == 32  # type: ignore[union-attr]
+    assert await parser("0", TEXT, b"[" * 10**6, 64) == parse_request(TEXT, b"[" * 10**6, 64)
+    bodies = {"0": BODY, "1": CONSTRAINED}
+    read = await asyncio.gather(*(parser(client, TEXT, body, 64) for client, body in bodies.items()))
+    assert read == [parse_request(TEXT, body, 64) for body in bodies.values()]
     await parser.close()
 
 
@@ -447,15 +450,15 @@ def test_a_helper_that_dies_is_replaced(loop: str) -> None:
         assert parser._process is not None
         parser._process.kill()
         await parser._process.wait()
-        assert await parser(TEXT, BODY, 64) == parse_request(TEXT, BODY, 64)
+        assert await parser("0", TEXT, BODY, 64) == parse_request(TEXT, BODY, 64)
         parser._process.send_signal(signal.SIGSTOP)
-        asked = asyncio.ensure_future(parser(TEXT, BODY, 64))
+        asked = asyncio.ensure_future(parser("0", TEXT, BODY, 64))
         await settled()
         parser._process.kill()
         refused = await asked
         assert isinstance(refused, Refusal)
         assert refused.status == 503
-        assert await parser(TEXT, BODY, 64) == parse_request(TEXT, BODY, 64)
+        assert await parser("0", TEXT, BODY, 64) == parse_request(TEXT, BODY, 64)
         await parser.close()
 
     (asyncio if loop == "asyncio" else pytest.importorskip(loop)).run(whole())
@@ -466,7 +469,7 @@ async def test_few_constraints_are_not_tried_again(monkeypatch: pytest.MonkeyPat
     """Of each client, whatever others ask for."""
     tried = list[str]()
 
-    async def ask(_: HelperProcess, message: bytes) -> bytes:
+    async def ask(_: HelperProcess, client: str, message: bytes) -> bytes:
         tried.append(json.loads(message)[1])
         return b""
 
@@ -558,9 +561,9 @@ async def test_a_response_that_fails_says_so(tmp_path: Path) -> None:
 @awaited
 async def test_figures_and_adapters_have_places_too(tmp_path: Path) -> None:
     there = front(Working(), tmp_path)
-    waiting = [await Client(there, "/v1/adapters").says(b"") for _ in range(MAX_UNQUEUED)]
+    waiting = [await Client(there, "/v1/adapters").says(b"") for _ in range(MAX_MANAGEMENT)]
     refused = [each.status for each in waiting if each.sent]
-    assert refused == [429] * (MAX_UNQUEUED // 4)
+    assert refused == [429] * (MAX_MANAGEMENT // 4)
     other = await Client(there, "/metrics", key=1).says(b"")
     assert not other.sent  # it is answered
     for each in (*waiting, other):

@@ -13,15 +13,15 @@ import pytest
 from test_gateway_front import BODY, Client, Working, awaited, front, settled
 
 from tenant_sdk.gateway import http_frontend
-from tenant_sdk.gateway.requests import parse_request
-from tenant_sdk.gateway.round_robin import (
-    CachedAnswer,
+from tenant_sdk.gateway.client_turns import (
     FairLock,
     FairThreadPool,
     PreparationTurns,
     current_client,
     given_to_engine,
 )
+from tenant_sdk.gateway.metrics import CachedAnswer
+from tenant_sdk.gateway.requests import parse_request
 
 
 @awaited
@@ -82,7 +82,7 @@ async def test_small_bodies_of_a_client_are_read_in_turns(
     there = front(application, tmp_path, clock=lambda: now[0])
     other = await Client(there, key=1).says(BODY)  # under way until the application goes on
     read.clear()
-    async with there._reading_turns.turn("0"):
+    async with there._small_body_turns.turn("0"):
         first, second = [Client(there) for _ in range(2)]
         for each in (first, second):
             await each.says(b"{}")

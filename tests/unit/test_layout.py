@@ -27,6 +27,7 @@ SUBPACKAGES = {
         "secrets",
         "options",
         "command_line",
+        "hosts",
         "forks",
         "fair_threads",
         "file_lock",
@@ -98,7 +99,8 @@ SUBPACKAGES = {
 }
 NO_IO = [
     "shared/wire/protocol.py",
-    "shared/wire/websocket.py",
+    "shared/wire/frames.py",
+    "shared/wire/message.py",
     "shared/wire/header.py",
     "shared/wire/messages.py",
     "provider/engine/scheduler.py",
@@ -114,6 +116,7 @@ NO_IO = [
     "provider/workers/planner.py",
     "provider/planning/simulation.py",
     "provider/planning/capacity.py",
+    "provider/planning/kept.py",
     "provider/session/quota.py",
     "tenant_sdk/connection/replicas/backoff.py",
     "tenant_sdk/connection/replicas/retrying.py",

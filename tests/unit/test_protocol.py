@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import WireError
+from shared.wire.frames import MessageReader, Opcode, frame_header
 from shared.wire.header import ANSWER_BITS, DTYPE_CODES, DTYPES, EXACT, RINGS, Direction, Header, Operation
 from shared.wire.messages import FileInfo, GroupInfo, Limits, Manifest, Member, ParameterInfo, digest_of
 from shared.wire.protocol import (
@@ -22,7 +23,6 @@ from shared.wire.protocol import (
     TenantProtocol,
     validate_manifest,
 )
-from shared.wire.websocket import MessageReader, Opcode, frame_header
 
 FLOAT32, BFLOAT16, INT32 = (DTYPE_CODES[d] for d in (torch.float32, torch.bfloat16, torch.int32))
 LIMITS = Limits(max_message_bytes=1 << 16, max_rows=100)

@@ -25,10 +25,10 @@ from test_protocol import (
 )
 
 from shared.errors import WireError
+from shared.wire.frames import MessageReader, Opcode, frame_header
 from shared.wire.header import DTYPE_CODES, EXACT, RINGS, SEED_BYTES, Direction, Header, Operation
 from shared.wire.messages import Limits, Manifest, digest_of
 from shared.wire.protocol import ExecutorProtocol, GroupShape, TenantProtocol, validate_manifest
-from shared.wire.websocket import MessageReader, Opcode, frame_header
 
 __all__ = ["allocated"]  # a fixture
 

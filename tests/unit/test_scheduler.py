@@ -35,7 +35,7 @@ from provider.engine.scheduler import (
     SHORT_PRODUCT_SECONDS,
     Batch,
     BatchKey,
-    DecodedTokens,
+    DecodeController,
     LatencyObjective,
     Lockstep,
     Opportunistic,
@@ -288,7 +288,7 @@ def test_no_product_holds_up_a_decode_for_longer_than_its_part() -> None:
     chat_began = 0.01
     for at, batch in batches:
         if at > chat_began and any(each.request.tenant == "tune" for each in batch):
-            assert FIXED + PER_ROW * rows_of(batch) <= DecodedTokens.MAX_FACTOR * 0.005 - FIXED
+            assert FIXED + PER_ROW * rows_of(batch) <= DecodeController.MAX_FACTOR * 0.005 - FIXED
 
 
 def test_decodes_meet_their_objective_beside_fine_tuning_which_keeps_the_rest() -> None:
@@ -309,7 +309,7 @@ def test_decodes_meet_their_objective_beside_fine_tuning_which_keeps_the_rest() 
 
 
 def test_the_time_factor_follows_what_tokens_take() -> None:
-    made = DecodedTokens(0.1)
+    made = DecodeController(0.1)
     for group in [0, 1, 2, 3] * 20:  # twice as long as they may
         made.answered("a", group, 0.05)
     assert (made.met, made.late) == (0, 19)
@@ -318,7 +318,7 @@ def test_the_time_factor_follows_what_tokens_take() -> None:
         made.answered("b", group, 0.01)
         assert made.product_time_factor < 1 or made.met > 100
     assert (made.met, made.late) == (999, 19)
-    assert made.product_time_factor == DecodedTokens.MAX_FACTOR
+    assert made.product_time_factor == DecodeController.MAX_FACTOR
 
 
 def test_sessions_of_one_tenant_have_tokens_of_their_own() -> None:

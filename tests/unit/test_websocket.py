@@ -15,13 +15,10 @@ from test_protocol import LIMITS, asked, greeted, product
 from test_protocol import seed as seed_effect
 
 from shared.errors import WireError
-from shared.wire.header import BYTES, DTYPES, HEADER_BYTES, SEED_BYTES, Header, Operation
-from shared.wire.protocol import TenantProtocol
-from shared.wire.websocket import (
+from shared.wire.frames import (
     CHUNK_BYTES,
     RECORD_BYTES,
     Control,
-    Incoming,
     MessageReader,
     Opcode,
     encode_control,
@@ -29,6 +26,9 @@ from shared.wire.websocket import (
     frame_header,
     xor_mask,
 )
+from shared.wire.header import BYTES, DTYPES, HEADER_BYTES, SEED_BYTES, Header, Operation
+from shared.wire.message import Incoming
+from shared.wire.protocol import TenantProtocol
 
 SEEDS = st.integers(0, 2**32 - 1)
 MASK = bytes.fromhex("37fa213d")

@@ -20,6 +20,7 @@ from ring_numbers import GRADIENTS, INTEGERS, PLANES, SEED, masks, planes, produ
 from shared.errors import WireError
 from shared.ring.mask_stream import MaskStream
 from shared.ring.upper_bits import take_upper_bits
+from shared.wire.frames import MessageReader, Opcode, encode_control, encode_message, frame_header, xor_mask
 from shared.wire.header import (
     ANSWER_BITS,
     DTYPE_CODES,
@@ -32,6 +33,7 @@ from shared.wire.header import (
     Header,
     Operation,
 )
+from shared.wire.message import Incoming
 from shared.wire.messages import (
     ErrorInfo,
     Fetch,
@@ -40,15 +42,6 @@ from shared.wire.messages import (
     encode,
 )
 from shared.wire.protocol import ExecutorProtocol, GroupShape, TenantProtocol
-from shared.wire.websocket import (
-    Incoming,
-    MessageReader,
-    Opcode,
-    encode_control,
-    encode_message,
-    frame_header,
-    xor_mask,
-)
 
 FILE = Path(__file__).with_name("messages.json")
 MASK = bytes.fromhex("37fa213d")  # of RFC 6455 §5.7; a real one is random

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 MIN_BACKOFF = 0.05  # seconds; an executor that asks for less gets no stream of uploads
 MAX_BACKOFF = 3.2  # seconds; beyond, only what the executor asks for
-BACK_SECONDS = 5.0  # after which an executor that closed a connection may be back
 JITTER = 0.5  # at most so much of a pause on top, so that tenants refused together do not come back together
 
 

@@ -25,10 +25,10 @@ from provider.serve.handshake import HANDSHAKE_ERRORS, _upgrade
 from provider.serve.websocket_connection import WebsocketConnection
 from provider.session.tenant import Service, TenantSession
 from shared.errors import SymbiosisError, WireError
+from shared.wire.frames import MessageReader, Opcode, encode_control, encode_message, frame_header
 from shared.wire.header import HEADER_BYTES, Direction, Header, Operation, RequestClass, parse_header
 from shared.wire.messages import ErrorInfo, Fetch, Hello, Manifest, Message, decode, digest_of, encode
 from shared.wire.protocol import ExecutorProtocol, GroupShape, TenantProtocol, validate_manifest
-from shared.wire.websocket import MessageReader, Opcode, encode_control, encode_message, frame_header
 from tenant_sdk.connection.channel import Channel, ResponseFuture
 from tenant_sdk.connection.handshake import upgrade
 from tenant_sdk.connection.websocket_channel import MAX_ANSWER_BYTES, WebsocketChannel
@@ -453,7 +453,7 @@ _JSON_WORDS = (b'"', b"{", b"[", b"null", b"-1", b"1e400", b"\\ud800", b"\xff", 
 _HTTP_WORDS = (b"\r\n", b"\r\n\r\n", b": ", b"Content-Length: ", b"Transfer-Encoding: chunked", b"\n", b",")
 _HTTP_WORDS += (b"Authorization: Bearer ", _TOKEN.encode(), b"Sec-WebSocket-Extensions: permessage-deflate")
 _HEADER = ("shared/wire/header.py",)
-_FRAMES = ("shared/wire/websocket.py", "shared/wire/protocol.py", *_HEADER)
+_FRAMES = ("shared/wire/frames.py", "shared/wire/message.py", "shared/wire/protocol.py", *_HEADER)
 TARGETS: Sequence[Target] = (
     Target("header", header, _header_seeds, _HEADER),
     Target(

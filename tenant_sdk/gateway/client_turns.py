@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
@@ -18,8 +16,6 @@ TOKENIZING_THREADS = 2
 MOST_PAUSE = 0.5  # seconds between two requests of a client that are prepared
 # The client whose request is answered in this context.
 current_client: ContextVar[str] = ContextVar("current_client", default="")
-
-
 # Says that the engine has the request of this context; the server's threads have no more to do for it.
 given_to_engine: ContextVar[Callable[[], None]] = ContextVar("given_to_engine", default=lambda: None)
 
@@ -73,30 +69,6 @@ class FairLock:
         """Wait for the client's turn, and hold it in this block."""
         async with self._client_locks.setdefault(client, asyncio.Lock()), self._all:
             yield
-
-
-class CachedAnswer:
-    """What is made once in a while, in a thread, for all who ask meanwhile.
-
-    Args:
-        make: makes it.
-        seconds: for which it is good.
-        clock: in seconds.
-    """
-
-    def __init__(
-        self, make: Callable[[], bytes], seconds: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._make, self._seconds, self._clock = make, seconds, clock
-        self._made, self._until, self._lock = b"", -math.inf, asyncio.Lock()
-
-    async def __call__(self) -> bytes:
-        """It, at most so many seconds old."""
-        async with self._lock:
-            if self._clock() >= self._until:
-                self._made = await asyncio.to_thread(self._make)
-                self._until = self._clock() + self._seconds
-            return self._made
 
 
 class FairThreadPool(FairThreads, Executor):

@@ -6,7 +6,7 @@ does; so frames are read here straight into the tensor that will hold them, and 
 from it. ``docs/explanation/performance.md`` has the measurement, and
 ``tests/integration/test_websocket_interop.py`` runs both ends against the library.
 
-A message is one binary message: 32 bytes of header, then the payload (``shared/PROTOCOL.md``).
+A message of ours (``shared.wire.message``) is one binary message.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ import enum
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from shared.compat import apply_mask
 from shared.errors import WireError
-from shared.wire.header import HEADER_BYTES, Header, Operation, parse_header, request_id_of
-from shared.wire.protocol import split_blocks
+from shared.wire.header import HEADER_BYTES, Header
+from shared.wire.message import Incoming, check_header, new_payload, tensor_bytes
 
 # One TLS record carries 16 KiB, so a read never returns more.
 RECORD_BYTES = 16 * 1024
@@ -44,60 +43,6 @@ class Opcode(enum.IntEnum):
 
 
 _OPCODES = frozenset(int(opcode) for opcode in Opcode)
-
-
-@dataclass(slots=True)
-class Incoming:
-    """A complete message.
-
-    If ``error`` is set the payload was thrown away, and ``header`` holds only what could be read.
-    """
-
-    header: Header
-    _payload: torch.Tensor | None = None
-    error: WireError | None = None
-    body: bytearray | None = None  # of a message that arrived at once, with its header
-    ticket: Any = None  # what ``accept`` returned for the header
-
-    @property
-    def payload(self) -> torch.Tensor | None:
-        """The message's rows: [rows, columns] of the header's dtype."""
-        if self._payload is None and self.body is not None:
-            header = self.header
-            flat = torch.frombuffer(self.body, dtype=header.payload_dtype, offset=HEADER_BYTES)
-            self._payload = flat.view(header.payload_shape)
-        return self._payload
-
-    @payload.setter
-    def payload(self, value: torch.Tensor | None) -> None:
-        self._payload = value
-
-    def blocks(self, widths: tuple[int, ...]) -> list[torch.Tensor]:
-        """Returns the blocks of rows that lie in order in the payload: [rows, width], none a view.
-
-        An answer of which only the upper bits travel is one block, of its header's shape.
-        """
-        rows, dtype = self.header.rows, self.header.payload_dtype
-        if self.header.truncated:
-            widths = self.header.payload_shape[1:]
-        if self.body is None:
-            payload = self.payload
-            return [] if payload is None else [own(b, b.shape) for b in split_blocks(payload, widths)]
-        views, at = [], HEADER_BYTES
-        for width in widths:
-            # Few calls: most of what they cost is the memory that their code is read from.
-            block = torch.frombuffer(self.body, dtype=dtype, count=rows * width, offset=at)
-            views.append(block.resize_((rows, width)))
-            at += block.nbytes
-        return views
-
-
-def own(block: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Returns the memory as a tensor that is no view: autograd forbids writing into one of several views."""
-    if block._base is None and block.is_contiguous():
-        return block.resize_(tuple(shape))
-    owner = torch.empty(0, dtype=block.dtype, device=block.device)
-    return owner.set_(block.untyped_storage(), block.storage_offset(), tuple(shape))  # type: ignore[call-overload, no-any-return]
 
 
 @dataclass(slots=True)
@@ -132,13 +77,6 @@ def xor_mask(data: memoryview, mask: bytes, out: memoryview, offset: int = 0) ->
         )
     for i in range(whole, len(data)):
         out[i] = data[i] ^ mask[i % 4]
-
-
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of a contiguous CPU tensor, shared, not copied."""
-    if tensor.dtype == torch.bfloat16:  # numpy has none
-        tensor = tensor.view(torch.int16)
-    return memoryview(tensor.detach().numpy().reshape(-1)).cast("B")  # type: ignore[arg-type]
 
 
 def _copy(tensor: torch.Tensor) -> bytes:
@@ -193,49 +131,6 @@ def encode_control(opcode: Opcode, data: bytes = b"", mask: bytes = b"") -> byte
     return frame_header(opcode, len(data), mask) + (apply_mask(data, mask) if mask else data)
 
 
-def check_header(
-    head: bytes | bytearray,
-    accept: Callable[[Header], object],
-    payload_bytes: int | None,
-    elsewhere: frozenset[Operation] = frozenset(),
-) -> Incoming:
-    """Does the first check of every message, before anything is allocated for its payload.
-
-    Args:
-        head: begins with the header.
-        accept: see ``MessageReader``.
-        payload_bytes: the bytes that really follow the header; None: not known yet.
-        elsewhere: operations whose payload does not follow.
-
-    Returns:
-        The message, still without its payload; with its error if it is refused.
-
-    Raises:
-        WireError: fatal.
-    """
-    header: Header | None = None
-    try:
-        header = parse_header(head)
-        expected = 0 if header.operation in elsewhere else header.payload_bytes
-        if payload_bytes is not None and expected != payload_bytes:
-            raise WireError(
-                "payload_length",
-                f"the header says {expected} bytes of payload "
-                f"({header.rows} x {header.columns}), the message has {payload_bytes}",
-            )
-        return Incoming(header, ticket=accept(header))
-    except WireError as error:
-        if error.fatal:
-            raise
-        refused = error.with_traceback(None)  # which would keep the message and who reads it
-        return Incoming(header or Header(0, request_id=request_id_of(head)), error=refused)
-
-
-def new_payload(header: Header) -> torch.Tensor:
-    """Allocates memory for a message's payload, of its shape and dtype."""
-    return torch.empty(header.payload_shape, dtype=header.payload_dtype)
-
-
 class MessageReader:
     """Reads one peer's frames: ask for a buffer, fill part of it, say how much, get what completed.
 
@@ -243,7 +138,8 @@ class MessageReader:
 
     Args:
         accept: called with every message's header before anything is allocated for its payload; returns the
-            message's ticket, or raises WireError to refuse. A refusal that is not fatal skips the payload.
+            message's ``admitted``, or raises WireError to refuse it. If that is not fatal, the payload is
+            skipped.
         masked: whether the peer must mask its frames (tenants must, executors must not).
         max_message_bytes: payloads above this are refused and fatal, because skipping costs too.
         allocate: where the payload of an accepted header goes, if it does not arrive at once.
