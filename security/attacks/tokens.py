@@ -309,8 +309,10 @@ class NoiseAware:
 class DeepMatching:
     """The same in the middle of the model, where rows depend on the whole prefix.
 
-    For each place every token is tried behind the prefix with the public model. The adversary is given
-    the right prefix, as if it had found it already: in the clear it would have.
+    For each place tokens are tried behind the prefix with the public model. The adversary is given the right
+    prefix, as if it had found it already: in the clear it would have. Of a large vocabulary it is also given
+    ``CANDIDATES`` tokens, of which one is right. This helps it; rows of all tokens at all places would take
+    hours, and more than the memory.
 
     Args:
         group: whose inputs are matched.
@@ -324,9 +326,11 @@ class DeepMatching:
     metric: ClassVar[str] = "tokens right (top 1)"
     source: ClassVar[str] = "Thomas et al., Hidden No More, arXiv 2505.18332"
 
+    CANDIDATES = 2048
+
     def __init__(self, group: int, prompts: dict[int, torch.Tensor], places: int) -> None:
         self.group, self.prompts, self.places = group, prompts, places
-        self._tables: dict[tuple[int, ...], torch.Tensor] = {}
+        self._tables: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attack(self, view: View, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Guesses and the tokens that they are for: two [M]."""
@@ -340,12 +344,21 @@ class DeepMatching:
         for tokens, indices in same.items():
             for place in range(1, min(len(tokens), self.places + 1)):
                 rows = torch.stack([requests[i].rows[place] for i in indices])
-                guesses.append(nearest(rows, self._candidates(view.public, tokens[:place])))
+                candidates, table = self._candidates(view.public, tokens[: place + 1], rng)
+                guesses.append(candidates[nearest(rows, table)])
                 wanted.append(torch.full((len(indices),), tokens[place]))
         return torch.cat(guesses), torch.cat(wanted)
 
-    def _candidates(self, public: PublicModel, prefix: tuple[int, ...]) -> torch.Tensor:
-        """What the group would get for each next token: [V, D]."""
-        if prefix not in self._tables:
-            self._tables[prefix] = public.next_inputs(self.group, prefix)
-        return self._tables[prefix]
+    def _candidates(
+        self, public: PublicModel, tokens: tuple[int, ...], rng: np.random.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [K] in the last one's place, itself among them, and what the group would get: [K, D]."""
+        if tokens not in self._tables:
+            *prefix, wanted = tokens
+            candidates = torch.arange(public.vocabulary)
+            if public.vocabulary > self.CANDIDATES:
+                others = candidates[candidates != wanted].numpy()
+                some = rng.choice(others, self.CANDIDATES - 1, replace=False)
+                candidates = torch.tensor(sorted([wanted, *some.tolist()]))
+            self._tables[tokens] = candidates, public.next_inputs(self.group, prefix, candidates)
+        return self._tables[tokens]

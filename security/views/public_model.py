@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, cached_property
 from pathlib import Path
@@ -133,18 +133,17 @@ class PublicModel:
             self.parameter(name).sub_(change)
         return likeliest
 
-    def next_inputs(self, group: int, prefix: tuple[int, ...]) -> torch.Tensor:
-        """What a group gets for each token of the vocabulary behind a prefix: [V, D]."""
+    def next_inputs(self, group: int, prefix: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
+        """What a group gets for each of some tokens [K] behind a prefix: [K, D]."""
         cache: Any = transformers.DynamicCache(config=self.model.config)
-        tokens = torch.arange(self.vocabulary)[:, None]
         with torch.inference_mode(), self.watching([group], stop=True) as seen:
             with suppress(_Enough):  # so that only the layers in front are kept for every candidate
-                self._base(input_ids=torch.tensor([prefix]), **{cache_name(): cache})
+                self._base(input_ids=torch.tensor([[*prefix]]), **{cache_name(): cache})
             for layer in cache.layers:
                 if layer.is_initialized:
-                    layer.batch_repeat_interleave(self.vocabulary)
+                    layer.batch_repeat_interleave(len(tokens))
             with suppress(_Enough):
-                self._base(input_ids=tokens, **{cache_name(): cache})
+                self._base(input_ids=tokens[:, None], **{cache_name(): cache})
         return seen[group][:, -1].clone()
 
 

@@ -13,7 +13,9 @@ from typing import Any
 from shared.fair_threads import FairThreads
 
 TOKENIZING_THREADS = 2
-MOST_PAUSE = 0.5  # seconds between two requests of a client that are prepared
+# Seconds between two requests of a client that are prepared, if others have requests under way. What the
+# server does for a request before its turn takes up to a millisecond.
+LEAST_PAUSE, MOST_PAUSE = 0.005, 0.5
 # The client whose request is answered in this context.
 current_client: ContextVar[str] = ContextVar("current_client", default="")
 # Says that the engine has the request of this context; the server's threads have no more to do for it.
@@ -46,7 +48,8 @@ class PreparationTurns:
             nonlocal held
             if held:
                 held = False
-                pause = min(self._clock() - began, MOST_PAUSE) if self._others(client) else 0.0
+                took = self._clock() - began
+                pause = min(max(took, LEAST_PAUSE), MOST_PAUSE) if self._others(client) else 0.0
                 asyncio.get_running_loop().call_later(pause, lock.release)
 
         token = given_to_engine.set(release)
@@ -55,6 +58,11 @@ class PreparationTurns:
         finally:
             given_to_engine.reset(token)
             release()
+
+    async def wait(self, client: str) -> None:
+        """Wait for the client's turn, and do not hold it: what follows waits for the client."""
+        async with self.turn(client):
+            pass
 
 
 class FairLock:

@@ -14,8 +14,9 @@ from tenant_sdk.gateway.http_frontend import BODY_BYTES, FLUSHED, SMALL_BODY_BYT
 from tenant_sdk.gateway.reservations import Reservations
 
 HEADER_SECONDS = 10.0
-HEADER_BYTES = 64 << 10
-HEADERS = 128
+HEADER_BYTES = 32 << 10
+HEADERS = 64
+URL_BYTES = 2048  # which are decoded before anything is known of the client, and slowly
 UNREAD_SECONDS = 60.0  # until a client that does not read the rest of its answer is given up
 UNREAD_BYTES = 64 << 20  # of answers that clients have not read yet, of all clients
 MAX_UNAUTHENTICATED = 128  # connections that have shown no key
@@ -92,6 +93,17 @@ class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
         super().data_received(data)
         if self._late is not None and self._bytes > HEADER_BYTES:
             self.transport.abort()
+
+    def on_url(self, url: bytes) -> None:
+        """See httptools; it may come in parts.
+
+        Raises:
+            ValueError: it is too long, and nothing behind it is parsed.
+        """
+        super().on_url(url)
+        if len(self.url) > URL_BYTES:
+            why = f"a path, with its query, has at most {URL_BYTES} bytes"
+            self._refuse(Refusal(414, "invalid_request_error", why))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """See httptools.

@@ -234,25 +234,24 @@ class Endpoints:
             except OSError as error:
                 settings.say(f"cannot write {settings.ready_file}: {error.strerror}")
 
-    def _cards(self) -> list[dict[str, Any]]:
+    def _card(self, name: str) -> dict[str, Any]:
         base, length = self._models.model_name(), self.engine.model_config.max_model_len
         card = {"object": "model", "created": self._began, "owned_by": "symbiosis", "max_model_len": length}
-        adapters = [card | {"id": name, "root": name, "parent": base} for name in self._adapters.served]
-        return [card | {"id": base, "root": base, "parent": None}, *adapters]
+        return card | {"id": name, "root": name, "parent": None if name == base else base}
 
     async def _list_models(self) -> Response:
-        whole = {"object": "list", "data": self._cards()}
+        names = [self._models.model_name(), *self._adapters.served]
+        whole = {"object": "list", "data": [self._card(name) for name in names]}
         return Response(msgspec.json.encode(whole), media_type="application/json")
 
     async def _model(self, name: str) -> Response:
-        card = next((each for each in self._cards() if each["id"] == name), None)
-        if card is None:
+        if name != self._models.model_name() and name not in self._adapters.served:
             return _answer(
                 Refusal(
                     404, "not_found_error", f"{name[:200]} is not served: {self._adapters.unserved(name)}"
                 )
             )
-        return Response(msgspec.json.encode(card), media_type="application/json")
+        return Response(msgspec.json.encode(self._card(name)), media_type="application/json")
 
     async def _list(self) -> Response:
         whole = {"data": self._adapter_entries(), "refused": self._refused_folders()}

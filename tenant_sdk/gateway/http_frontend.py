@@ -54,6 +54,7 @@ _ELSEWHERE = {
     "/v1/embeddings": ": this gateway serves a model that writes text, and vLLM makes embeddings with others",
     f"{RESPONSES}/": ": this gateway keeps no answers",
 }
+STRANGERS = "strangers"  # all together are as one client, and no client has this name
 PUBLIC_PATHS = frozenset({"/", "/healthz"})  # nothing that tells who uses what
 BODY_BYTES = 8 << 20  # however long sequences may be
 SMALL_BODY_BYTES = 64 << 10
@@ -130,6 +131,7 @@ class HttpFrontend:
         self._tokenizing_turns = PreparationTurns(clock, sequence_limit.others_under_way)
         self._small_body_turns = PreparationTurns(clock, sequence_limit.others_under_way)
         self._preparation_turns = PreparationTurns(clock, sequence_limit.others_under_way)
+        self._other_turns = PreparationTurns(clock, sequence_limit.others_under_way)
         self._management = Reservations.per_client_minimum(MAX_MANAGEMENT, authenticator.clients)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -141,6 +143,8 @@ class HttpFrontend:
         receive, send = _giving_up_slow_clients(receive, send)
         path = scope["path"]
         client = self._authenticator.admit(scope["headers"])
+        if isinstance(client, Refusal) or path in PUBLIC_PATHS:
+            await self._other_turns.wait(client if isinstance(client, str) else STRANGERS)
         if path in PUBLIC_PATHS and (self._authenticator.keys or isinstance(client, str)):
             return await self._serve_public(scope["method"], path, send)
         if self._served.ending():
@@ -154,9 +158,11 @@ class HttpFrontend:
         if path not in GENERATION_PATHS | TOKENIZING_PATHS | MANAGEMENT_PATHS and not named:
             reasons = (why for begins, why in _ELSEWHERE.items() if path.startswith(begins))
             why = f"there is no such path{next(reasons, '')}"
+            await self._other_turns.wait(client)
             return await _refuse(send, Refusal(404, "not_found_error", why))
         if scope["method"] not in (methods := _methods_of(path)):
             why = f"{path} takes {' and '.join(methods)}, not {scope['method']}"
+            await self._other_turns.wait(client)
             return await _refuse(send, Refusal(405, "invalid_request_error", why))
         async with self._body(client, path, receive) as body:
             if not isinstance(body, bytes):
@@ -198,7 +204,11 @@ class HttpFrontend:
             why = "too many requests for adapters or figures are under way with your key; try again"
             return await _refuse(send, Refusal(429, "overloaded", why, 1))
         try:
-            await self._run(scope, receive, send)
+            if scope["method"] == "GET":
+                await self._serve_one_per_client(self._other_turns, client, scope, receive, send)
+            else:  # a change of adapters waits for others
+                await self._other_turns.wait(client)
+                await self._run(scope, receive, send)
             await _wait_until_flushed(scope)
         finally:
             self._management.release(client, 1)
@@ -210,7 +220,7 @@ class HttpFrontend:
         body = wanted.body
         if scope["path"] in TOKENIZING_PATHS:
             await self._serve_one_per_client(
-                client, _with_body(scope, body), _replaying_body(body, receive), send
+                self._tokenizing_turns, client, _with_body(scope, body), _replaying_body(body, receive), send
             )
             return
         if wanted.constraint is not None:
@@ -263,15 +273,17 @@ class HttpFrontend:
     def _unexplained(self) -> Refusal:
         return shutting_down() if self._served.ending() else failure_refusal("", "", 0)
 
-    async def _serve_one_per_client(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
-        """Have one request at a time answered of a client's that take the server long."""
+    async def _serve_one_per_client(
+        self, turns: PreparationTurns, client: str, scope: Message, receive: Receive, send: Send
+    ) -> None:
+        """Have one request at a time answered of a client's."""
         answer = list[Message]()
 
         async def collect(message: Message) -> None:  # others do not wait until this client reads
             answer.append(message)
 
         # Not a turn among all: its text waits for one in vLLM's threads, behind the client's own.
-        async with self._tokenizing_turns.turn(client):
+        async with turns.turn(client):
             await self._run(scope, receive, collect)
         for message in answer:
             await send(message)

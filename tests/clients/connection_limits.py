@@ -104,9 +104,11 @@ for more, status in (
     (b"Content-Length: 10000000\r\n\r\n", b"413"),
     (b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 20\r\n\r\n", b"400"),
     (b"a: b\r\n" * 200, b"431"),
+    (b"", b"414"),
 ):
     refused = connected()
-    refused.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\n" + more)
+    path = b"/" if more else b"/" + 1000 * b"%41"
+    refused.sendall(b"POST " + path + b" HTTP/1.1\r\nHost: localhost\r\n" + more)
     said = refused.recv(1000)
     assert said.split()[1] == status, said
     assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]["code"] == int(status)

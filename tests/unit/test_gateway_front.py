@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tenant_sdk.gateway import http_frontend
+from tenant_sdk.gateway import client_turns, http_frontend
 from tenant_sdk.gateway.admission import Authenticator, Refusal, SequenceLimit
 from tenant_sdk.gateway.constraint_checks import REMEMBERED as KEPT
 from tenant_sdk.gateway.constraint_checks import ConstraintChecker
@@ -225,8 +225,11 @@ async def test_one_key_does_not_take_all_places(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
 @awaited
-async def test_a_client_tokenizes_one_text_at_a_time(tmp_path: Path, path: str) -> None:
+async def test_a_client_tokenizes_one_text_at_a_time(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another client's, which may wait for its turn elsewhere, is not behind them."""
+    monkeypatch.setattr(client_turns, "LEAST_PAUSE", 0.0)
     application = Working()
     there = front(application, tmp_path, most=8, clock=lambda: 0.0)
     body = BODY if path == "/tokenize" else b'{"tokens": [1]}'

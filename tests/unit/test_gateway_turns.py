@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from test_gateway_front import BODY, Client, Working, awaited, front, settled
 
-from tenant_sdk.gateway import http_frontend
+from tenant_sdk.gateway import client_turns, http_frontend
 from tenant_sdk.gateway.client_turns import (
     FairLock,
     FairThreadPool,
@@ -25,8 +25,9 @@ from tenant_sdk.gateway.requests import parse_request
 
 
 @awaited
-async def test_one_request_of_each_client_is_prepared_at_a_time() -> None:
+async def test_one_request_of_each_client_is_prepared_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the engine has it; then after as long as that took."""
+    monkeypatch.setattr(client_turns, "LEAST_PAUSE", 0.0)
     now, clients, order = 0.0, 2, list[str]()
     turns = PreparationTurns(lambda: now, lambda client: clients > 1)
     engine_has, ends = dict[str, asyncio.Event](), asyncio.Event()
@@ -63,6 +64,27 @@ async def test_one_request_of_each_client_is_prepared_at_a_time() -> None:
         event.set()
     ends.set()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@awaited
+async def test_what_needs_no_engine_has_turns_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers together, and each client with requests for figures, models and paths that do not exist."""
+    monkeypatch.setattr(client_turns, "LEAST_PAUSE", 600.0)
+    monkeypatch.setattr(client_turns, "MOST_PAUSE", 600.0)
+    application = Working()
+    there = front(application, tmp_path)
+    working = await Client(there, key=1).says(BODY)  # others are not disturbed by nobody
+    strange: dict[str, Any] = {"headers": []}
+    assert (await Client(there, "/v1/models", **strange).says(b"")).status == 401
+    for path in ("/v1/models", "/healthz"):
+        assert (await Client(there, path, **strange).says(b"")).sent == []
+    assert (await Client(there, "/nothing").says(b"")).status == 404
+    for path in ("/nothing", "/v1/models/one", "/metrics"):
+        assert (await Client(there, path).says(b"")).sent == []
+    assert (await Client(there, "/nothing", key=1).says(b"")).status == 404
+    application.go.set()
+    assert (await Client(there).says(BODY)).status == 200
+    await working.task
 
 
 @awaited

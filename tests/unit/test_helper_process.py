@@ -35,7 +35,7 @@ def test_the_answer_of_a_caller_that_is_cancelled_is_nobody_elses(
     async def run() -> None:
         helper = HelperProcess("echo")
         await helper.start()
-        asked = asyncio.ensure_future(helper.ask(b"slow"))
+        asked = asyncio.ensure_future(helper.ask("", b"slow"))
         for _ in range(times):
             await asyncio.sleep(0.05)  # it has begun; a longer time changes nothing
             asked.cancel()
@@ -45,7 +45,7 @@ def test_the_answer_of_a_caller_that_is_cancelled_is_nobody_elses(
         released.touch()
         with contextlib.suppress(asyncio.CancelledError):
             await asked
-        assert await helper.ask(b"quick") == b"quick"
+        assert await helper.ask("", b"quick") == b"quick"
         await helper.close()
 
     asyncio.run(run())
