@@ -243,8 +243,8 @@ def attack(
     explains the output.
 
     Exit status 0: every session's rows (or seeds) look uniform, and no attack did better than on random
-    rows. 1: rows (or seeds) of a session do not look uniform, or an attack reads text. 2: an error, and
-    nothing is known, or there is no verdict about one session, and the others do not leak.
+    rows. 1: rows (or seeds) of a session do not look uniform, or an attack reads text. 2: an error (nothing
+    is known), or at least one session has no verdict and no session leaks.
     """
     if with_ is not None and view != Party.PROVIDER:
         raise ConfigurationError("--with names what the mask source recorded, so --view is the provider's")
