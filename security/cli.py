@@ -124,6 +124,10 @@ def run(options: AuditOptions) -> None:
     memory. The audit of three gateways takes three more minutes and needs vLLM. Without vLLM, claims about
     gateways are skipped.
 
+    Recordings are in the folder TMPDIR, and are removed at the end. For a large model they need much room:
+    with --quick and a model of 135 million parameters some 20 GB.
+
+
     A control is the same attack without the defence. A control is "weak" if it had so few trials that it may
     have succeeded by chance. Exit status 0: every claim that was not skipped holds, and every control
     succeeded or was weak. 1: a claim does not hold, or a control failed. If a control failed, the failure of
