@@ -122,8 +122,9 @@ class ServeConfig(WorkerOptions):
         int,
         Option(
             SERVED,
-            "Threads for one product. 0: without workers, torch's default; with workers, those on the CPU "
-            "share the machine's processors equally, or all workers if none is on the CPU; with Ray, one.",
+            "Threads for one product. 0: the default. Without workers, it is torch's. With workers on the "
+            "CPU, these share the machine's processors equally. If no worker is on the CPU, all workers "
+            "share them. With Ray, it is one.",
             least=0,
         ),
     ] = 0

@@ -124,6 +124,10 @@ def run(options: AuditOptions) -> None:
     memory. The audit of three gateways takes three more minutes and needs vLLM. Without vLLM, claims about
     gateways are skipped.
 
+    Recordings are in the folder TMPDIR, and are removed at the end. For a large model they need much room:
+    with --quick and a model of 135 million parameters some 20 GB.
+
+
     A control is the same attack without the defence. A control is "weak" if it had so few trials that it may
     have succeeded by chance. Exit status 0: every claim that was not skipped holds, and every control
     succeeded or was weak. 1: a claim does not hold, or a control failed. If a control failed, the failure of
@@ -243,8 +247,8 @@ def attack(
     explains the output.
 
     Exit status 0: every session's rows (or seeds) look uniform, and no attack did better than on random
-    rows. 1: rows (or seeds) of a session do not look uniform, or an attack reads text. 2: an error, and
-    nothing is known, or there is no verdict about one session, and the others do not leak.
+    rows. 1: rows (or seeds) of a session do not look uniform, or an attack reads text. 2: an error (nothing
+    is known), or at least one session has no verdict and no session leaks.
     """
     if with_ is not None and view != Party.PROVIDER:
         raise ConfigurationError("--with names what the mask source recorded, so --view is the provider's")

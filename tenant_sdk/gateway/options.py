@@ -149,8 +149,8 @@ class GatewayOptions:
         Option(
             _MODEL,
             "Keep keys and values of prompts, and use them for prompts that begin in the same way. The "
-            "provider can then recognise a known beginning by fewer rows, and other clients by a shorter "
-            "wait.",
+            "provider can then see that a prompt begins as an earlier one, because it has fewer rows. Other "
+            "clients can see it, because they wait less.",
         ),
     ] = False
     speculate: Annotated[

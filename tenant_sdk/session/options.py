@@ -352,9 +352,9 @@ class SessionConfig:
         float,
         Option(
             CONNECTION,
-            "Seconds without progress after which a connection attempt fails, or a request is sent again "
-            "({patience}); with {patience} 0, the request fails. If an overloaded executor refuses a "
-            "request, the session repeats it for at most this time.",
+            "Maximum time without progress, in seconds. Then a connection attempt fails, and a request is "
+            "sent again (see {patience}). With {patience} 0, the request fails. This is also the maximum "
+            "time for which the session repeats a request to an overloaded executor.",
             least=0,
             above=True,
             unit="SECONDS",

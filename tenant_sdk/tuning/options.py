@@ -190,8 +190,9 @@ class TrainingOptions(ReadingOptions):
         int | None,
         Option(
             _TRAINING,
-            "End the training if the held-out loss has not fallen in this many measurements. The saved "
-            "adapter is the one with the lowest measured loss after the first step.",
+            "End the training if this many measurements of the held-out loss in a row are not below the "
+            "lowest loss so far. The saved adapter is the one with the lowest loss. The measurement before "
+            "the training does not count.",
             least=1,
             unit="COUNT",
         ),
