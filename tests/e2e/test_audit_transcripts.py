@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from security.attacks.tokens import Averaging, KnownMaskSubtraction
 from security.cli import app, console
-from security.recordings.transcript import TranscriptError
+from security.recordings.transcript import TranscriptError, read_transcript
 from security.views import adversaries
 from shared.errors import ConfigurationError
 from shared.ring.mask_stream import MaskStream
@@ -296,3 +297,21 @@ def test_a_report_that_cannot_be_written_is_known_first(
         done = CliRunner().invoke(app, ["run", "--report", str(folder), "--quick"])
         assert isinstance(done.exception, ConfigurationError)
         assert f"cannot write the report into {folder}" in str(done.exception)
+
+
+def test_some_rows_of_a_request_are_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask source's tenant may send many rows, of which each could be the mask of another request."""
+    recording, rows = Recording(tmp_path), activations()
+    recording.send(recording.writer.opened("alice"), rows, Operation.EFFECT)
+    recording.writer.close()
+    (request,) = read_transcript(recording.path).requests
+    read, pread = list[int](), os.pread
+
+    def counted(descriptor: int, size: int, at: int) -> bytes:
+        read.append(size)
+        return pread(descriptor, size, at)
+
+    monkeypatch.setattr(os, "pread", counted)
+    assert torch.equal(request.some_rows(2, 3), rows[2:5])
+    assert sum(read) == 3 * rows[0].nbytes
+    assert torch.equal(request.rows, rows)

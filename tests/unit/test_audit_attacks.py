@@ -18,6 +18,7 @@ from security.attacks.gradients import SpanCheck
 from security.attacks.masking import Uniformity
 from security.attacks.tokens import (
     Averaging,
+    DeepMatching,
     KnownMaskSubtraction,
     SubspaceProjection,
     VocabularyMatching,
@@ -169,3 +170,18 @@ def test_a_strong_adapter_on_a_ring() -> None:
     stolen = AdapterExtraction(0).attack(view, RNG)
     assert stolen.rank == 8
     assert float((stolen.delta - delta).norm() / delta.norm()) < 1e-3
+
+
+def test_a_search_in_hidden_states_of_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tries as many tokens as fit into memory, and the right one is among them."""
+    monkeypatch.setattr(DeepMatching, "CANDIDATES", 16)
+    public: Any = SimpleNamespace(
+        vocabulary=VOCABULARY, next_inputs=lambda group, prefix, candidates: TABLE[candidates]
+    )
+    prompt = TOKENS[:9]
+    attack = DeepMatching(0, {0: prompt}, places=8)
+    view = View(public, [seen(TABLE[prompt])])
+    guesses, wanted = attack.attack(view, np.random.default_rng(0))
+    assert torch.equal(guesses, wanted)
+    assert torch.equal(wanted, prompt[1:])
+    assert {len(candidates) for candidates, _ in attack._tables.values()} == {16}
