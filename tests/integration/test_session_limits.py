@@ -231,7 +231,7 @@ def test_a_request_that_the_engine_cannot_take_is_over(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(service.engine, "submit", no_thread)
-    session.answer(Incoming(head, torch.ones(3, width), ticket=session.accept(head)))
+    session.answer(Incoming(head, torch.ones(3, width), admitted=session.accept(head)))
     assert [header.operation for header in answered] == [Operation.ERROR]
     assert session.in_flight == 0
     assert service.quotas.in_flight() == (0, 0)
