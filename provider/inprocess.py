@@ -59,15 +59,16 @@ class InprocessExecutor:
 
     def open(self, token: str, on_answer: OnAnswer) -> InprocessSession:
         """See ``shared.transport.endpoint.Endpoint``."""
-        if self.closed:
-            raise ConnectError(f"cannot connect to {self.url}: it is closed")
         try:
             tenant = identify(token, self._tokens).tenant if self._tokens is not None else "inprocess"
         except Refused as refused:
             raise session_refused(self.url, refused.info) from refused
-        with self._lock:
+        with self._lock:  # so that ``close`` cannot end the service in between
+            if self.closed:
+                raise ConnectError(f"cannot connect to {self.url}: it is closed")
+            session = InprocessSession(self, tenant, on_answer)
             self._sessions += 1
-        return InprocessSession(self, tenant, on_answer)
+        return session
 
     def close(self) -> None:
         """Serve no further request. The executor's threads end with its last session."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor, Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -20,6 +20,43 @@ LEAST_PAUSE, MOST_PAUSE = 0.005, 0.5
 current_client: ContextVar[str] = ContextVar("current_client", default="")
 # Says that the engine has the request of this context; the server's threads have no more to do for it.
 given_to_engine: ContextVar[Callable[[], None]] = ContextVar("given_to_engine", default=lambda: None)
+# Done as soon as the connection is closed on which the request of this context came.
+connection_closed: ContextVar[asyncio.Future[None] | None] = ContextVar("connection_closed", default=None)
+
+
+class ClientGone(Exception):
+    """There is nobody to answer."""
+
+
+@contextmanager
+def _while_connected() -> Iterator[None]:
+    """Wait in this block for the sake of a client.
+
+    A connection that is closed gives its place to another one at once. If its request went on waiting, then
+    one client could have any number of requests wait.
+
+    Raises:
+        ClientGone: the connection is closed.
+    """
+    closed, task, waiting = connection_closed.get(), asyncio.current_task(), True
+    assert task is not None  # noqa: S101 - the callers are coroutines
+
+    def interrupt(_: object) -> None:
+        if waiting:
+            task.cancel()
+
+    if closed is not None:
+        closed.add_done_callback(interrupt)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if closed is None or not closed.done() or task.uncancel():
+            raise  # something else ends the task
+        raise ClientGone from None
+    finally:
+        waiting = False
+        if closed is not None:
+            closed.remove_done_callback(interrupt)
 
 
 class PreparationTurns:
@@ -39,9 +76,14 @@ class PreparationTurns:
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
-        """Wait for the client's turn, and hold it until the engine has the request, or to the block's end."""
+        """Wait for the client's turn, and hold it until the engine has the request, or to the block's end.
+
+        Raises:
+            ClientGone: the client has hung up before.
+        """
         lock = self._client_locks.setdefault(client, asyncio.Lock())
-        await lock.acquire()
+        with _while_connected():
+            await lock.acquire()
         began, held = self._clock(), True
 
         def release() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tenant_sdk.gateway.admission import Authenticator, Refusal, UnauthenticatedConnections, shutting_down
-from tenant_sdk.gateway.http_frontend import BODY_BYTES, FLUSHED, SMALL_BODY_BYTES, error_event
+from tenant_sdk.gateway.http_frontend import BODY_BYTES, CLOSED, FLUSHED, SMALL_BODY_BYTES, error_event
 from tenant_sdk.gateway.reservations import Reservations
 
 HEADER_SECONDS = 10.0
@@ -57,6 +57,7 @@ class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
     """One connection."""
 
     shared: ConnectionLimits
+    _closed: asyncio.Future[None]
     _client: str | None = None
     _late: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
@@ -67,6 +68,7 @@ class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
     def connection_made(self, transport: Any) -> None:
         """See asyncio."""
         super().connection_made(transport)
+        self._closed = self.loop.create_future()
         transport.set_write_buffer_limits(high=0)  # writing is paused until all has left
         self._expect()
         if (first := self.shared.unauthenticated.arrive(self)) is not None:
@@ -75,6 +77,7 @@ class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio."""
+        self._closed.set_result(None)
         self._cancel("_late")
         self._cancel("_rest")
         self.shared.unauthenticated.leave(self)
@@ -148,7 +151,7 @@ class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
             self._refuse(
                 Refusal(413, "invalid_request_error", f"a request here has {max_bytes} bytes at most")
             )
-        self.scope["extensions"] = {FLUSHED: self.flow.drain}
+        self.scope["extensions"] = {FLUSHED: self.flow.drain, CLOSED: self._closed}
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:

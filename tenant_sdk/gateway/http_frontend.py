@@ -21,7 +21,7 @@ from tenant_sdk.gateway.admission import (
     failure_refusal,
     shutting_down,
 )
-from tenant_sdk.gateway.client_turns import PreparationTurns, current_client
+from tenant_sdk.gateway.client_turns import ClientGone, PreparationTurns, connection_closed, current_client
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.log_redaction import redacted
 from tenant_sdk.gateway.request_limits import text_bytes
@@ -63,7 +63,9 @@ TOKENIZED_BYTES = 512 << 10
 BODIES_BYTES = 64 << 20  # of all that arrive at once
 BODY_SECONDS = 30.0
 SEND_SECONDS = 60.0  # until a client that does not read its answer is given up
-FLUSHED = "symbiosis.flushed"  # of a scope's extensions: waits until what was sent has left
+# Of a scope's extensions.
+FLUSHED = "symbiosis.flushed"  # waits until what was sent has left
+CLOSED = "symbiosis.closed"  # a future that is done if the connection is closed
 MAX_MANAGEMENT = 64  # requests at once for adapters and figures; or two a key
 # vLLM reads others too: priorities, ranks, formats.
 _HEADERS = frozenset({b"accept", b"content-length", b"content-type", b"host"})
@@ -140,7 +142,18 @@ class HttpFrontend:
             return await self._application(scope, receive, send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
-        receive, send = _giving_up_slow_clients(receive, send)
+        connection_closed.set(scope.get("extensions", {}).get(CLOSED))
+        try:
+            await self._serve(scope, *_giving_up_slow_clients(receive, send))
+        except ClientGone:
+            pass
+
+    async def _serve(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer a request, whoever sends it.
+
+        Raises:
+            ClientGone: there is nobody to answer.
+        """
         path = scope["path"]
         client = self._authenticator.admit(scope["headers"])
         if isinstance(client, Refusal) or path in PUBLIC_PATHS:
@@ -223,14 +236,10 @@ class HttpFrontend:
                 self._tokenizing_turns, client, _with_body(scope, body), _replaying_body(body, receive), send
             )
             return
-        if wanted.constraint is not None:
-            try:
-                why = await _unless_gone(self._why_refused(client, wanted.constraint), receive)
-            except _ClientGone:
-                return
-            if why:
-                await _refuse(send, Refusal(400, "invalid_request_error", why))
-                return
+        constraint = wanted.constraint
+        if constraint and (why := await _unless_gone(self._why_refused(client, constraint), receive)):
+            await _refuse(send, Refusal(400, "invalid_request_error", why))
+            return
         # What ended one of its sequences is found by a name that nobody else can give.
         name, entered = request_name(client, secrets.token_hex(16)), self._clock()
         if scope["path"] == RESPONSES:  # vLLM takes the name of the others from a header
@@ -282,7 +291,7 @@ class HttpFrontend:
         async def collect(message: Message) -> None:  # others do not wait until this client reads
             answer.append(message)
 
-        # Not a turn among all: its text waits for one in vLLM's threads, behind the client's own.
+        # Among the client's own requests alone. Texts also have turns among all clients, in vLLM's threads.
         async with turns.turn(client):
             await self._run(scope, receive, collect)
         for message in answer:
@@ -410,21 +419,17 @@ def error_event(path: str, refusal: Refusal) -> bytes:
     return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
-class _ClientGone(Exception):
-    """There is nobody to answer."""
-
-
 async def _unless_gone(answer: Awaitable[str], receive: Receive) -> str:
     """An answer that takes a while.
 
     Raises:
-        _ClientGone: the client hung up first.
+        ClientGone: the client hung up first.
     """
     working, gone = asyncio.ensure_future(answer), asyncio.ensure_future(receive())
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise _ClientGone
+            raise ClientGone
         return working.result()
     finally:
         working.cancel()

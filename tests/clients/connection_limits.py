@@ -15,17 +15,23 @@ import uvicorn
 from tenant_sdk.gateway import connection_limits
 from tenant_sdk.gateway.admission import Authenticator, UnauthenticatedConnections
 from tenant_sdk.gateway.connection_limits import ConnectionLimits
-from tenant_sdk.gateway.http_frontend import FLUSHED
+from tenant_sdk.gateway.http_frontend import CLOSED, FLUSHED
 from tenant_sdk.gateway.reservations import Reservations
 
 left: list[str] = []  # paths of answers that clients have taken
+waiting: list[str] = []
 KEYS = ("a-key-of-enough-letters", "another-key-of-enough")
 connection_limits.HEADER_SECONDS = 0.5
 
 
 async def application(scope: Any, receive: Any, send: Any) -> None:
-    """Answers at once, whatever the path."""
+    """Answers at once, unless the path is the one for which it waits."""
     if scope["type"] == "http":
+        if scope["path"] == "/waiting":
+            waiting.append(scope["path"])
+            await scope["extensions"][CLOSED]
+            waiting.clear()
+            return
         body = b" " * (64 << 20) if scope["path"] == "/large" else b""
         length = (b"content-length", str(len(body)).encode())
         await send({"type": "http.response.start", "status": 200, "headers": [length]})
@@ -184,6 +190,12 @@ for _ in range(600):  # what is left of it in the system's buffers hides from he
     time.sleep(0.1)
 assert not connections.known.total, "an answer that is not read"
 unread.close()
+
+leaving = connected()
+leaving.sendall(b"GET /waiting HTTP/1.1\r\nHost: localhost\r\n\r\n")
+assert settles(lambda: bool(waiting))
+leaving.close()
+assert settles(lambda: not waiting), "a request that waits, whose connection is closed"
 
 unauthenticated = [connected() for _ in range(8)]
 assert all(map(ended, unauthenticated[:4])), "of those without a key the ones that waited longest make room"

@@ -23,10 +23,10 @@ from security.attacks.tokens import (
     SubspaceProjection,
     VocabularyMatching,
 )
-from security.views.adversaries import ObservedRequest, View
+from security.views.adversaries import FALSE_HEADS, HEAD, ObservedRequest, View, _Masks
 from security.views.public_model import PublicModel
 from shared.ring.fixed_point import exponents, max_row_norm, quantize_rows
-from shared.wire.header import Direction
+from shared.wire.header import Direction, Operation
 
 RNG = np.random.default_rng(0)
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -55,6 +55,29 @@ def on_ring(rows: torch.Tensor, max_norm: float = 2.0**21) -> torch.Tensor:
 def right(attack: Any, view: View, tokens: torch.Tensor = TOKENS) -> float:
     guess = attack.attack(view, RNG)
     return float((guess.tokens == tokens[guess.rows]).float().mean())
+
+
+def test_rows_that_look_like_masks_of_all_requests() -> None:
+    """A tenant may send any number of them to its mask source, and any number of requests to the provider."""
+    read = list[int]()
+
+    def request(rows: torch.Tensor) -> Any:
+        def some_rows(first: int, count: int) -> torch.Tensor:
+            read.append(count)
+            return rows[first : first + count]
+
+        return SimpleNamespace(
+            header=SimpleNamespace(operation=Operation.EFFECT, rows=len(rows)), some_rows=some_rows
+        )
+
+    false = torch.full((500, WIDTH), 2**30, dtype=torch.int32)
+    false[:, :HEAD] = 0
+    masks, rows = uniform(4, WIDTH), on_ring(TABLE[:4])
+    assert _Masks(PUBLIC, [request(false)]).under(torch.zeros_like(rows)) is None
+    assert read == [500] + [1] * FALSE_HEADS
+    found = _Masks(PUBLIC, [request(false[: FALSE_HEADS - 1]), request(masks)]).under(rows + masks)
+    assert found is not None
+    assert torch.equal(found, masks)
 
 
 def test_averaging() -> None:

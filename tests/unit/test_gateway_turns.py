@@ -20,6 +20,7 @@ from tenant_sdk.gateway.client_turns import (
     current_client,
     given_to_engine,
 )
+from tenant_sdk.gateway.http_frontend import CLOSED
 from tenant_sdk.gateway.metrics import CachedAnswer
 from tenant_sdk.gateway.requests import parse_request
 
@@ -84,6 +85,32 @@ async def test_what_needs_no_engine_has_turns_too(tmp_path: Path, monkeypatch: p
     assert (await Client(there, "/nothing", key=1).says(b"")).status == 404
     application.go.set()
     assert (await Client(there).says(BODY)).status == 200
+    await working.task
+
+
+@awaited
+async def test_closed_connections_wait_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have given their places to other connections, whose requests would wait too, without bound."""
+    monkeypatch.setattr(client_turns, "LEAST_PAUSE", 600.0)
+    monkeypatch.setattr(client_turns, "MOST_PAUSE", 600.0)
+    application = Working()
+    there = front(application, tmp_path)
+    working = await Client(there, key=1).says(BODY)  # others are not disturbed by nobody
+    strange: dict[str, Any] = {"headers": []}
+    assert (await Client(there, "/v1/models", **strange).says(b"")).status == 401
+    assert (await Client(there, "/nothing").says(b"")).status == 404
+    for path, options in (("/healthz", strange), ("/v1/models", strange), ("/nothing", {}), ("/metrics", {})):
+        closed = asyncio.get_running_loop().create_future()
+        waiting = await Client(there, path, **options, extensions={CLOSED: closed}).says(b"")
+        assert not waiting.task.done()
+        closed.set_result(None)
+        await waiting.task
+        assert waiting.sent == []
+    ended = await Client(there, extensions={CLOSED: asyncio.get_running_loop().create_future()}).says(BODY)
+    ended.task.cancel()  # for another reason
+    with pytest.raises(asyncio.CancelledError):
+        await ended.task
+    application.go.set()
     await working.task
 
 
