@@ -95,13 +95,13 @@ class TokenFile:
         self._fault = ""  # why there is nothing newer; empty: there is
 
     def _read(self) -> _Tokens:
+        add = f"`symbiosis-provider token add TENANT --token-file {self.path}`"
         try:
-            stored = _stored.decode(self.path.read_bytes())
+            if not (content := self.path.read_bytes()):  # what made it was killed, or a disk was full
+                raise ConfigurationError(f"{self.path} is empty; remove it, and make it again with {add}")
+            stored = _stored.decode(content)
         except FileNotFoundError:
-            raise ConfigurationError(
-                f"{self.path} does not exist; make it with "
-                f"`symbiosis-provider token add TENANT --token-file {self.path}`"
-            ) from None
+            raise ConfigurationError(f"{self.path} does not exist; make it with {add}") from None
         except OSError as error:
             raise ConfigurationError(f"cannot read {self.path}: {error.strerror}") from error
         except UNREADABLE as error:

@@ -160,7 +160,6 @@ def test_names_that_are_none(tokens: TokenFile, name: str) -> None:
     "text",
     [
         *(
-            "",
             "{",
             "[]",
             '{"alice": 1}',
@@ -185,6 +184,13 @@ def test_a_damaged_file_lets_nobody_in(tokens: TokenFile, text: str) -> None:
 def test_a_missing_file_says_how_to_make_one(tokens: TokenFile) -> None:
     with pytest.raises(ConfigurationError, match="symbiosis-provider token add"):
         tokens.check_readable()
+
+
+def test_an_empty_file_says_how_to_make_another(tokens: TokenFile) -> None:
+    """One is left behind if a process is killed that makes a file where there are no hard links."""
+    tokens.path.touch()
+    with pytest.raises(ConfigurationError, match="is empty; remove it, and make it again with `symbiosis-"):
+        tokens.add("bob")
 
 
 @pytest.mark.parametrize("slip", ["broken", "latin", "removed", "folder"])
