@@ -240,6 +240,15 @@ def attack(
         int, typer.Option(metavar="COUNT", help="Number of guessed tokens to show for each attack.", min=1)
     ] = 24,
     seed: Annotated[int, typer.Option(metavar="NUMBER", help="Seed of everything random.")] = 0,
+    minutes: Annotated[
+        float,
+        typer.Option(
+            metavar="MINUTES",
+            help="Most processor time for the attacks on all sessions of one tenant. Sessions for which no "
+            "time is left have no verdict.",
+            min=0.1,
+        ),
+    ] = 60.0,
 ) -> None:
     """Run the passive attacks on a transcript of a real deployment, whose true text is unknown.
 
@@ -267,7 +276,7 @@ def attack(
         transformers.logging.disable_progress_bar()
         from security.deployment import TranscriptAudit
 
-    audit = TranscriptAudit(model, show, seed, stage, console.print)
+    audit = TranscriptAudit(model, show, seed, stage, console.print, minutes)
     reading = audit.mask_source(recorded) if view == Party.MASK_SOURCE else audit.provider(recorded, source)
     for note in reading.notes:
         console.print(f"[dim]{escape(note)}[/]", soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ from security.views.adversaries import (
     requests_of,
 )
 from security.views.public_model import PublicModel
+from shared.time_limit import TimeLimitExceeded, time_limit
 from shared.wire.header import PRODUCTS, Operation
 
 LEVEL = 1e-6  # of every test: so rarely a session under one-time masks is called something else
@@ -94,6 +96,7 @@ class TranscriptAudit:
         seed: of everything random.
         stage: shows progress.
         shows: takes the table of each session as soon as it is there.
+        minutes: of a processor, for the attacks on all sessions of one tenant.
     """
 
     model: Path
@@ -101,6 +104,8 @@ class TranscriptAudit:
     seed: int
     stage: Callable[[str], Any]
     shows: Callable[[Table], Any]
+    minutes: float = 60.0
+    _used: dict[str, float] = field(default_factory=dict, init=False)  # seconds, by tenant
 
     def provider(self, recorded: Transcript, source: Transcript | None = None) -> TranscriptReport:
         """What a provider's recording shows, session by session.
@@ -123,7 +128,9 @@ class TranscriptAudit:
                 continue
             tenant = recorded.tenants[session]
             name = f"session {session} (tenant {tenant})"
-            with self.stage(f"attacks on {name}"), _alone(reading, name):
+            with self.stage(f"attacks on {name}"), self._alone(reading, tenant, name) as has_time:
+                if not has_time:
+                    continue
                 rng = np.random.default_rng(self.seed)
                 if source is not None:
                     masks = [requests_of([source], each) for each in sorted(set(source.tenants.values()))]
@@ -143,8 +150,12 @@ class TranscriptAudit:
             if source is None and len(several) > 1:
                 pooled = [r for session in several for r in products_of(sessions[session])]
                 name = f"sessions {', '.join(map(str, several))} together (tenant {tenant})"
-                with self.stage(f"all sessions of tenant {tenant} together"), _alone(reading, name):
-                    reading.verdicts.append(self._together(name, provider_view(public, pooled)))
+                with (
+                    self.stage(f"all sessions of tenant {tenant} together"),
+                    self._alone(reading, tenant, name) as has_time,
+                ):
+                    if has_time:
+                        reading.verdicts.append(self._together(name, provider_view(public, pooled)))
         if not reading.verdicts:
             raise _nothing(reading, "rows", "provider", "mask-source")
         return reading
@@ -160,8 +171,9 @@ class TranscriptAudit:
             theirs = [r for s, each in sessions.items() if recorded.tenants[s] == tenant for r in each]
             seen = mask_source_view(theirs)
             if seen.seeds:
-                with _alone(reading, f"tenant {tenant}"):
-                    reading.verdicts.append(self._predict(tenant, seen))
+                with self._alone(reading, tenant, f"tenant {tenant}") as has_time:
+                    if has_time:
+                        reading.verdicts.append(self._predict(tenant, seen))
         if not reading.verdicts:
             raise _nothing(reading, "seeds", "mask-source", "provider")
         return reading
@@ -248,29 +260,45 @@ class TranscriptAudit:
             )
         return SessionVerdict(f"{name}: uniform, and no mask of one serves in another", leaks=False)
 
+    @contextmanager
+    def _alone(self, reading: TranscriptReport, tenant: str, name: str) -> Iterator[bool]:
+        """Whether the tenant has time left. Say why there is no verdict if attacks fail, and go on.
+
+        They may need too much memory or time. Any tenant can send what makes them do so, and others must not
+        be without a verdict for that.
+        """
+        left, began = 60 * self.minutes - self._used.get(tenant, 0.0), time.process_time()
+        why = ""
+        try:
+            with time_limit(left), _memory_limit() as room:
+                yield left > 0
+        except TimeLimitExceeded:
+            left = 0
+        except Exception as error:
+            told = " ".join(str(error).split())
+            if isinstance(error, MemoryError) or "can't allocate memory" in told:  # as torch has it
+                why = f"attacks on it need more memory than {gib(room)}"
+            else:
+                why = f"an attack on it failed: {type(error).__name__}: {told[:200]}"
+        self._used[tenant] = self._used.get(tenant, 0.0) + time.process_time() - began
+        if left <= 0:
+            self._used[tenant] = 60 * self.minutes
+            why = f"attacks on this tenant's sessions took {self.minutes:g} minutes of a processor"
+        if why:
+            reading.verdicts.append(SessionVerdict(f"{name}: no verdict, for {why}", leaks=None))
+
 
 @contextmanager
-def _alone(reading: TranscriptReport, name: str) -> Iterator[None]:
-    """Say why there is no verdict if attacks fail or need too much memory, and go on.
-
-    Any tenant can send what makes them do so, and others must not be without a verdict for that.
-    """
-    room = MEMORY_SHARE * available_memory()[0]
-    before = resource.getrlimit(resource.RLIMIT_AS)
+def _memory_limit() -> Iterator[float]:
+    """Bound the memory of this process in the block: by so many bytes more than it has now, if any number."""
+    room, before = MEMORY_SHARE * available_memory()[0], resource.getrlimit(resource.RLIMIT_AS)
     try:
         if math.isfinite(room):
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             most = int(pages * resource.getpagesize() + room)
             soft = most if before[0] == resource.RLIM_INFINITY else min(most, before[0])
             resource.setrlimit(resource.RLIMIT_AS, (soft, before[1]))
-        yield
-    except Exception as error:
-        told = " ".join(str(error).split())
-        if isinstance(error, MemoryError) or "can't allocate memory" in told:  # as torch has it
-            why = f"attacks on it need more memory than {gib(room)}"
-        else:
-            why = f"an attack on it failed: {type(error).__name__}: {told[:200]}"
-        reading.verdicts.append(SessionVerdict(f"{name}: no verdict, for {why}", leaks=None))
+        yield room
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
 

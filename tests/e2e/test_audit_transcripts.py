@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from security.recordings.transcript import TranscriptError, read_transcript
 from security.views import adversaries
 from shared.errors import ConfigurationError
 from shared.ring.mask_stream import MaskStream
+from shared.time_limit import TimeLimitExceeded
 from shared.wire.header import Operation
 
 
@@ -117,9 +119,14 @@ def test_a_few_numbers_tell_nothing(tmp_path: Path) -> None:
     assert "256 numbers are too few to tell" in verdict(done, "session 1")
 
 
+def out_of_time() -> None:
+    raise TimeLimitExceeded
+
+
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
+        (out_of_time, "attacks on this tenant's sessions took 60 minutes of a processor"),
         (lambda: torch.linalg.cholesky(-torch.eye(2)), "an attack on it failed: _LinAlgError: "),
         (lambda: torch.empty(3 << 30, dtype=torch.uint8), "attacks on it need more memory than 1.60 GiB"),
         (lambda: np.empty(3 << 30, np.uint8), "attacks on it need more memory than 1.60 GiB"),
@@ -154,6 +161,26 @@ def test_a_session_that_no_attack_bears(
     assert tables[0] < done.output.index("✓ attacks on session 2") < tables[1]  # as soon as they are there
     if not leaks:
         assert "no mask of one serves in another" in verdict(done, "sessions 1, 3 together")
+
+
+def test_a_tenant_without_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have any number of sessions, and those of others are attacked all the same."""
+    recording, rows = Recording(tmp_path), activations()
+    for tenant in ("mallory", "mallory", "alice"):
+        recording.send(recording.writer.opened(tenant), masked(rows))
+    recording.writer.close()
+    attacked, unhurt = list[int](), Averaging.attack
+
+    def counted(self: Averaging, view: Any, rng: Any) -> Any:
+        attacked.append(len(attacked))
+        return unhurt(self, view, rng) if attacked[1:] else out_of_time()
+
+    monkeypatch.setattr(Averaging, "attack", counted)
+    done = attack(recording.path)
+    assert done.exit_code == 2, done.output
+    for session in ("session 1", "session 2"):
+        assert "no verdict, for attacks on this tenant's sessions took" in verdict(done, session)
+    assert "rows look uniform" in verdict(done, "session 3")
 
 
 def test_floats_of_two_widths_in_one_session(tmp_path: Path) -> None:
