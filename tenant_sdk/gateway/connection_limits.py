@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tenant_sdk.gateway.admission import Authenticator, Refusal, UnauthenticatedConnections, shutting_down
@@ -21,6 +22,7 @@ UNREAD_SECONDS = 60.0  # until a client that does not read the rest of its answe
 UNREAD_BYTES = 64 << 20  # of answers that clients have not read yet, of all clients
 MAX_UNAUTHENTICATED = 128  # connections that have shown no key
 CONNECTIONS = 1024  # that have shown one, of all clients
+ACCEPTED = 16  # connections at most in one round of the server's loop
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,22 @@ class ConnectionLimits:
     def protocol(self) -> type[HttpToolsProtocol]:
         """What uvicorn makes for each connection."""
         return type("LimitedConnection", (_LimitedConnection,), {"shared": self})
+
+
+def accept_several_at_once() -> None:
+    """Before a server is run on a socket.
+
+    libuv accepts one connection of a socket in each round of its loop. If a client opened more of them than
+    there are rounds, everybody else's would wait in the system's queue, which knows no clients. Each copy of
+    the socket's descriptor is a socket of its own for libuv.
+    """
+    startup = uvicorn.Server.startup
+
+    async def started(server: Any, sockets: Any = None) -> None:
+        copies = [each.dup() for each in sockets or () for _ in range(ACCEPTED - 1)]
+        await startup(server, sockets and [*sockets, *copies])
+
+    uvicorn.Server.startup = started
 
 
 class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]

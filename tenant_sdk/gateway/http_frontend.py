@@ -133,7 +133,8 @@ class HttpFrontend:
         self._tokenizing_turns = PreparationTurns(clock, sequence_limit.others_under_way)
         self._small_body_turns = PreparationTurns(clock, sequence_limit.others_under_way)
         self._preparation_turns = PreparationTurns(clock, sequence_limit.others_under_way)
-        self._other_turns = PreparationTurns(clock, sequence_limit.others_under_way)
+        self._arrival_turns = PreparationTurns(clock, sequence_limit.others_under_way)
+        self._listing_turns = PreparationTurns(clock, sequence_limit.others_under_way)
         self._management = Reservations.per_client_minimum(MAX_MANAGEMENT, authenticator.clients)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -156,8 +157,8 @@ class HttpFrontend:
         """
         path = scope["path"]
         client = self._authenticator.admit(scope["headers"])
-        if isinstance(client, Refusal) or path in PUBLIC_PATHS:
-            await self._other_turns.wait(client if isinstance(client, str) else STRANGERS)
+        # Before anything is answered: refusals, too, take time of the thread of all clients.
+        await self._arrival_turns.wait(client if isinstance(client, str) else STRANGERS)
         if path in PUBLIC_PATHS and (self._authenticator.keys or isinstance(client, str)):
             return await self._serve_public(scope["method"], path, send)
         if self._served.ending():
@@ -171,11 +172,9 @@ class HttpFrontend:
         if path not in GENERATION_PATHS | TOKENIZING_PATHS | MANAGEMENT_PATHS and not named:
             reasons = (why for begins, why in _ELSEWHERE.items() if path.startswith(begins))
             why = f"there is no such path{next(reasons, '')}"
-            await self._other_turns.wait(client)
             return await _refuse(send, Refusal(404, "not_found_error", why))
         if scope["method"] not in (methods := _methods_of(path)):
             why = f"{path} takes {' and '.join(methods)}, not {scope['method']}"
-            await self._other_turns.wait(client)
             return await _refuse(send, Refusal(405, "invalid_request_error", why))
         async with self._body(client, path, receive) as body:
             if not isinstance(body, bytes):
@@ -218,9 +217,8 @@ class HttpFrontend:
             return await _refuse(send, Refusal(429, "overloaded", why, 1))
         try:
             if scope["method"] == "GET":
-                await self._serve_one_per_client(self._other_turns, client, scope, receive, send)
+                await self._serve_one_per_client(self._listing_turns, client, scope, receive, send)
             else:  # a change of adapters waits for others
-                await self._other_turns.wait(client)
                 await self._run(scope, receive, send)
             await _wait_until_flushed(scope)
         finally:

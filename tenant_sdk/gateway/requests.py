@@ -111,7 +111,7 @@ def parse_request(path: str, body: bytes, context: int) -> ParsedRequest | Refus
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         kind = _request_type(path, fields.keys())
-        known = {each.encode_name for each in msgspec.structs.fields(kind)} | IGNORED
+        known = IGNORED.union(kind.__struct_encode_fields__)
         if others := [
             name for name, value in fields.items() if name not in known and bytes(value) != b"null"
         ]:

@@ -414,7 +414,7 @@ def _run(arguments: list[str], settings: GatewaySettings) -> None:
     from vllm.plugins import load_endpoint_plugins
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from tenant_sdk.gateway.connection_limits import ConnectionLimits
+    from tenant_sdk.gateway.connection_limits import ConnectionLimits, accept_several_at_once
     from tenant_sdk.gateway.endpoints import Endpoints
     from tenant_sdk.gateway.vllm_patches import (
         end_while_starting,
@@ -428,6 +428,7 @@ def _run(arguments: list[str], settings: GatewaySettings) -> None:
         raise ConfigurationError("vLLM does not find this package's plugins; install it in this environment")
     read_responses_as_chats()
     run_no_scripts_of_hosts()
+    accept_several_at_once()
     end_while_starting(functools.partial(_end_at_once, settings.folder))
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     validate_parsed_serve_args(parsed)

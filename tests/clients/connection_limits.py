@@ -77,11 +77,29 @@ port = sockets[0].getsockname()[1]
 config = uvicorn.Config(
     application, http=connections.protocol(), ws="none", lifespan="off", log_level="critical"
 )
+listening: list[socket.socket] = []
+startup = uvicorn.Server.startup
+
+
+async def started(server: Any, sockets: Any = None) -> None:
+    """Notes what is listened on."""
+    listening.extend(sockets)
+    await startup(server, sockets)
+
+
+uvicorn.Server.startup = started  # type: ignore[method-assign]
+connection_limits.accept_several_at_once()
 server = uvicorn.Server(config)
 thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=sockets)))
 thread.start()
 
 OK = b"HTTP/1.1 200 OK"
+first = connected()
+assert asks(first, 0) == OK
+first.close()
+assert len(listening) == connection_limits.ACCEPTED
+assert len({each.fileno() for each in listening}) == connection_limits.ACCEPTED
+assert {each.getsockname()[1] for each in listening} == {port}
 unfinished = [connected() for _ in range(3)]
 for each in unfinished:
     each.sendall(b"GET / HTTP/1.1\r\nHost: local")

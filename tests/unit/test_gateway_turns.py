@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_gateway_front import BODY, Client, Working, awaited, front, settled
+from test_gateway_front import BODY, TEXT, Client, Working, awaited, front, settled
 
 from tenant_sdk.gateway import client_turns, http_frontend
 from tenant_sdk.gateway.client_turns import (
@@ -68,8 +68,8 @@ async def test_one_request_of_each_client_is_prepared_at_a_time(monkeypatch: pyt
 
 
 @awaited
-async def test_what_needs_no_engine_has_turns_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strangers together, and each client with requests for figures, models and paths that do not exist."""
+async def test_every_request_waits_for_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers together, and each client, whatever it asks for: refusals take time, too."""
     monkeypatch.setattr(client_turns, "LEAST_PAUSE", 600.0)
     monkeypatch.setattr(client_turns, "MOST_PAUSE", 600.0)
     application = Working()
@@ -80,11 +80,10 @@ async def test_what_needs_no_engine_has_turns_too(tmp_path: Path, monkeypatch: p
     for path in ("/v1/models", "/healthz"):
         assert (await Client(there, path, **strange).says(b"")).sent == []
     assert (await Client(there, "/nothing").says(b"")).status == 404
-    for path in ("/nothing", "/v1/models/one", "/metrics"):
-        assert (await Client(there, path).says(b"")).sent == []
+    for path in ("/nothing", "/v1/models/one", "/metrics", TEXT):
+        assert (await Client(there, path).says(b"x")).sent == []
     assert (await Client(there, "/nothing", key=1).says(b"")).status == 404
     application.go.set()
-    assert (await Client(there).says(BODY)).status == 200
     await working.task
 
 
