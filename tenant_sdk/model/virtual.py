@@ -27,7 +27,7 @@ from tenant_sdk.connection.remote import LazyResult
 from tenant_sdk.model.recording import answered
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.products.modes import Privacy
-from tenant_sdk.products.products import PrivacyMode
+from tenant_sdk.products.products import Products
 
 DRAFT_TOKENS = 16  # assisted decoding looks at as many of one sequence at once; more are a prompt
 
@@ -60,7 +60,7 @@ class RemoteGroup:
     others joins them again.
     """
 
-    def __init__(self, index: int, info: GroupInfo, products: PrivacyMode, model: str = "") -> None:
+    def __init__(self, index: int, info: GroupInfo, products: Products, model: str = "") -> None:
         self.index = index
         self.info = info
         self.model = model  # the executor's digest

@@ -24,7 +24,7 @@ from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.products.mask_sources import MaskSource
 from tenant_sdk.products.modes import Privacy
 from tenant_sdk.products.normal import normal_of_uniform
-from tenant_sdk.products.products import PrivacyMode
+from tenant_sdk.products.products import Products
 from tenant_sdk.products.rotating_banks import RotatingBanks
 
 
@@ -40,7 +40,7 @@ class _Bank:
     effects: list[torch.Tensor]
 
 
-class NoiseBank(PrivacyMode):
+class NoiseBank(Products):
     """Privacy mode ``noise-bank``.
 
     A row x is sent as ``x + a n_k`` with k drawn secretly for every row, and ``a (n_k W)`` is
@@ -81,7 +81,7 @@ class NoiseBank(PrivacyMode):
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> LazyResult:
-        """See ``tenant_sdk.products.products.PrivacyMode``.
+        """See Products.
 
         Raises:
             ConnectionLost: this is a forked child.

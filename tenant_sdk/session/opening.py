@@ -1,4 +1,4 @@
-"""``tenant_sdk.connect``: opens the connections of a session and has its privacy mode assembled."""
+"""``tenant_sdk.connect``: opens the connections of a session and has its products assembled."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ class SimulatedEngine(Engine):
         return EventLoop(self, self._kernel)
 
 
-class WatchedPolicy:
+class WatchedPolicy(Policy):
     """A policy whose decisions are looked at; see ``invariants.Fairness``."""
 
     def __init__(self, policy: Policy, watch: Any) -> None:
