@@ -31,7 +31,6 @@ SUBPACKAGES = {
         "hosts",
         "forks",
         "fair_threads",
-        "file_lock",
         "kept_groups",
         "latency",
         "listeners",
@@ -40,7 +39,6 @@ SUBPACKAGES = {
         "devices",
         "imports",
         "time_limit",
-        "spinning",
         "user_folders",
         "compat",
         "buffers",
@@ -58,6 +56,7 @@ SUBPACKAGES = {
         "transport",
     ],
     "provider": [
+        "file_lock",
         "catalog",
         "executor",
         "engine",
@@ -73,6 +72,7 @@ SUBPACKAGES = {
         "exit_with_parent",
     ],
     "tenant_sdk": [
+        "spinning",
         "terminal",
         "storage",
         "connection",
