@@ -29,7 +29,7 @@ from shared.errors import ConnectError, WireError
 from shared.transport.endpoint import OnAnswer
 from shared.transport.refusal import session_refused
 from shared.wire.header import Header
-from shared.wire.message import check_header
+from shared.wire.incoming import check_header
 
 LOOK_SECONDS = 0.5  # between looks whether an answer can still come
 

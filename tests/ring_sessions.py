@@ -13,7 +13,7 @@ from conftest import Executor, make_model
 
 import tenant_sdk
 from shared.wire.header import Operation
-from shared.wire.message import tensor_bytes
+from shared.wire.incoming import tensor_bytes
 from tenant_sdk.connection.channel import Channel, ResponseFuture
 from tenant_sdk.trust.attestation import linear_layers
 

@@ -48,7 +48,7 @@ from shared.transport.colocated import (
     why_not_private,
 )
 from shared.wire.header import HEADER_BYTES, Header, Operation
-from shared.wire.message import Incoming, check_header
+from shared.wire.incoming import Incoming, check_header
 from shared.wire.messages import encode
 from shared.wire.protocol import MAX_REQUEST_CONTROL_BYTES
 

@@ -29,7 +29,7 @@ from provider.session.tenant import Send, TenantSession
 from shared.errors import WireError
 from shared.wire.frames import Control, MessageReader, Opcode, encode_control, encode_message
 from shared.wire.header import Header
-from shared.wire.message import Incoming
+from shared.wire.incoming import Incoming
 
 STALL_SECONDS = 60.0  # in which a message, or an answer, does not move on
 STALL_RATE = 16 << 10  # bytes a second, below which it does not

@@ -25,7 +25,7 @@ from shared.errors import SymbiosisError, WireError
 from shared.fair_threads import FairThreads
 from shared.log_rate_limit import LogRateLimiter
 from shared.wire.header import PRODUCTS, Header, Operation, RequestClass
-from shared.wire.message import Incoming, new_payload, tensor_bytes
+from shared.wire.incoming import Incoming, new_payload, tensor_bytes
 from shared.wire.messages import ErrorInfo, Fetch, Hello, Manifest, decode, encode
 from shared.wire.protocol import ExecutorProtocol
 

@@ -26,7 +26,7 @@ import torch
 from shared.errors import ConfigurationError, WireError
 from shared.transport import SCHEME
 from shared.wire.header import HEADER_BYTES
-from shared.wire.message import tensor_bytes
+from shared.wire.incoming import tensor_bytes
 from shared.wire.messages import Message
 
 LISTENER = "door"  # the socket in the executor's directory that opens sessions

@@ -6,7 +6,7 @@ does; so frames are read here straight into the tensor that will hold them, and 
 from it. ``docs/explanation/performance.md`` has the measurement, and
 ``tests/integration/test_websocket_interop.py`` runs both ends against the library.
 
-A message of ours (``shared.wire.message``) is one binary message.
+A message of ours (``shared.wire.incoming``) is one binary message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from shared.compat import apply_mask
 from shared.errors import WireError
 from shared.wire.header import HEADER_BYTES, Header
-from shared.wire.message import Incoming, check_header, new_payload, tensor_bytes
+from shared.wire.incoming import Incoming, check_header, new_payload, tensor_bytes
 
 # One TLS record carries 16 KiB, so a read never returns more.
 RECORD_BYTES = 16 * 1024

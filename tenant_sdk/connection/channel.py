@@ -31,7 +31,7 @@ from shared.errors import (
 )
 from shared.forks import ForkGuard
 from shared.wire.header import Header, Operation, RequestClass
-from shared.wire.message import Incoming
+from shared.wire.incoming import Incoming
 from shared.wire.messages import ErrorInfo, decode
 from shared.wire.protocol import TenantProtocol
 from tenant_sdk.connection.clock import CLOSED_RETRY_SECONDS

@@ -19,7 +19,7 @@ from shared.errors import ConnectionLost, RequestRefused, WireError
 from shared.forks import register_for_fork
 from shared.transport.colocated import END, MAX_IN_FLIGHT, MEMORY, MEMORY_BYTE, OFFSETS, aligned
 from shared.wire.header import HEADER_BYTES, Header, Operation, parse_header
-from shared.wire.message import Incoming
+from shared.wire.incoming import Incoming
 from tenant_sdk.connection.channel import Channel, ResponseFuture
 from tenant_sdk.connection.clock import CLOCK, Clock
 from tenant_sdk.connection.colocated_session import COLOCATED_RETRY_SECONDS, SharedMemoryLink, open_link

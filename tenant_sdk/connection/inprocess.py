@@ -8,7 +8,7 @@ from shared.errors import ConnectionLost
 from shared.forks import register_for_fork
 from shared.transport.endpoint import Endpoint
 from shared.wire.header import Header, parse_header
-from shared.wire.message import Incoming
+from shared.wire.incoming import Incoming
 from tenant_sdk.connection.channel import Channel, ResponseFuture
 
 

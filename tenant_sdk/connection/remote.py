@@ -21,7 +21,7 @@ from shared.wire.header import (
     Operation,
     RequestClass,
 )
-from shared.wire.message import Incoming, tensor_bytes
+from shared.wire.incoming import Incoming, tensor_bytes
 from shared.wire.messages import Fetch, FileInfo, ParameterInfo, encode
 from shared.wire.protocol import GroupShape, RequestWidths
 from tenant_sdk.connection.channel import Channel, ResponseFuture, copy_error

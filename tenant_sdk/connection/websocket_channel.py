@@ -16,7 +16,7 @@ from shared.errors import SymbiosisError, WireError, peer_text
 from shared.forks import register_for_fork
 from shared.wire.frames import Control, MessageReader, Opcode, encode_control, encode_message
 from shared.wire.header import Header
-from shared.wire.message import Incoming
+from shared.wire.incoming import Incoming
 from tenant_sdk.connection import key_exchange
 from tenant_sdk.connection.channel import Channel, Entropy, ResponseFuture
 from tenant_sdk.connection.clock import CLOCK, Clock

@@ -21,7 +21,7 @@ from shared.devices import to_device, to_host
 from shared.errors import ConfigurationError, ModelMismatch, NonFiniteError, RemoteWeightUnavailable
 from shared.ring.rows import all_finite_below
 from shared.wire.header import Direction, RequestClass, member_indices
-from shared.wire.message import own
+from shared.wire.incoming import own
 from shared.wire.messages import GroupInfo, Member
 from tenant_sdk.connection.remote import LazyResult
 from tenant_sdk.model.recording import answered

@@ -23,7 +23,7 @@ from provider.session.tenant import Service, TenantSession
 from shared.errors import WireError
 from shared.wire.frames import MessageReader, encode_message
 from shared.wire.header import DTYPE_CODES, Direction, Header, Operation
-from shared.wire.message import Incoming
+from shared.wire.incoming import Incoming
 from shared.wire.messages import Fetch, encode
 
 

@@ -16,7 +16,7 @@ import torch
 
 from shared.errors import ConnectError, ConnectionRefused, SymbiosisError
 from shared.wire.header import Direction, RequestClass, half_bits
-from shared.wire.message import Incoming
+from shared.wire.incoming import Incoming
 from simulation.executors import Executor
 from simulation.kernel import Kernel
 from simulation.model import Model

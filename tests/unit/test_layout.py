@@ -101,7 +101,7 @@ SUBPACKAGES = {
 NO_IO = [
     "shared/wire/protocol.py",
     "shared/wire/frames.py",
-    "shared/wire/message.py",
+    "shared/wire/incoming.py",
     "shared/wire/header.py",
     "shared/wire/messages.py",
     "provider/engine/scheduler.py",

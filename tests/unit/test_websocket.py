@@ -27,7 +27,7 @@ from shared.wire.frames import (
     xor_mask,
 )
 from shared.wire.header import BYTES, DTYPES, HEADER_BYTES, SEED_BYTES, Header, Operation
-from shared.wire.message import Incoming
+from shared.wire.incoming import Incoming
 from shared.wire.protocol import TenantProtocol
 
 SEEDS = st.integers(0, 2**32 - 1)
