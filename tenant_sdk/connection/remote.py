@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from shared.errors import ConfigurationError, ConnectionLost, Placeholder, SymbiosisError, WireError
+from shared.errors import ConfigurationError, ConnectionLost, Metavar, SymbiosisError, WireError
 from shared.stored import parameter_hash
 from shared.wire.header import (
     BYTES,
@@ -110,7 +110,7 @@ class RemoteExecutor:
                 "the executor computes in {!r} and takes {} on the wire, not {}; give another "
                 "{wire_dtype}, or install a version of the SDK that knows these numerics",
                 *(self.manifest.numerics, ", ".join(self.manifest.wire_dtypes), str(wire_dtype)),
-                wire_dtype=Placeholder("NAME"),
+                wire_dtype=Metavar("NAME"),
             )
         self.wire_dtype = wire_dtype
         self.shapes = [GroupShape.of(info, self.manifest.numerics) for info in self.manifest.groups]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from shared.errors import Argument, ConfigurationError, ModelMismatch, Placeholder
+from shared.errors import ConfigurationError, Metavar, ModelMismatch, OptionReference
 from shared.wire.messages import Manifest
 from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.channel import Entropy
@@ -114,9 +114,9 @@ def _verifier(
         return None
     local = _local_products(sources)
     if local is None and config.answers != "exact" and config.privacy != "one-time":
-        remedies = [Argument("answers", "exact"), Argument("verify", "off")]
+        remedies = [OptionReference("answers", "exact"), OptionReference("verify", "off")]
         if config.privacy != "plain":  # which takes no mask source
-            remedies.insert(0, Argument("mask_sources", ["local:FOLDER"]))
+            remedies.insert(0, OptionReference("mask_sources", ["local:FOLDER"]))
         raise ConfigurationError(
             "checks of {answers} need products of secret numbers, which {privacy} would show to the "
             f"provider: use one-time masks, {'{}, ' * (len(remedies) - 1)}or {{}}",
@@ -163,7 +163,7 @@ def _live_fingerprints(
             "`symbiosis-tenant fingerprint CHECKPOINT` and give {fingerprints}. Only one-time masks can "
             "make them through the executors: others would show them to the provider",
             privacy=privacy,
-            fingerprints=Placeholder("FILE"),
+            fingerprints=Metavar("FILE"),
         )
     return LiveFingerprints(shapes, entropy)
 
