@@ -69,15 +69,17 @@ def captured_requests() -> Iterator[list[Sent]]:
     submit = Channel.submit
 
     def watched(
-        self: Channel, header_of: Callable[..., Any], blocks: list[torch.Tensor] | bytes
+        self: Channel, header_of: Callable[..., Any], tensors: list[torch.Tensor] | bytes
     ) -> ResponseFuture:
         def noted(protocol: Any) -> Any:
             header = header_of(protocol)
-            body = blocks if isinstance(blocks, bytes) else b"".join(bytes(tensor_bytes(b)) for b in blocks)
+            body = (
+                tensors if isinstance(tensors, bytes) else b"".join(bytes(tensor_bytes(b)) for b in tensors)
+            )
             sent.append(Sent(self.peer, header.operation, header.direction, body, header.group, header.rows))
             return header
 
-        return submit(self, noted, blocks)
+        return submit(self, noted, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Channel, "submit", watched)

@@ -219,11 +219,11 @@ class WebsocketConnection(Connection):
 
     # -- out --------------------------------------------------------------------------------------
 
-    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, on_sent: Callable[[], None]) -> None:
+    def _send(self, header: Header, tensors: list[torch.Tensor] | bytes, on_sent: Callable[[], None]) -> None:
         if self._stage >= CLOSING:
             on_sent()
             return
-        self._queue(encode_message(header, blocks), on_sent)
+        self._queue(encode_message(header, tensors), on_sent)
         self._resume_soon()
 
     def _queue(

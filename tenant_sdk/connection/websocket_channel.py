@@ -77,8 +77,8 @@ class WebsocketChannel(Channel):
         register_for_fork(self)
         threading.Thread(target=self._keep_alive, name="symbiosis-keepalive", daemon=True).start()
 
-    def _message(self, header: Header, blocks: list[torch.Tensor] | bytes) -> Iterator[bytes | memoryview]:
-        return encode_message(header, blocks, self._entropy(4))
+    def _message(self, header: Header, tensors: list[torch.Tensor] | bytes) -> Iterator[bytes | memoryview]:
+        return encode_message(header, tensors, self._entropy(4))
 
     def _ping_message(self) -> Iterator[bytes | memoryview]:
         return iter([encode_control(Opcode.PING, b"", self._entropy(4))])

@@ -71,10 +71,10 @@ class KeptProducts(WrappedProducts):
             return self._inner.submit(group, direction, member_bits, rows, request_class)
         used = [weights[member] for member in member_indices(member_bits)]
         with torch.no_grad():
-            blocks = [block.to(used[0].dtype) for block in rows]
+            tensors = [tensor.to(used[0].dtype) for tensor in rows]
             if direction == Direction.FORWARD:
-                results = [linear(blocks[0], weight).float() for weight in used]
+                results = [linear(tensors[0], weight).float() for weight in used]
             else:
-                parts = [(block @ weight).float() for block, weight in zip(blocks, used, strict=True)]
+                parts = [(tensor @ weight).float() for tensor, weight in zip(tensors, used, strict=True)]
                 results = [sum(parts[1:], parts[0])]
         return LazyResult(lambda: results)

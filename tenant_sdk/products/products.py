@@ -144,7 +144,7 @@ class PaddedProducts(WrappedProducts):
         """See Products."""
         count = rows[0].shape[0]
         padded_count = 1 << (max(count, self._min_rows) - 1).bit_length()
-        sent = [pad_with_zeros(block, padded_count, self.privacy) for block in rows]
+        sent = [pad_with_zeros(tensor, padded_count, self.privacy) for tensor in rows]
         pending = self._inner.submit(group, direction, member_bits, sent, request_class)
         return LazyResult(lambda: [result[:count] for result in pending.result()])
 

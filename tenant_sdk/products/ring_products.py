@@ -93,7 +93,7 @@ class RingProducts(Products):
             nonlocal spent
             started = time.perf_counter()
             mask = self._masks.take(key, piece.stop - piece.start, request_class=request_class)
-            masked = request.mask_rows([block[piece] for block in rows], piece.start, mask)
+            masked = request.mask_rows([tensor[piece] for tensor in rows], piece.start, mask)
             spent += time.perf_counter() - started
             return [masked]
 
@@ -101,7 +101,7 @@ class RingProducts(Products):
         started = time.perf_counter()
         ready: list[list[torch.Tensor]] = []
         if len(pieces) > 1 and not all(
-            all_finite_below(block, self._group(group).safe_size) for block in rows
+            all_finite_below(tensor, self._group(group).safe_size) for tensor in rows
         ):
             # All, or one that cannot be sent might follow others.
             ready = [mask_piece(piece) for piece in pieces]
@@ -227,7 +227,7 @@ class RingProducts(Products):
         self._masks.fill(budget_bytes, timeout, chunk_rows)
 
     def _row_widths(self, key: ProductKey) -> list[int]:
-        """Widths of the blocks of rows, which are those of answers in the other direction."""
+        """Widths of the tensors of rows, which are those of answers in the other direction."""
         return self._answer_widths(transposed(key))
 
     def _answer_widths(self, key: ProductKey) -> list[int]:

@@ -216,8 +216,8 @@ class _Engine:
 
     def submit(self, _: str, __: int, header: Header, ___: torch.Tensor, done: Callable[[Any], None]) -> None:
         answer = self.protocol.answer(header)
-        block = torch.zeros(answer.payload_shape, dtype=answer.payload_dtype)
-        self.loop.call_soon_threadsafe(lambda: done(Completion([block], RequestClass.DECODE, 0.0, 0.0)))
+        tensor = torch.zeros(answer.payload_shape, dtype=answer.payload_dtype)
+        self.loop.call_soon_threadsafe(lambda: done(Completion([tensor], RequestClass.DECODE, 0.0, 0.0)))
 
     def session_ended(self, *_: Any) -> None:
         pass
