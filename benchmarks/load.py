@@ -95,10 +95,10 @@ class Tenant(threading.Thread):
             window = self.plan.get("window", rows)
             for at in range(0, rows, window):
                 part = min(window, rows - at)
-                blocks = [torch.zeros((part, width), dtype=self.remote.wire_dtype) for width in widths]
+                tensors = [torch.zeros((part, width), dtype=self.remote.wire_dtype) for width in widths]
                 asked = time.perf_counter()
                 key = ProductKey(group, direction, members)
-                self.remote.submit(Operation.PRODUCT, key, blocks, request_class).result()
+                self.remote.submit(Operation.PRODUCT, key, tensors, request_class).result()
                 waited += time.perf_counter() - asked
                 self.rows += part
                 if self.plan.get("think"):

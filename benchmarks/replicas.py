@@ -57,13 +57,13 @@ class Tenant(threading.Thread):
             members = (1 << len(shape.outputs)) - 1
             requests.append((group, members, torch.randn(self.rows, shape.inputs).to(remote.wire_dtype)))
         while True:
-            for group, members, block in requests:
+            for group, members, tensor in requests:
                 if self.stop.is_set():
                     return
                 began = time.perf_counter()
                 try:
                     remote.submit(
-                        Operation.PRODUCT, ProductKey(group, Direction.FORWARD, members), [block]
+                        Operation.PRODUCT, ProductKey(group, Direction.FORWARD, members), [tensor]
                     ).result()
                 except SymbiosisError as error:
                     self.failed[error.code] += 1

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-from shared.errors import Argument, ConfigurationError, OptionText, Placeholder
+from shared.errors import ConfigurationError, Metavar, OptionReference, OptionText
 from shared.hosts import LOOPBACK
 from shared.options import Option, check_fields
 
 FLOATS = ("float32", "bfloat16")
-_WORKERS = OptionText("{workers}", workers=Placeholder("N"))
+_WORKERS = OptionText("{workers}", workers=Metavar("N"))
 _TRIED = "Trial"
 SERVED = "Model and products"
 _ADMITTED = "Access"
@@ -78,14 +78,16 @@ class WorkerOptions:
             )
         if max(1, len(self.worker_devices)) % self.stripes:
             argument = (
-                Argument("devices", self.devices) if self.devices else Argument("workers", self.workers)
+                OptionReference("devices", self.devices)
+                if self.devices
+                else OptionReference("workers", self.workers)
             )
             raise ConfigurationError("{} cannot be divided into {stripes}", argument, stripes=self.stripes)
 
     def _refuse_beside_devices(self, name: str, value: object) -> NoReturn:
         raise ConfigurationError(
             "{devices} has a worker for each device it names: leave out {}",
-            Argument(name, value),
+            OptionReference(name, value),
             devices=self.devices,
         )
 
@@ -348,7 +350,7 @@ class ServeConfig(WorkerOptions):
             if self.dev and value is not None:
                 raise ConfigurationError(
                     "{dev} makes certificates and tokens in {dev_dir}: leave out {}",
-                    Argument(name, value),
+                    OptionReference(name, value),
                     dev=True,
                     dev_dir=self.dev_dir,
                 )
@@ -356,7 +358,7 @@ class ServeConfig(WorkerOptions):
                 raise ConfigurationError(
                     "{} is missing: see `symbiosis-provider certs` and `token add`; or try it all out on "
                     "one machine with {dev}, which makes certificates and tokens",
-                    Argument(name, Placeholder("PATH")),
+                    OptionReference(name, Metavar("PATH")),
                     dev=True,
                 )
         self._check_together()
@@ -390,26 +392,26 @@ class ServeConfig(WorkerOptions):
             if part in changed and limit and getattr(self, part) > limit:
                 raise ConfigurationError(
                     "{} is too much: all tenants together have {}",
-                    Argument(part, getattr(self, part)),
-                    Argument(whole, limit),
+                    OptionReference(part, getattr(self, part)),
+                    OptionReference(whole, limit),
                 )
         for name, other, wanted in (
-            ("usage_seconds", "usage_file", OptionText("{usage_file}", usage_file=Placeholder("FILE"))),
-            ("local_mib", "local_dir", OptionText("{local_dir}", local_dir=Placeholder("FOLDER"))),
+            ("usage_seconds", "usage_file", OptionText("{usage_file}", usage_file=Metavar("FILE"))),
+            ("local_mib", "local_dir", OptionText("{local_dir}", local_dir=Metavar("FOLDER"))),
             ("dev_dir", "dev", OptionText("{dev}", dev=True)),
             ("fsdp", "workers", _WORKERS),
             ("launcher", "workers", _WORKERS),
             (
                 "stripes",
                 "worker_devices",
-                OptionText("{} or {devices}", _WORKERS, devices=Placeholder("NAME,NAME")),
+                OptionText("{} or {devices}", _WORKERS, devices=Metavar("NAME,NAME")),
             ),
             ("json", "plan", OptionText("{plan}", plan=True)),
         ):
             if name in changed and not getattr(self, other):
                 raise ConfigurationError(
                     "{} means nothing without {}; add it, or leave that out",
-                    Argument(name, getattr(self, name)),
+                    OptionReference(name, getattr(self, name)),
                     wanted,
                 )
         if self.part and not re.fullmatch(r"[1-9]\d{0,5}/[1-9]\d{0,5}", self.part):
@@ -435,7 +437,7 @@ class ServeConfig(WorkerOptions):
         if self.fsdp and self.numerics not in FLOATS:
             raise ConfigurationError(
                 "{} shards floats, and {numerics} is none; choose {}, or leave out {fsdp}",
-                Argument("fsdp", True),
+                OptionReference("fsdp", True),
                 " or ".join(FLOATS),
                 numerics=self.numerics,
             )
@@ -448,8 +450,8 @@ class ServeConfig(WorkerOptions):
         if self.fsdp and self.device.startswith("cuda:"):
             raise ConfigurationError(
                 "{fsdp} gives each worker a GPU of its own: replace {} by {}",
-                Argument("device", self.device),
-                Argument("device", "cuda"),
+                OptionReference("device", self.device),
+                OptionReference("device", "cuda"),
                 fsdp=True,
             )
 
@@ -470,8 +472,8 @@ class ServeConfig(WorkerOptions):
         if self.device not in ("cpu", "cuda"):
             raise ConfigurationError(
                 "{launcher} gives each worker a GPU that Ray chooses: replace {} by {}",
-                Argument("device", self.device),
-                Argument("device", "cuda"),
+                OptionReference("device", self.device),
+                OptionReference("device", "cuda"),
                 launcher="ray",
             )
 

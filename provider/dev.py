@@ -20,7 +20,7 @@ from provider.config import ServeConfig
 from provider.serve.certificates import still_valid, write_certificates
 from provider.serve.listening import bound
 from provider.serve.tokens import TokenFile
-from shared.errors import AuthenticationError, ConfigurationError, Placeholder, SymbiosisError
+from shared.errors import AuthenticationError, ConfigurationError, Metavar, SymbiosisError
 from shared.hub import HUB, checkpoint_folder
 from shared.ownership import check_tree
 
@@ -109,7 +109,7 @@ class Development:
             raise ConfigurationError(
                 "{} is a profile that this command did not make; choose another folder with {dev_dir}",
                 str(self._profile),
-                dev_dir=Placeholder("FOLDER"),
+                dev_dir=Metavar("FOLDER"),
             )
 
     def _check_origin(self) -> None:
@@ -123,7 +123,7 @@ class Development:
                 "{} holds keys and tokens that were not made here, and others may have them: remove the "
                 "folder, or choose another with {dev_dir}",
                 str(self._folder),
-                dev_dir=Placeholder("FOLDER"),
+                dev_dir=Metavar("FOLDER"),
             )
         mark.write_text(here)
 

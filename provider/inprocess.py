@@ -29,7 +29,7 @@ from shared.errors import ConnectError, WireError
 from shared.transport.endpoint import OnAnswer
 from shared.transport.refusal import session_refused
 from shared.wire.header import Header
-from shared.wire.message import check_header
+from shared.wire.incoming import check_header
 
 LOOK_SECONDS = 0.5  # between looks whether an answer can still come
 
@@ -135,11 +135,11 @@ class InprocessSession:
             self._executor.service.engine.loop.call_soon_threadsafe(self._session.close)
             self._executor.session_closed()
 
-    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, on_sent: Callable[[], None]) -> None:
-        if isinstance(blocks, bytes):
-            payload = torch.frombuffer(bytearray(blocks), dtype=torch.uint8)
-        else:  # copies, also of a single block: it may be the executor's own, such as a parameter
-            payload = torch.cat([block.reshape(-1) for block in blocks])
+    def _send(self, header: Header, tensors: list[torch.Tensor] | bytes, on_sent: Callable[[], None]) -> None:
+        if isinstance(tensors, bytes):
+            payload = torch.frombuffer(bytearray(tensors), dtype=torch.uint8)
+        else:  # copies, also of a single tensor: it may be the executor's own, such as a parameter
+            payload = torch.cat([tensor.reshape(-1) for tensor in tensors])
         on_sent()
         self._answers.put((header.pack(), payload.view(header.payload_shape)))
 

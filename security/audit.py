@@ -375,8 +375,8 @@ class Audit:
             member_bits = (1 << len(watcher.manifest.groups[0].members)) - 1
 
             def send(session: tenant_sdk.Session, rows: int) -> Callable[[], Any]:
-                block = torch.ones(rows, width)
-                return lambda: session.products.submit(0, Direction.FORWARD, member_bits, [block]).result()
+                tensor = torch.ones(rows, width)
+                return lambda: session.products.submit(0, Direction.FORWARD, member_bits, [tensor]).result()
 
             attack = CoTenantTiming(send(watcher, 1), send(watched, 512), self.plan.timing_moments)
             idle, busy = attack.attack(None, self.rng)

@@ -23,7 +23,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from shared import imports
 from shared.command_line import CommandLine, escape_output, prints_version, with_usual_help
-from shared.errors import Argument, ConfigurationError, SymbiosisError
+from shared.errors import ConfigurationError, OptionReference, SymbiosisError
 from shared.options import Option, check_fields
 from tenant_sdk.command_line.output import report_interruption
 from tenant_sdk.terminal import visible
@@ -83,7 +83,7 @@ class AuditOptions:
         check_fields(self)
         for path, what in ((self.model, "model"), (self.text, "text")):
             if path is not None and not path.exists():
-                raise ConfigurationError("{}: there is no such file", Argument(what, path))
+                raise ConfigurationError("{}: there is no such file", OptionReference(what, path))
 
 
 @contextmanager

@@ -11,26 +11,26 @@ import torch
 
 
 def to_device(
-    blocks: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype | None = None
+    tensors: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """Copies of blocks that are on the CPU, of their own dtype or another.
+    """Copies of tensors that are on the CPU, of their own dtype or another.
 
     On a GPU they are there once what is queued behind them on its current stream runs.
     """
     cuda = device.type == "cuda"
-    staged = [block.pin_memory() for block in blocks] if cuda else blocks
-    return [block.to(device, dtype or block.dtype, non_blocking=cuda) for block in staged]
+    staged = [tensor.pin_memory() for tensor in tensors] if cuda else tensors
+    return [tensor.to(device, dtype or tensor.dtype, non_blocking=cuda) for tensor in staged]
 
 
-def to_host(blocks: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """Copies on the CPU of blocks that are on one device, when all that they are computed from is done."""
-    if blocks[0].device.type != "cuda":
-        return [block.to("cpu", dtype or block.dtype, copy=True) for block in blocks]
-    sources = [block.to(dtype or block.dtype) for block in blocks]
-    out = [torch.empty(block.shape, dtype=block.dtype, pin_memory=True) for block in sources]
-    for each, block in zip(out, sources, strict=True):
-        each.copy_(block, non_blocking=True)
-    torch.cuda.current_stream(blocks[0].device).synchronize()
+def to_host(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Copies on the CPU of tensors that are on one device, when all that they are computed from is done."""
+    if tensors[0].device.type != "cuda":
+        return [tensor.to("cpu", dtype or tensor.dtype, copy=True) for tensor in tensors]
+    sources = [tensor.to(dtype or tensor.dtype) for tensor in tensors]
+    out = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in sources]
+    for each, tensor in zip(out, sources, strict=True):
+        each.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensors[0].device).synchronize()
     return out
 
 
@@ -65,22 +65,22 @@ class Pipeline:
 
     def begin(
         self,
-        blocks: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
         product: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
         places: Sequence[torch.Tensor],
     ) -> Callable[[], None]:
-        """Queue a product of blocks of the CPU, the answers to go to places there.
+        """Queue a product of tensors of the CPU, the answers to go to places there.
 
         Args:
-            blocks: unchanged until the answers are there.
-            product: of the same blocks on the device; queues, and does not wait.
-            places: for each block of the answer.
+            tensors: unchanged until the answers are there.
+            product: of the same tensors on the device; queues, and does not wait.
+            places: for each tensor of the answer.
 
         Returns:
             Waits until the answers are there.
         """
         with torch.cuda.stream(self._upload):
-            on_device = [block.to(self._device, non_blocking=True) for block in blocks]
+            on_device = [tensor.to(self._device, non_blocking=True) for tensor in tensors]
         self._products.wait_stream(self._upload)
         with torch.cuda.stream(self._products):
             answers = product(on_device)
@@ -89,8 +89,8 @@ class Pipeline:
             for place, answer in zip(places, answers, strict=True):
                 place.copy_(answer, non_blocking=True)
             done: torch.cuda.Event = self._back.record_event()
-        for block in on_device:
-            block.record_stream(self._products)
+        for tensor in on_device:
+            tensor.record_stream(self._products)
         for answer in answers:
             answer.record_stream(self._back)
         return lambda: done.synchronize()

@@ -39,8 +39,8 @@ MAX_MESSAGE = 2000  # characters: a message may quote lists that a peer made
 ALONE: Final = ...  # in place of a value: the option is named without one
 
 
-class Placeholder(str):
-    """What stands for a value in a message: ``FILE``."""
+class Metavar(str):
+    """What stands for an option's value in a message: ``FILE``."""
 
     __slots__ = ()
 
@@ -48,7 +48,7 @@ class Placeholder(str):
         return str(self)
 
 
-class Argument(NamedTuple):
+class OptionReference(NamedTuple):
     """An option that a message names, by its name in Python, and its value."""
 
     name: str
@@ -66,42 +66,44 @@ Names = Mapping[str, Callable[[Any], str]]  # of options how they are shown, giv
 
 
 class OptionText(str):
-    """One line of text that names options.
+    """One line of text that names options, made of a message template.
+
+    A template is not one of ``str.format``: ``{name}`` shows the option, not only its value.
 
     Args:
         template: ``{}`` in it is the next of the values, and ``{name}`` the option of that name, with its
             value if ``options`` have one. Nothing is formatted twice.
-        values: text, numbers, an ``Argument`` or another message.
+        values: text, numbers, an ``OptionReference`` or another message.
         options: values of options.
 
     Attributes:
         parts: text, and the options between it. The string itself has them as Python's arguments.
     """
 
-    parts: tuple[str | Argument, ...]
+    parts: tuple[str | OptionReference, ...]
 
     def __new__(cls, template: str = "", *values: object, **options: object) -> OptionText:
         """See the class."""
-        parts: list[str | Argument] = []
+        parts: list[str | OptionReference] = []
         remaining = iter(values)
         for text, name, form, conversion in Formatter().parse(template):
             parts.append(text)
             if name:
-                parts.append(Argument(name, options.get(name, ALONE)))
+                parts.append(OptionReference(name, options.get(name, ALONE)))
             elif name is not None:
                 value = next(remaining)
                 if isinstance(value, OptionText):
                     parts += value.parts
-                elif isinstance(value, Argument):
+                elif isinstance(value, OptionReference):
                     parts.append(value)
                 else:
                     parts.append(format(repr(value) if conversion == "r" else value, form or ""))
         return cls.of(parts)
 
     @classmethod
-    def of(cls, parts: Iterable[str | Argument]) -> OptionText:
+    def of(cls, parts: Iterable[str | OptionReference]) -> OptionText:
         """A message of text and options."""
-        whole: list[str | Argument] = []
+        whole: list[str | OptionReference] = []
         for part in parts:
             if isinstance(part, str) and whole and isinstance(whole[-1], str):
                 whole[-1] += part
@@ -127,7 +129,7 @@ class OptionText(str):
         """With other words in its text."""
         return OptionText.of(part.replace(old, new) if isinstance(part, str) else part for part in self.parts)
 
-    def divided(self, sign: str) -> tuple[OptionText, OptionText]:
+    def split_once(self, sign: str) -> tuple[OptionText, OptionText]:
         """What is in front of the first such sign in the text, and what is behind it."""
         for at, part in enumerate(self.parts):
             if isinstance(part, str) and sign in part:
@@ -137,7 +139,7 @@ class OptionText(str):
                 )
         return self, OptionText()
 
-    def without(self, beginning: str) -> OptionText:
+    def without_prefix(self, beginning: str) -> OptionText:
         """Without this beginning of its text, if it has it."""
         return OptionText.of(
             part.removeprefix(beginning) if at == 0 and isinstance(part, str) else part
@@ -149,9 +151,11 @@ class OptionText(str):
         return _shown(self.parts, names)
 
 
-def _shown(parts: Iterable[str | Argument], names: Names) -> str:
+def _shown(parts: Iterable[str | OptionReference], names: Names) -> str:
     shown = "".join(
-        names[part.name](part.value) if isinstance(part, Argument) and part.name in names else str(part)
+        names[part.name](part.value)
+        if isinstance(part, OptionReference) and part.name in names
+        else str(part)
         for part in parts
     )
     # One line that a terminal can show: it may quote what a peer wrote, and lines of a log are entries.
@@ -164,8 +168,8 @@ class SymbiosisError(Exception):
     """Root of the tree. ``code`` is stable; ``retry_after`` is in seconds, None for "do not retry".
 
     ``structured_message`` is what it says, ``message`` the same with options as Python's arguments, and
-    ``str`` with options as ``show_options`` was told. With values or options, ``message`` is a template (see
-    ``OptionText``).
+    ``str`` with options as ``show_options`` was told. With values or options, ``message`` is a template, but
+    not one of ``str.format``: see ``OptionText``.
     """
 
     code: str = "error"

@@ -18,8 +18,8 @@ import msgspec
 from shared.encoded import UNREADABLE, read_within
 from shared.errors import (
     ALONE,
-    Argument,
     ConfigurationError,
+    OptionReference,
 )
 from shared.ownership import check_own
 from shared.secrets import Secret
@@ -68,7 +68,7 @@ class Option:
             return
         if self.choices and value not in self.choices:
             raise ConfigurationError(
-                "{} must be one of {}", Argument(name, value), ", ".join(map(str, self.choices))
+                "{} must be one of {}", OptionReference(name, value), ", ".join(map(str, self.choices))
             )
         if self.least is None or not isinstance(value, (int, float)):
             return
@@ -76,7 +76,7 @@ class Option:
         if not (low and value <= self.most) or value == math.inf:
             most = "" if self.most == math.inf else f" and at most {self.most:g}"
             least = f"{'more than' if self.above else 'at least'} {self.least:g}"
-            raise ConfigurationError("{} must be {}{}", Argument(name, value), least, most)
+            raise ConfigurationError("{} must be {}{}", OptionReference(name, value), least, most)
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def check_text(option: str, text: str) -> None:
         byte = ord(text[error.start]) & 0xFF
         raise ConfigurationError(
             "{} is not UTF-8 text: byte {:#04x} at character {:,}; set the terminal to UTF-8",
-            Argument(option),
+            OptionReference(option),
             byte,
             error.start + 1,
         ) from error

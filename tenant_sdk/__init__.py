@@ -7,8 +7,8 @@ from symbiosis_executor import NAME, check_package, published
 DISTRIBUTION = NAME
 check_package("shared")
 
-from shared.spinning import before_torch  # noqa: E402 - of this project, which is checked before
 from shared.user_folders import keep_compiled_code  # noqa: E402
+from tenant_sdk.spinning import before_torch  # noqa: E402 - of this project, which is checked before
 
 keep_compiled_code()
 before_torch()

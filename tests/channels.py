@@ -20,7 +20,7 @@ from raw_peers import (
 )
 
 from shared.wire.header import DTYPE_CODES, Direction, Header, Operation
-from shared.wire.message import Incoming
+from shared.wire.incoming import Incoming
 from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.channel import Channel, ResponseFuture
 from tenant_sdk.connection.clock import CLOCK, Clock

@@ -13,7 +13,7 @@ from conftest import Executor, make_model
 
 import tenant_sdk
 from shared.wire.header import Operation
-from shared.wire.message import tensor_bytes
+from shared.wire.incoming import tensor_bytes
 from tenant_sdk.connection.channel import Channel, ResponseFuture
 from tenant_sdk.trust.attestation import linear_layers
 
@@ -69,15 +69,17 @@ def captured_requests() -> Iterator[list[Sent]]:
     submit = Channel.submit
 
     def watched(
-        self: Channel, header_of: Callable[..., Any], blocks: list[torch.Tensor] | bytes
+        self: Channel, header_of: Callable[..., Any], tensors: list[torch.Tensor] | bytes
     ) -> ResponseFuture:
         def noted(protocol: Any) -> Any:
             header = header_of(protocol)
-            body = blocks if isinstance(blocks, bytes) else b"".join(bytes(tensor_bytes(b)) for b in blocks)
+            body = (
+                tensors if isinstance(tensors, bytes) else b"".join(bytes(tensor_bytes(b)) for b in tensors)
+            )
             sent.append(Sent(self.peer, header.operation, header.direction, body, header.group, header.rows))
             return header
 
-        return submit(self, noted, blocks)
+        return submit(self, noted, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Channel, "submit", watched)

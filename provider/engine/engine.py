@@ -45,14 +45,14 @@ class Completion(NamedTuple):
     """An answer and where its time went.
 
     Attributes:
-        blocks: the answer's payload, in pieces that lie one behind the other.
+        tensors: the answer's payload, in pieces that lie one behind the other.
         request_class: the class that it was given.
         queue_seconds: from its arrival until its first row was multiplied.
         reply_seconds: from its arrival until its last row was.
         product_seconds: of its products; of one that it shared with others, a share by its rows.
     """
 
-    blocks: list[torch.Tensor]
+    tensors: list[torch.Tensor]
     request_class: RequestClass
     queue_seconds: float
     reply_seconds: float
@@ -284,7 +284,7 @@ class Engine:
         key, count = batch[0].request.key, rows_of(batch)
         expected = self._latency.seconds(key.group, key.direction, key.member_bits, count)
         # Rows are made of a payload as a whole, which what is expected of a part of them leaves out.
-        whole = all(r.request.blocks is not None or r.stop - r.start == r.request.header.rows for r in rows)
+        whole = all(r.request.tensors is not None or r.stop - r.start == r.request.header.rows for r in rows)
         if lane.inline and whole and expected <= INLINE_SECONDS:
             try:
                 multiplied = lane.multiply(rows)
@@ -334,9 +334,9 @@ class Engine:
             submission.done += stop - start
             submission.seconds += (stop - start) * row_seconds
             if submission.done == queued.rows:
-                blocks = _joined(submission.answers)
+                tensors = _joined(submission.answers)
                 times = submission.first - queued.arrived, ended - queued.arrived, submission.seconds
-                complete.append((submission, Completion(blocks, queued.request_class, *times)))
+                complete.append((submission, Completion(tensors, queued.request_class, *times)))
         fault: Exception | None = None
         for submission, _ in complete:
             del self._submissions[submission.queued]
@@ -387,8 +387,8 @@ def _at_fault(error: BaseException, batch: Batch) -> BatchResult:
 
 
 def _joined(answers: dict[int, list[torch.Tensor]]) -> list[torch.Tensor]:
-    """Joins the products of a request's rows to its payload: each block's rows, in order."""
+    """Joins the products of a request's rows to its payload: each tensor's rows, in order."""
     if len(answers) == 1:
         return next(iter(answers.values()))
     parts = [answers[start] for start in sorted(answers)]
-    return [piece for block in zip(*parts, strict=True) for piece in block]
+    return [piece for tensor in zip(*parts, strict=True) for piece in tensor]

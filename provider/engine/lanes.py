@@ -19,11 +19,11 @@ from shared.wire.header import EXACT, Header
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """An accepted request; ``blocks`` are its rows, once a lane has made them from the payload."""
+    """An accepted request; ``tensors`` are its rows, once a lane has made them from the payload."""
 
     header: Header
     payload: torch.Tensor
-    blocks: list[torch.Tensor] | None = None
+    tensors: list[torch.Tensor] | None = None
 
 
 class RowRange(NamedTuple):
@@ -34,7 +34,7 @@ class RowRange(NamedTuple):
     stop: int
 
 
-Answer = list[torch.Tensor] | Exception  # blocks of the rows' answer, with memory of their own
+Answer = list[torch.Tensor] | Exception  # tensors of the rows' answer, with memory of their own
 
 
 class BatchResult(NamedTuple):
@@ -44,8 +44,8 @@ class BatchResult(NamedTuple):
     processor_seconds: float = 0.0
 
 
-def answer_of(blocks: Sequence[torch.Tensor], answer_bits: int, *, unshared: bool) -> list[torch.Tensor]:
-    """Returns a product's blocks as the answer sends them.
+def answer_of(tensors: Sequence[torch.Tensor], answer_bits: int, *, unshared: bool) -> list[torch.Tensor]:
+    """Returns a product's tensors as the answer sends them.
 
     Args:
         answer_bits: as in the request's header.
@@ -53,8 +53,8 @@ def answer_of(blocks: Sequence[torch.Tensor], answer_bits: int, *, unshared: boo
             hold others' answers for as long as its tenant does not read.
     """
     if 0 < answer_bits < EXACT:
-        return [take_upper_bits(block, answer_bits) for block in blocks]
-    return list(blocks) if unshared else [block.clone() for block in blocks]
+        return [take_upper_bits(tensor, answer_bits) for tensor in tensors]
+    return list(tensors) if unshared else [tensor.clone() for tensor in tensors]
 
 
 class Lane(Protocol):
@@ -112,27 +112,27 @@ class ProcessLane:
     def multiply(self, batch: Sequence[RowRange]) -> BatchResult:
         """See Lane."""
         began = time.thread_time()
-        blocks, good, answers = [], [], list[Answer]()
+        tensors, good, answers = [], [], list[Answer]()
         for rows in batch:
             try:
-                blocks.append(self._blocks(rows))
+                tensors.append(self._tensors(rows))
                 good.append(rows)
                 answers.append([])
             except Exception as error:
                 answers.append(error)
-        products = iter(self._products(good, blocks))
+        products = iter(self._products(good, tensors))
         answers = [answer if isinstance(answer, Exception) else next(products) for answer in answers]
         return BatchResult(answers, time.thread_time() - began)
 
-    def _blocks(self, rows: RowRange) -> list[torch.Tensor]:
+    def _tensors(self, rows: RowRange) -> list[torch.Tensor]:
         request = rows.request
-        if request.blocks is None:
-            request.blocks = self._executor.blocks(request.header, request.payload)
+        if request.tensors is None:
+            request.tensors = self._executor.tensors(request.header, request.payload)
         if rows.stop - rows.start == request.header.rows:
-            return request.blocks
-        return [block[rows.start : rows.stop] for block in request.blocks]
+            return request.tensors
+        return [tensor[rows.start : rows.stop] for tensor in request.tensors]
 
-    def _products(self, batch: list[RowRange], blocks: list[list[torch.Tensor]]) -> list[Answer]:
+    def _products(self, batch: list[RowRange], tensors: list[list[torch.Tensor]]) -> list[Answer]:
         """Multiply with few calls into torch: each releases Python's lock, for which others may queue."""
         if not batch:
             return []
@@ -145,18 +145,18 @@ class ProcessLane:
             own, answers = len(batch) == 1, list[torch.Tensor]()
             for place, answer_bits in zip(places, bits, strict=True):
                 answers += answer_of(
-                    [block[place] for block in out] if not own else out, answer_bits, unshared=own
+                    [tensor[place] for tensor in out] if not own else out, answer_bits, unshared=own
                 )
             return answers
 
         try:
-            together = blocks[0] if len(batch) == 1 else [torch.cat(c) for c in zip(*blocks, strict=True)]
+            together = tensors[0] if len(batch) == 1 else [torch.cat(c) for c in zip(*tensors, strict=True)]
             out = self._executor.compute(header.group, header.direction, header.members, together, divided)
         except Exception as error:
             if len(batch) == 1:
                 return [error]
             # Who of them asked for too much fails alone.
-            return [self._products([rows], [own])[0] for rows, own in zip(batch, blocks, strict=True)]
+            return [self._products([rows], [own])[0] for rows, own in zip(batch, tensors, strict=True)]
         each = len(out) // len(batch)
         return [out[at : at + each] for at in range(0, len(out), each)]
 

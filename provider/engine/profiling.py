@@ -43,9 +43,9 @@ def profile(
             for turn in range(rounds + 1):
                 for rows, seconds in times.items():
                     group = numbers[turn % len(numbers)]  # another each time, as in a pass through a model
-                    blocks = executor.zeros(group, direction, everyone, rows)
+                    tensors = executor.zeros(group, direction, everyone, rows)
                     started = time.perf_counter()
-                    executor.compute(group, direction, everyone, blocks)
+                    executor.compute(group, direction, everyone, tensors)
                     if turn:  # the first warms up
                         seconds.append(time.perf_counter() - started)
             few, many = (sorted(seconds)[rounds // 2] for seconds in times.values())

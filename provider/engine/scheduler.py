@@ -7,11 +7,12 @@ until when it would rather wait. ``provider.engine.engine`` asks, and does what 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from provider.engine.fairness import MAX_CREDIT, VirtualTokenCounters
 from provider.engine.latency import LatencyModel
@@ -107,20 +108,20 @@ def effective_request_class(declared: int, direction: int, rows: int) -> Request
     return RequestClass(declared)
 
 
-class Policy(Protocol):
+class Policy(ABC):
     """Decides what is multiplied next. Not thread-safe: one caller at a time."""
 
+    @abstractmethod
     def add(self, request: QueuedRequest, now: float) -> None:
         """Add a request that has arrived."""
-        ...
 
+    @abstractmethod
     def next(self, now: float, lane: int = 0) -> Batch | float | None:
         """Returns a batch for a lane; or when to ask again, at the latest; or None: nothing waits for it."""
-        ...
 
+    @abstractmethod
     def drop(self, request: QueuedRequest) -> None:
         """Forget a request, if it is here: a product of it failed."""
-        ...
 
     def finished(self, batch: Batch, seconds: float, now: float) -> None:
         """Record that a batch was multiplied, in so many seconds, until now."""
@@ -203,7 +204,7 @@ class LatencyObjective:
     wait_seconds: float = 0.005
 
 
-class Opportunistic:
+class Opportunistic(Policy):
     """Decode first, then the least served tenant; requests that share the weight come along.
 
     Batches without padding or lockstep (Symbiosis §3.7); limits on rows that nobody waits for, set

@@ -60,13 +60,13 @@ class GatheredWeight:
         self,
         direction: int,
         member_bits: int,
-        blocks: list[torch.Tensor],
+        tensors: list[torch.Tensor],
         into: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
-        """See GroupWeight. Also for blocks of no rows: the others may have some."""
+        """See GroupWeight. Also for tensors of no rows: the others may have some."""
         self._sharded.unshard()
         try:
-            return FloatWeight(self._layers.weight, self._widths).apply(direction, member_bits, blocks, into)
+            return FloatWeight(self._layers.weight, self._widths).apply(direction, member_bits, tensors, into)
         finally:
             self._sharded.reshard()
 

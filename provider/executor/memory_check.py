@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shared.errors import ConfigurationError, OptionText, Placeholder
+from shared.errors import ConfigurationError, Metavar, OptionText
 
 if TYPE_CHECKING:  # torch itself may be what does not fit
     from shared.wire.messages import GroupInfo
@@ -19,7 +19,7 @@ GIB = 2.0**30
 ADVICE = OptionText(
     "choose a smaller model or a machine with more memory, raise the limit, or have each of several hosts "
     "serve a part of the layers ({part})",
-    part=Placeholder("k/n"),
+    part=Metavar("k/n"),
 )
 
 

@@ -27,7 +27,7 @@ class GroupWeight(Protocol):
         self,
         direction: int,
         member_bits: int,
-        blocks: list[torch.Tensor],
+        tensors: list[torch.Tensor],
         into: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """Multiply rows, of one request or many.
@@ -35,13 +35,13 @@ class GroupWeight(Protocol):
         Args:
             direction: a ``Direction``.
             member_bits: which members take part.
-            blocks: of one dtype: [T, D] forward, backward one [T, O_m] for each member; on the ring
+            tensors: of one dtype: [T, D] forward, backward one [T, O_m] for each member; on the ring
                 always one.
-            into: where the answer goes, if it is one block and this can write it there; rows may be further
+            into: where the answer goes, if it is one tensor and this can write it there; rows may be further
                 apart than they are long.
 
         Returns:
-            Blocks of that dtype, the other way round: ``into`` itself, or fresh contiguous ones.
+            Tensors of that dtype, the other way round: ``into`` itself, or fresh contiguous ones.
         """
         ...
 
@@ -79,29 +79,29 @@ class FloatWeight:
         self,
         direction: int,
         member_bits: int,
-        blocks: list[torch.Tensor],
+        tensors: list[torch.Tensor],
         into: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """See GroupWeight. Rows in another dtype are rounded to the weight's, and answers back."""
-        dtype, served = blocks[0].dtype, self._weight.dtype
+        dtype, served = tensors[0].dtype, self._weight.dtype
         if dtype != served:
-            rounded = self.apply(direction, member_bits, [block.to(served) for block in blocks])
-            return [block.to(dtype) for block in rounded]
-        rows = len(blocks[0])
+            rounded = self.apply(direction, member_bits, [tensor.to(served) for tensor in tensors])
+            return [tensor.to(dtype) for tensor in rounded]
+        rows = len(tensors[0])
         mm: Callable[..., torch.Tensor] = torch.mm
         addmm: Callable[..., torch.Tensor] = torch.addmm
         if self._onednn and rows:
-            blocks = [_whole_tiles(block) for block in blocks]
+            tensors = [_whole_tiles(tensor) for tensor in tensors]
             mm, addmm = self._onednn
         if direction == Direction.BACKWARD:
             first, *others = (self._parts[i] for i in member_indices(member_bits))
-            gx = mm(blocks[0], first)
-            for weight, block in zip(others, blocks[1:], strict=True):
-                gx = addmm(gx, block, weight)
+            gx = mm(tensors[0], first)
+            for weight, tensor in zip(others, tensors[1:], strict=True):
+                gx = addmm(gx, tensor, weight)
             return [gx[:rows]]
-        if rows == 1 and member_bits == self._all:  # the blocks are the row: one product
-            return list(mm(blocks[0], self._weight.T).split(self._widths, 1))
-        return [mm(blocks[0], self._parts[i].T)[:rows] for i in member_indices(member_bits)]
+        if rows == 1 and member_bits == self._all:  # the tensors are the row: one product
+            return list(mm(tensors[0], self._weight.T).split(self._widths, 1))
+        return [mm(tensors[0], self._parts[i].T)[:rows] for i in member_indices(member_bits)]
 
     def striped(self, stripe: OutputStripe) -> FloatWeight:
         """See GroupWeight."""
@@ -144,11 +144,11 @@ class RingWeight:
         self,
         direction: int,
         member_bits: int,
-        blocks: list[torch.Tensor],
+        tensors: list[torch.Tensor],
         into: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """See GroupWeight: int32 [T, columns], the answers of the planes side by side."""
-        (rows,) = blocks
+        (rows,) = tensors
         width = self._planes.shape[2]
         if direction == Direction.FORWARD:
             width = sum(self._widths[i] for i in member_indices(member_bits))

@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 
+from provider.file_lock import lock_exclusively
 from provider.observe.metrics import Usage, UsageBy
 from provider.observe.periodic import Periodic
 from shared.errors import ConfigurationError
-from shared.file_lock import lock_exclusively
 
 log = logging.getLogger(__name__)
 

@@ -48,7 +48,7 @@ from shared.transport.colocated import (
     why_not_private,
 )
 from shared.wire.header import HEADER_BYTES, Header, Operation
-from shared.wire.message import Incoming, check_header
+from shared.wire.incoming import Incoming, check_header
 from shared.wire.messages import encode
 from shared.wire.protocol import MAX_REQUEST_CONTROL_BYTES
 
@@ -312,16 +312,16 @@ class ColocatedConnection(Connection):
         for kind in ("", REQUESTS, ANSWERS):
             Path(f"{self._path}{kind}").unlink(missing_ok=True)
 
-    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, on_sent: Callable[[], None]) -> None:
+    def _send(self, header: Header, tensors: list[torch.Tensor] | bytes, on_sent: Callable[[], None]) -> None:
         on_sent()
         at = self._answer_offsets.pop(header.request_id, 0)
         if self._stage >= CLOSING:
             return
         try:
-            if isinstance(blocks, bytes):
-                self._write(header.pack() + blocks)
+            if isinstance(tensors, bytes):
+                self._write(header.pack() + tensors)
             else:
-                self._memory.mapped.write(at, blocks)
+                self._memory.mapped.write(at, tensors)
                 os.write(self._answers, header.pack())  # whole or, if the tenant does not read, not at all
         except OSError as error:
             self._broke(error)

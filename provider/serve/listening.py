@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 
-from shared.errors import Argument, ConfigurationError, OptionText, Placeholder
+from shared.errors import ConfigurationError, Metavar, OptionReference, OptionText
 
 BACKLOG = 128
 
@@ -48,12 +48,12 @@ def listen(sock: socket.socket) -> socket.socket:
 
 
 def _refused(host: str, port: int, error: OSError, option: str = "port") -> ConfigurationError:
-    number = Argument(option, Placeholder("NUMBER"))
+    number = OptionReference(option, Metavar("NUMBER"))
     advice = {
         errno.EADDRINUSE: OptionText(
             "; end the process that listens there, or choose another {} (0: any)", number
         ),
         errno.EACCES: OptionText("; choose {} above 1023", number),
-        errno.EADDRNOTAVAIL: OptionText("; {host} is one of this machine's", host=Placeholder("ADDRESS")),
+        errno.EADDRNOTAVAIL: OptionText("; {host} is one of this machine's", host=Metavar("ADDRESS")),
     }.get(error.errno or 0, "")
     return ConfigurationError("cannot listen on {}:{}: {}{}", host, port, str(error.strerror), advice)

@@ -14,7 +14,7 @@ from provider.serve.tokens import TokenFile
 from provider.workers.actors import check_ray
 from shared.command_line import check_model_folder
 from shared.configuration import check_quantisation
-from shared.errors import Argument, ConfigurationError
+from shared.errors import ConfigurationError, OptionReference
 from shared.gguf import check_gguf, is_gguf
 from shared.hub import own_file, parse_hub_name
 
@@ -72,7 +72,7 @@ def _check_folder(name: str, path: Path, folder: Path) -> None:
         reason = "is not writable by this user"
     else:
         return
-    raise ConfigurationError("{} cannot be used: {} {}", Argument(name, path), str(folder), reason)
+    raise ConfigurationError("{} cannot be used: {} {}", OptionReference(name, path), str(folder), reason)
 
 
 def remove_ready_file(ready_file: Path, pid: int | None = None) -> None:
@@ -106,5 +106,5 @@ def check_world(config: ServeConfig) -> None:
             raise ConfigurationError(
                 "{} does not go with torchrun, which starts a worker for each of its processes; leave it "
                 "out, or start with python",
-                Argument(name, getattr(config, name)),
+                OptionReference(name, getattr(config, name)),
             )

@@ -17,11 +17,11 @@ from typing import Annotated
 
 import msgspec
 
+from provider.file_lock import lock_exclusively
 from provider.serve.descriptors import none_left
 from shared.atomic import write_atomically, write_new
 from shared.encoded import UNREADABLE
 from shared.errors import AuthenticationError, ConfigurationError
-from shared.file_lock import lock_exclusively
 from shared.ownership import check_own, user_name
 
 log = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from provider.session.tenant import Send, TenantSession
 from shared.errors import WireError
 from shared.wire.frames import Control, MessageReader, Opcode, encode_control, encode_message
 from shared.wire.header import Header
-from shared.wire.message import Incoming
+from shared.wire.incoming import Incoming
 
 STALL_SECONDS = 60.0  # in which a message, or an answer, does not move on
 STALL_RATE = 16 << 10  # bytes a second, below which it does not
@@ -219,11 +219,11 @@ class WebsocketConnection(Connection):
 
     # -- out --------------------------------------------------------------------------------------
 
-    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, on_sent: Callable[[], None]) -> None:
+    def _send(self, header: Header, tensors: list[torch.Tensor] | bytes, on_sent: Callable[[], None]) -> None:
         if self._stage >= CLOSING:
             on_sent()
             return
-        self._queue(encode_message(header, blocks), on_sent)
+        self._queue(encode_message(header, tensors), on_sent)
         self._resume_soon()
 
     def _queue(

@@ -25,7 +25,7 @@ from shared.errors import SymbiosisError, WireError
 from shared.fair_threads import FairThreads
 from shared.log_rate_limit import LogRateLimiter
 from shared.wire.header import PRODUCTS, Header, Operation, RequestClass
-from shared.wire.message import Incoming, new_payload, tensor_bytes
+from shared.wire.incoming import Incoming, new_payload, tensor_bytes
 from shared.wire.messages import ErrorInfo, Fetch, Hello, Manifest, decode, encode
 from shared.wire.protocol import ExecutorProtocol
 
@@ -237,13 +237,13 @@ class TenantSession:
         if isinstance(done, Exception):
             self._on_done(request, [], done)
             return
-        if not self._on_done(request, done.blocks):
+        if not self._on_done(request, done.tensors):
             return
         service, header, answer = self._service, request.header, request.answer
         self._answered += 1
         if service.transcript:
             service.transcript.answered(self._number, header.request_id, done.reply_seconds)
-        times = done._replace(blocks=[])  # the answer is sent, and counted against no quota any more
+        times = done._replace(tensors=[])  # the answer is sent, and counted against no quota any more
         service.engine.defer(partial(service.metrics.answered, self._tenant, header, answer, times))
 
     def _fetch(self, message: Incoming, payload: torch.Tensor) -> None:
@@ -266,7 +266,7 @@ class TenantSession:
             self._service.metrics.downloaded(self._tenant, request.header, request.answer)
 
     def _on_done(
-        self, request: _AdmittedRequest, blocks: list[torch.Tensor], error: BaseException | None = None
+        self, request: _AdmittedRequest, tensors: list[torch.Tensor], error: BaseException | None = None
     ) -> bool:
         """A request under way is back: answer it, or say why not. Whether it has an answer."""
         self._under_way.discard(request)
@@ -277,7 +277,7 @@ class TenantSession:
             self._failed(request.header, request, error)
             return False
         try:
-            self._send(request.answer, blocks, partial(self._release, request))
+            self._send(request.answer, tensors, partial(self._release, request))
         except Exception as failure:  # such as a place for the answer that is none
             self._failed(request.header, request, failure)
             return False
@@ -306,6 +306,6 @@ def _nothing() -> None:
     pass
 
 
-def _ignore(header: Header, blocks: list[torch.Tensor] | bytes, on_sent: Callable[[], None]) -> None:
+def _ignore(header: Header, tensors: list[torch.Tensor] | bytes, on_sent: Callable[[], None]) -> None:
     """Answer nobody."""
     on_sent()

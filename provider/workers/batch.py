@@ -15,7 +15,7 @@ from provider.engine.lanes import RowRange
 from shared.ring.mask_stream import MaskStream
 from shared.transport.colocated import SharedMemory, aligned
 from shared.wire.header import DTYPES, SEED_BYTES, Operation
-from shared.wire.protocol import RequestWidths, split_blocks
+from shared.wire.protocol import RequestWidths, split_tensors
 
 
 class RequestRows(msgspec.Struct, frozen=True, array_like=True):
@@ -108,12 +108,12 @@ class BatchLayout:
             if is_seed(rows):
                 memory.write(next(seeds) * aligned(SEED_BYTES), [payload])
                 continue
-            blocks = split_blocks(payload, self._widths.request_widths)
-            for (at, width), block in zip(self._requests, blocks, strict=True):
-                memory.put(at + place.start * width * item, block[rows.start : rows.stop])
+            tensors = split_tensors(payload, self._widths.request_widths)
+            for (at, width), tensor in zip(self._requests, tensors, strict=True):
+                memory.put(at + place.start * width * item, tensor[rows.start : rows.stop])
 
     def requests(self, memory: SharedMemory) -> list[torch.Tensor]:
-        """The rows of all requests, [T, width] for each block; those of seeds are not there yet."""
+        """The rows of all requests, [T, width] for each tensor; those of seeds are not there yet."""
         return self._views(memory, self._requests)
 
     def seeded(self, memory: SharedMemory) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -126,7 +126,7 @@ class BatchLayout:
             yield ranges[number], stream.draw(request.rows, width)
 
     def answers(self, memory: SharedMemory, term: int = 0) -> list[torch.Tensor]:
-        """Of all requests, [T, width] for each block."""
+        """Of all requests, [T, width] for each tensor."""
         return self._views(memory, self._answers[term])
 
     def _views(self, memory: SharedMemory, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:

@@ -264,10 +264,10 @@ def _result(batch: _UnderWay) -> BatchResult:
         if index in batch.failures:
             answers[number] = batch.failures[index].error()
         elif len(terms) > 1:
-            sums = [_sum([block[rows] for block in blocks]) for blocks in zip(*terms, strict=True)]
+            sums = [_sum([tensor[rows] for tensor in tensors]) for tensors in zip(*terms, strict=True)]
             answers[number] = answer_of(sums, bits, unshared=True)
         else:
-            answers[number] = answer_of([block[rows] for block in terms[0]], bits, unshared=batch.whole)
+            answers[number] = answer_of([tensor[rows] for tensor in terms[0]], bits, unshared=batch.whole)
     return BatchResult(answers, batch.processor_seconds)
 
 

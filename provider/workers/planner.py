@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from provider.executor.memory_check import gib
 from provider.executor.stripes import OutputStripe
-from shared.errors import Argument, ConfigurationError, OptionText, Placeholder
+from shared.errors import ConfigurationError, Metavar, OptionReference, OptionText
 from shared.wire.protocol import GroupShape
 
 REFERENCE_ROWS = 128  # of the product by which devices are compared; profiling measures as many
@@ -244,7 +244,7 @@ def _refusal(
     free = ", ".join(f"{name} has {gib(size)}" for name, size in memory.items())
     advice: list[str] = []
     if weight_bytes > 2 and fits(devices, 2, stripes):
-        ring, floats = Argument("numerics", "ring"), Argument("numerics", "bfloat16")
+        ring, floats = OptionReference("numerics", "ring"), OptionReference("numerics", "bfloat16")
         advice.append(OptionText("{} or {}, which take 2 bytes a weight, would fit", ring, floats))
     divisors = (count for count in range(stripes + 1, len(devices) + 1) if len(devices) % count == 0)
     wider = next((count for count in divisors if fits(devices, weight_bytes, count)), None)
@@ -259,7 +259,7 @@ def _refusal(
     if largest < room < needed:
         parts = math.ceil(needed / room)
         text = "with as much room on each, {} hosts or more could serve a part each ({part})"
-        advice.append(OptionText(text, parts, part=Placeholder(f"k/{parts}")))
+        advice.append(OptionText(text, parts, part=Metavar(f"k/{parts}")))
     advice.append("choose a smaller model, or free memory")
     return OptionText(
         "the weights do not fit: {} groups take {} at {} bytes a weight, the largest of them {}, and {} for "

@@ -32,7 +32,7 @@ from provider.workers.state import WorkerState
 from provider.workers.survey import DeviceSurvey, devices_of, survey_in_subprocess
 from provider.workers.world import World, processors_each
 from shared.checkpoint import Checkpoint
-from shared.errors import ConfigurationError, Placeholder, counted
+from shared.errors import ConfigurationError, Metavar, counted
 from shared.wire.header import RINGS
 from shared.wire.messages import GroupInfo, Limits, Manifest
 
@@ -66,7 +66,7 @@ def check_lanes(groups: Sequence[GroupInfo], workers: int, together: int) -> Non
             "{} workers are too many for {} of layers, of which {} at least one: start at most "
             "{}, or have more of them share each layer's outputs ({stripes})",
             *(workers, counted(count, "group"), each, count * together),
-            stripes=Placeholder("N"),
+            stripes=Metavar("N"),
         )
 
 

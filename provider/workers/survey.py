@@ -26,7 +26,7 @@ from provider.executor.products import GroupExecutor
 from provider.executor.weights import FloatWeight, GroupWeight, RingWeight
 from provider.workers.planner import Device
 from provider.workers.world import processors_each
-from shared.errors import Argument, ConfigurationError
+from shared.errors import ConfigurationError, OptionReference
 from shared.latency import LinearLatency
 from shared.ring.fixed_point import LARGEST
 from shared.wire.header import RINGS, Direction
@@ -110,12 +110,12 @@ def survey_in_subprocess(
         )
     except subprocess.TimeoutExpired as error:
         raise ConfigurationError(
-            "{} do not answer for {:.0f} s", Argument("devices", ",".join(devices)), _SECONDS
+            "{} do not answer for {:.0f} s", OptionReference("devices", ",".join(devices)), _SECONDS
         ) from error
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise ConfigurationError(
-            "{} cannot be measured: {}", Argument("devices", ",".join(devices)), "".join(last)
+            "{} cannot be measured: {}", OptionReference("devices", ",".join(devices)), "".join(last)
         )
     return msgspec.json.decode(done.stdout, type=list[DeviceSurvey])
 

@@ -190,27 +190,27 @@ class Worker:
         if self._executor is None:
             raise RuntimeError("a batch before there were weights")
         key = batch.group, batch.direction, batch.members
-        blocks = layout.requests(memory)
+        tensors = layout.requests(memory)
         answers = layout.answers(memory, self._stripe.index if layout.terms > 1 else 0)
         for place, rows in layout.seeded(memory):
-            blocks[0][place] = rows
+            tensors[0][place] = rows
         failures = {}
         for number, place in enumerate(layout.ranges()):
             try:
-                check_finite([block[place] for block in blocks])
+                check_finite([tensor[place] for tensor in tensors])
             except WireError as error:
                 failures[number] = FailureMessage.of(error)
-        mine = self._gathering.rows(len(blocks[0]))
+        mine = self._gathering.rows(len(tensors[0]))
         try:
-            own_blocks = [block[mine] for block in blocks]
-            return failures, self._executor.begin(*key, own_blocks, [block[mine] for block in answers])
+            own_tensors = [tensor[mine] for tensor in tensors]
+            return failures, self._executor.begin(*key, own_tensors, [tensor[mine] for tensor in answers])
         except Exception:  # who of them asked for too much fails alone
             if self._gathering is not ALONE:
                 raise
             for number, place in enumerate(layout.ranges()):
                 try:
-                    own_blocks = [block[place] for block in blocks]
-                    wait = self._executor.begin(*key, own_blocks, [block[place] for block in answers])
+                    own_tensors = [tensor[place] for tensor in tensors]
+                    wait = self._executor.begin(*key, own_tensors, [tensor[place] for tensor in answers])
                     if wait is not None:
                         wait()
                 except Exception as error:

@@ -45,10 +45,10 @@ class LyingProvider(Engine):
 
         def altered(done: Completion | Exception) -> None:
             if header.operation == self.operation and isinstance(done, Completion):
-                lie = self.lie(header, torch.cat([block.view(-1) for block in done.blocks]))
+                lie = self.lie(header, torch.cat([tensor.view(-1) for tensor in done.tensors]))
                 if lie is not None:
                     self.lies += 1
-                    done = done._replace(blocks=[lie])
+                    done = done._replace(tensors=[lie])
             completed(done)
 
         super().submit(tenant, session, header, payload, altered)
@@ -93,14 +93,14 @@ class Poison:
         info = session.manifest.groups[self.group]
         forward = self.direction == Direction.FORWARD
         widths = [info.inputs] if forward else [member.outputs for member in info.members]
-        blocks = [
+        tensors = [
             torch.from_numpy(rng.standard_normal((POISONED_ROWS, n)).astype(np.float32)) for n in widths
         ]
         member_bits = (1 << len(info.members)) - 1
         old: list[torch.Tensor] = []
 
         def ask() -> None:
-            session.products.submit(self.group, self.direction, member_bits, blocks).result()
+            session.products.submit(self.group, self.direction, member_bits, tensors).result()
 
         bits: list[int] = []
 
@@ -247,7 +247,7 @@ class CanaryRows:
             def answered(done: Completion | Exception) -> None:
                 if isinstance(done, Exception):
                     failed.append(done)
-                elif b"".join([block.numpy().tobytes() for block in done.blocks]) != expected:
+                elif b"".join([tensor.numpy().tobytes() for tensor in done.tensors]) != expected:
                     wrong[number] += 1
                 if count < each and not failed:
                     ask()

@@ -72,7 +72,7 @@ class AbortOracle:
         Raises:
             AuditError: it was not told.
         """
-        block = self.rows[secret].expand(ORACLE_ROWS, -1).contiguous()
+        tensor = self.rows[secret].expand(ORACLE_ROWS, -1).contiguous()
         member_bits = (1 << len(session.manifest.groups[self.group].members)) - 1
         lies = self.provider.lies
         after = 0
@@ -95,7 +95,7 @@ class AbortOracle:
         self.provider.lie = answer
         try:
             for _ in range(2):
-                session.products.submit(self.group, Direction.FORWARD, member_bits, [block]).result()
+                session.products.submit(self.group, Direction.FORWARD, member_bits, [tensor]).result()
         except VerificationError:
             pass  # which the provider knows from what does not follow
         finally:

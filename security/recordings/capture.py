@@ -127,8 +127,8 @@ def play(session: tenant_sdk.Session, group: int, rows: int, rng: np.random.Gene
     member_bits = (1 << len(session.manifest.groups[group].members)) - 1
     drawn = torch.from_numpy(rng.integers(0, 2, rows).astype(bool))
     for part in drawn.split(2048):
-        block = part[:, None].float().expand(-1, width).contiguous() * 3.0
-        session.products.submit(group, Direction.FORWARD, member_bits, [block]).result()
+        tensor = part[:, None].float().expand(-1, width).contiguous() * 3.0
+        session.products.submit(group, Direction.FORWARD, member_bits, [tensor]).result()
     return drawn
 
 

@@ -65,7 +65,7 @@ class SentRequest:
 class GroundTruth:
     """What no adversary gets: products in the order in which they were sent, and the adapter.
 
-    ``samples`` are the first ``SAMPLES`` blocks of rows that vary, as they were before they were hidden.
+    ``samples`` are the first ``SAMPLES`` tensors of rows that vary, as they were before they were hidden.
     """
 
     sent: list[SentRequest] = field(default_factory=list)
@@ -108,7 +108,7 @@ def watch(session: Session, truth: GroundTruth) -> None:
         group: int, direction: Direction, member_bits: int, rows: list[torch.Tensor], *options: Any
     ) -> LazyResult:
         if len(truth.samples) < SAMPLES:
-            truth.samples += [block.detach().clone() for block in rows if len(block[0].unique()) > 3]
+            truth.samples += [tensor.detach().clone() for tensor in rows if len(tensor[0].unique()) > 3]
         pending = ask(group, direction, member_bits, rows, *options)
         # Fingerprints of a group are made before its first request, so its pieces are the last.
         pieces = len(rows[0])

@@ -151,7 +151,7 @@ def all_finite_below(values: torch.Tensor, limit: float) -> bool:
 
 
 def quantize_and_mask(
-    blocks: list[torch.Tensor],
+    tensors: list[torch.Tensor],
     scales: torch.Tensor | None,
     over_room: float,
     requests: torch.Tensor,
@@ -164,9 +164,9 @@ def quantize_and_mask(
     if LIBRARY is None:
         raise RuntimeError("there is no native code")
     failed = LIBRARY.ring_quantize_and_mask(
-        _pointers(blocks), _widths(blocks), len(blocks), requests.shape[1], len(requests), _address(scales),
-        over_room, _address(projection), _address(requests), _address(exponents), _address(expected),
-        _address(integers), _threads(requests.numel()),
+        _pointers(tensors), _widths(tensors), len(tensors), requests.shape[1], len(requests),
+        _address(scales), over_room, _address(projection), _address(requests), _address(exponents),
+        _address(expected), _address(integers), _threads(requests.numel()),
     )  # fmt: skip
     return not failed
 
@@ -176,17 +176,17 @@ def unmask_and_dequantize(
     effects: list[torch.Tensor],
     exponents: torch.Tensor,
     scales: torch.Tensor | None,
-    blocks: list[torch.Tensor],
+    tensors: list[torch.Tensor],
     challenge: torch.Tensor | None,
     expected: torch.Tensor | None,
 ) -> int:
     """See ``shared.ring.rows.unmask_and_dequantize``, whose arguments these are; how many rows are wrong."""
     if LIBRARY is None:
         raise RuntimeError("there is no native code")
-    width = sum(block.shape[1] for block in blocks)
+    width = sum(tensor.shape[1] for tensor in tensors)
     wrong: int = LIBRARY.ring_unmask_and_dequantize(
         _address(answers), _pointers(effects), len(effects), answers.shape[1] // width, width, len(answers),
-        _address(exponents), _address(scales), _pointers(blocks), _widths(blocks), len(blocks),
+        _address(exponents), _address(scales), _pointers(tensors), _widths(tensors), len(tensors),
         _address(challenge), _address(expected), _threads(answers.numel()),
     )  # fmt: skip
     return wrong
@@ -221,13 +221,13 @@ def subtract_halves(answers: torch.Tensor, effects: list[torch.Tensor], offset: 
 
 
 def write_products(
-    products: torch.Tensor, exponents: torch.Tensor, scales: torch.Tensor | None, blocks: list[torch.Tensor]
+    products: torch.Tensor, exponents: torch.Tensor, scales: torch.Tensor | None, tensors: list[torch.Tensor]
 ) -> None:
     """See ``shared.ring.rows.write_products``, whose arguments these are."""
     if LIBRARY is None:
         raise RuntimeError("there is no native code")
-    width = sum(block.shape[1] for block in blocks)
+    width = sum(tensor.shape[1] for tensor in tensors)
     LIBRARY.ring_write(
         _address(products), products.shape[1] // width, width, len(products), _address(exponents),
-        _address(scales), _pointers(blocks), _widths(blocks), len(blocks), _threads(products.numel()),
+        _address(scales), _pointers(tensors), _widths(tensors), len(tensors), _threads(products.numel()),
     )  # fmt: skip

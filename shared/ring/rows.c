@@ -40,12 +40,12 @@ static double step_of(int32_t exponent, int *power)
 
 /* Float rows to integers under masks.
  *
- * One row is its blocks side by side, times scales if there are any (NULL: none). exponents[t] becomes that of
+ * One row is its tensors side by side, times scales if there are any (NULL: none). exponents[t] becomes that of
  * a step with |x| / step <= max_norm, and round(x / step) is added to requests[t], which holds the mask. With a
  * projection, expected[t] = sum round(x / step) * projection, modulo 2^64. integers, if wanted, are round(x / step), none
  * of which is over 2^24. 0, or 1 if a norm is not finite.
  */
-CLONES static int mask_rows(const float *const *blocks, const int64_t *widths, int64_t parts, int64_t columns,
+CLONES static int mask_rows(const float *const *tensors, const int64_t *widths, int64_t parts, int64_t columns,
                             int64_t first, int64_t last, const float *scales, double over_room,
                             const int64_t *projection, int32_t *requests, int32_t *exponents, uint64_t *expected,
                             float *integers)
@@ -54,7 +54,7 @@ CLONES static int mask_rows(const float *const *blocks, const int64_t *widths, i
         double squares = 0;
         int64_t at = 0;
         for (int64_t b = 0; b < parts; at += widths[b++]) {
-            const float *x = blocks[b] + t * widths[b];
+            const float *x = tensors[b] + t * widths[b];
 #pragma omp simd reduction(+ : squares)
             for (int64_t i = 0; i < widths[b]; i++) {
                 double value = scales ? x[i] * scales[at + i] : x[i];
@@ -71,7 +71,7 @@ CLONES static int mask_rows(const float *const *blocks, const int64_t *widths, i
         uint64_t sum = 0;
         at = 0;
         for (int64_t b = 0; b < parts; at += widths[b++]) {
-            const float *x = blocks[b] + t * widths[b];
+            const float *x = tensors[b] + t * widths[b];
             int32_t *out = requests + t * columns + at;
             for (int64_t i = 0; i < widths[b]; i++) {
                 double value = scales ? x[i] * scales[at + i] : x[i];
@@ -89,7 +89,7 @@ CLONES static int mask_rows(const float *const *blocks, const int64_t *widths, i
     return 0;
 }
 
-int ring_quantize_and_mask(const float *const *blocks, const int64_t *widths, int64_t parts, int64_t columns,
+int ring_quantize_and_mask(const float *const *tensors, const int64_t *widths, int64_t parts, int64_t columns,
                            int64_t rows, const float *scales, double over_room, const int64_t *projection,
                            int32_t *requests, int32_t *exponents, uint64_t *expected, float *integers, int threads)
 {
@@ -97,16 +97,16 @@ int ring_quantize_and_mask(const float *const *blocks, const int64_t *widths, in
     int64_t step = (rows + 4 * threads - 1) / (4 * threads);
 #pragma omp parallel for num_threads(threads) schedule(dynamic) reduction(| : failed) if (threads > 1)
     for (int64_t first = 0; first < rows; first += step)
-        failed |= mask_rows(blocks, widths, parts, columns, first, first + step < rows ? first + step : rows,
+        failed |= mask_rows(tensors, widths, parts, columns, first, first + step < rows ? first + step : rows,
                             scales, over_room, projection, requests, exponents, expected, integers);
     return failed;
 }
 
-/* step s u, or step s (u1 + u2 / 256), of one row of products with the planes side by side, written to row t of blocks. */
+/* step s u, or step s (u1 + u2 / 256), of a row of products, the planes side by side, written to row t of tensors. */
 #define WRITE(NAME, NUMBER)                                                                                            \
     static inline __attribute__((always_inline)) void NAME(                                                            \
         const NUMBER *u, int planes, int64_t width, int64_t t, int32_t exponent, const float *scales,                  \
-        float *const *blocks, const int64_t *widths, int64_t parts)                                                    \
+        float *const *tensors, const int64_t *widths, int64_t parts)                                                   \
     {                                                                                                                  \
         int64_t at = 0;                                                                                                \
         int power = 0;                                                                                                 \
@@ -114,7 +114,7 @@ int ring_quantize_and_mask(const float *const *blocks, const int64_t *widths, in
         int near = power > -64 && power < 64;                                                                          \
         float scale = near ? (float)far_scale : 0.0f;                                                                  \
         for (int64_t b = 0; b < parts; at += widths[b++]) {                                                            \
-            float *out = blocks[b] + t * widths[b];                                                                    \
+            float *out = tensors[b] + t * widths[b];                                                                   \
             const NUMBER *a = u + at, *c = planes > 1 ? a + width : NULL;                                              \
             const float *s = scales ? scales + at : NULL;                                                              \
             if (near && c)                                                                                             \
@@ -141,7 +141,7 @@ WRITE(write_floats, float)
  */
 CLONES static int64_t unmask_rows(int32_t *answers, const int32_t *const *effects, int64_t sources, int planes,
                                   int64_t width, int64_t first, int64_t last, const int32_t *exponents,
-                                  const float *scales, float *const *blocks, const int64_t *widths, int64_t parts,
+                                  const float *scales, float *const *tensors, const int64_t *widths, int64_t parts,
                                   const int32_t *challenge, const uint64_t *expected)
 {
     int64_t wrong = 0;
@@ -158,21 +158,21 @@ CLONES static int64_t unmask_rows(int32_t *answers, const int32_t *const *effect
                 sum = (int64_t)((uint64_t)sum + (uint64_t)((int64_t)u[i] * (int64_t)challenge[i]));
             wrong += (uint64_t)sum != expected[t];
         }
-        write_integers(u, planes, width, t, exponents[t], scales, blocks, widths, parts);
+        write_integers(u, planes, width, t, exponents[t], scales, tensors, widths, parts);
     }
     return wrong;
 }
 
 int64_t ring_unmask_and_dequantize(int32_t *answers, const int32_t *const *effects, int64_t sources, int planes,
                                    int64_t width, int64_t rows, const int32_t *exponents, const float *scales,
-                                   float *const *blocks, const int64_t *widths, int64_t parts,
+                                   float *const *tensors, const int64_t *widths, int64_t parts,
                                    const int32_t *challenge, const uint64_t *expected, int threads)
 {
     int64_t wrong = 0, step = (rows + 4 * threads - 1) / (4 * threads);
 #pragma omp parallel for num_threads(threads) schedule(dynamic) reduction(+ : wrong) if (threads > 1)
     for (int64_t first = 0; first < rows; first += step)
         wrong += unmask_rows(answers, effects, sources, planes, width, first, first + step < rows ? first + step : rows,
-                             exponents, scales, blocks, widths, parts, challenge, expected);
+                             exponents, scales, tensors, widths, parts, challenge, expected);
     return wrong;
 }
 
@@ -236,19 +236,19 @@ void ring_subtract_halves(const int16_t *answers, const int16_t *const *effects,
 
 /* The same for products that are floats already. */
 CLONES static void write_rows(const float *products, int planes, int64_t width, int64_t first, int64_t last,
-                              const int32_t *exponents, const float *scales, float *const *blocks,
+                              const int32_t *exponents, const float *scales, float *const *tensors,
                               const int64_t *widths, int64_t parts)
 {
     for (int64_t t = first; t < last; t++)
-        write_floats(products + t * planes * width, planes, width, t, exponents[t], scales, blocks, widths, parts);
+        write_floats(products + t * planes * width, planes, width, t, exponents[t], scales, tensors, widths, parts);
 }
 
 void ring_write(const float *products, int planes, int64_t width, int64_t rows, const int32_t *exponents,
-                const float *scales, float *const *blocks, const int64_t *widths, int64_t parts, int threads)
+                const float *scales, float *const *tensors, const int64_t *widths, int64_t parts, int threads)
 {
     int64_t step = (rows + threads - 1) / threads;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int64_t first = 0; first < rows; first += step)
         write_rows(products, planes, width, first, first + step < rows ? first + step : rows, exponents, scales,
-                   blocks, widths, parts);
+                   tensors, widths, parts);
 }

@@ -37,7 +37,7 @@ def all_finite_below(values: torch.Tensor, limit: float = math.inf) -> bool:
 
 
 def quantize_and_mask(
-    blocks: list[torch.Tensor],
+    tensors: list[torch.Tensor],
     scales: torch.Tensor | None,
     max_norm: float,
     requests: torch.Tensor,
@@ -47,7 +47,7 @@ def quantize_and_mask(
     """Add the integers of float rows to masks.
 
     Args:
-        blocks: contiguous float32 [T, C_b], side by side one row x.
+        tensors: contiguous float32 [T, C_b], side by side one row x.
         scales: float32 [C], to multiply x by first, or None.
         max_norm: from ``shared.ring.fixed_point.max_row_norm``.
         requests: int32 [T, C], the masks; ``round(x / step)`` is added to them.
@@ -64,10 +64,10 @@ def quantize_and_mask(
     """
     rows, columns = requests.shape
     _check(requests, torch.int32, (rows, columns))
-    for block in blocks:
-        _check(block, torch.float32, (rows, block.shape[1]))
-    if sum(block.shape[1] for block in blocks) != columns:
-        raise ValueError("the blocks are not as wide as the request")
+    for tensor in tensors:
+        _check(tensor, torch.float32, (rows, tensor.shape[1]))
+    if sum(tensor.shape[1] for tensor in tensors) != columns:
+        raise ValueError("the tensors are not as wide as the request")
     _check(scales, torch.float32, (columns,))
     _check(projection, torch.int64, (columns,))
     _check(integers, torch.float32, (rows, columns))
@@ -75,13 +75,13 @@ def quantize_and_mask(
     expected = None if projection is None else torch.empty(len(requests), dtype=torch.int64)
     if ring_native.LIBRARY is not None:
         fine = ring_native.quantize_and_mask(
-            blocks, scales, MARGIN / max_norm, requests, exponents_of_rows, projection, expected, integers
+            tensors, scales, MARGIN / max_norm, requests, exponents_of_rows, projection, expected, integers
         )
         return (exponents_of_rows, expected) if fine else None
     step = max(1, CHUNK_ELEMENTS // requests.shape[1])
     for first in range(0, len(requests), step):
         part = slice(first, first + step)
-        x = blocks[0][part] if len(blocks) == 1 else torch.cat([block[part] for block in blocks], 1)
+        x = tensors[0][part] if len(tensors) == 1 else torch.cat([tensor[part] for tensor in tensors], 1)
         if scales is not None:
             x = x * scales
         norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)
@@ -102,7 +102,7 @@ def unmask_and_dequantize(
     effects: list[torch.Tensor],
     exponents: torch.Tensor,
     scales: torch.Tensor | None,
-    blocks: list[torch.Tensor],
+    tensors: list[torch.Tensor],
     challenge: torch.Tensor | None,
     expected: torch.Tensor | None,
 ) -> int:
@@ -113,7 +113,7 @@ def unmask_and_dequantize(
         effects: of each mask source, contiguous int32 [T, P N].
         exponents: from ``quantize_and_mask``.
         scales: float32 [N], or None backward, where they went into the rows.
-        blocks: contiguous float32 [T, N_b] to write into, side by side one row.
+        tensors: contiguous float32 [T, N_b] to write into, side by side one row.
         challenge: int32 [P N] of a fingerprint, or None.
         expected: from ``quantize_and_mask``.
 
@@ -126,11 +126,11 @@ def unmask_and_dequantize(
     rows, columns = answers.shape
     for each in (answers, *effects):
         _check(each, torch.int32, (rows, columns))
-    for block in blocks:
-        _check(block, torch.float32, (rows, block.shape[1]))
-    width = sum(block.shape[1] for block in blocks)
+    for tensor in tensors:
+        _check(tensor, torch.float32, (rows, tensor.shape[1]))
+    width = sum(tensor.shape[1] for tensor in tensors)
     if columns not in (width, 2 * width):
-        raise ValueError("the blocks are not as wide as a plane of the answers")
+        raise ValueError("the tensors are not as wide as a plane of the answers")
     _check(exponents, torch.int32, (rows,))
     _check(scales, torch.float32, (width,))
     _check(challenge, torch.int32, (columns,))
@@ -139,7 +139,7 @@ def unmask_and_dequantize(
         raise ValueError("a challenge and what is expected go together")
     if ring_native.LIBRARY is not None:
         return ring_native.unmask_and_dequantize(
-            answers, effects, exponents, scales, blocks, challenge, expected
+            answers, effects, exponents, scales, tensors, challenge, expected
         )
     wrong = 0
     step = max(1, CHUNK_ELEMENTS // answers.shape[1])
@@ -150,43 +150,43 @@ def unmask_and_dequantize(
             integers.sub_(effect[part])
         if challenge is not None and expected is not None:
             wrong += int(((integers.long() * challenge).sum(1) != expected[part]).sum())
-        _write(integers, exponents[part], scales, [block[part] for block in blocks])
+        _write(integers, exponents[part], scales, [tensor[part] for tensor in tensors])
     return wrong
 
 
 def write_products(
-    products: torch.Tensor, exponents: torch.Tensor, scales: torch.Tensor | None, blocks: list[torch.Tensor]
+    products: torch.Tensor, exponents: torch.Tensor, scales: torch.Tensor | None, tensors: list[torch.Tensor]
 ) -> None:
     """Write ``step s u``, or ``step s (u1 + u2 / 256)``.
 
     Args:
         products: contiguous float32 [T, P N], with the planes side by side.
-        exponents, scales, blocks: see ``unmask_and_dequantize``.
+        exponents, scales, tensors: see ``unmask_and_dequantize``.
 
     Raises:
         ValueError: tensors of other dtypes or shapes.
     """
     rows, columns = products.shape
-    width = sum(block.shape[1] for block in blocks)
+    width = sum(tensor.shape[1] for tensor in tensors)
     if columns not in (width, 2 * width):
-        raise ValueError("the blocks are not as wide as a plane of the products")
+        raise ValueError("the tensors are not as wide as a plane of the products")
     _check(products, torch.float32, (rows, columns))
     _check(exponents, torch.int32, (rows,))
     _check(scales, torch.float32, (width,))
-    for block in blocks:
-        _check(block, torch.float32, (rows, block.shape[1]))
+    for tensor in tensors:
+        _check(tensor, torch.float32, (rows, tensor.shape[1]))
     if ring_native.LIBRARY is not None:
-        ring_native.write_products(products, exponents, scales, blocks)
+        ring_native.write_products(products, exponents, scales, tensors)
     else:
-        _write(products, exponents, scales, blocks)
+        _write(products, exponents, scales, tensors)
 
 
 def _write(
-    products: torch.Tensor, exponents: torch.Tensor, scales: torch.Tensor | None, blocks: list[torch.Tensor]
+    products: torch.Tensor, exponents: torch.Tensor, scales: torch.Tensor | None, tensors: list[torch.Tensor]
 ) -> None:
-    width, at = sum(block.shape[1] for block in blocks), 0
-    for block in blocks:
-        to = at + block.shape[1]
+    width, at = sum(tensor.shape[1] for tensor in tensors), 0
+    for tensor in tensors:
+        to = at + tensor.shape[1]
         planes = [plane[:, at:to] for plane in products.split(width, 1)]
-        dequantize(planes, exponents, None if scales is None else scales[at:to], block)
+        dequantize(planes, exponents, None if scales is None else scales[at:to], tensor)
         at = to

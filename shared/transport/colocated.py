@@ -26,7 +26,7 @@ import torch
 from shared.errors import ConfigurationError, WireError
 from shared.transport import SCHEME
 from shared.wire.header import HEADER_BYTES
-from shared.wire.message import tensor_bytes
+from shared.wire.incoming import tensor_bytes
 from shared.wire.messages import Message
 
 LISTENER = "door"  # the socket in the executor's directory that opens sessions
@@ -156,20 +156,20 @@ class SharedMemory:
         self._check(at, size)
         return torch.from_numpy(self.whole[at : at + size]).view(dtype).view(shape)
 
-    def write(self, at: int, blocks: Sequence[torch.Tensor]) -> None:
+    def write(self, at: int, tensors: Sequence[torch.Tensor]) -> None:
         """Copy contiguous tensors to a place, one behind the other.
 
         Raises:
             WireError: ``place``.
         """
-        self._check(at, sum(block.nbytes for block in blocks))
-        for block in blocks:
-            self.put(at, block)
-            at += block.nbytes
+        self._check(at, sum(tensor.nbytes for tensor in tensors))
+        for tensor in tensors:
+            self.put(at, tensor)
+            at += tensor.nbytes
 
-    def put(self, at: int, block: torch.Tensor) -> None:
+    def put(self, at: int, tensor: torch.Tensor) -> None:
         """Copy a contiguous tensor to somewhere within a place that was checked."""
-        data = tensor_bytes(block)
+        data = tensor_bytes(tensor)
         self.whole[at : at + len(data)] = data  # numpy lets go of Python's lock for long ones
 
     def _check(self, at: int, size: int) -> None:

@@ -6,7 +6,7 @@ does; so frames are read here straight into the tensor that will hold them, and 
 from it. ``docs/explanation/performance.md`` has the measurement, and
 ``tests/integration/test_websocket_interop.py`` runs both ends against the library.
 
-A message of ours (``shared.wire.message``) is one binary message.
+A message of ours (``shared.wire.incoming``) is one binary message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from shared.compat import apply_mask
 from shared.errors import WireError
 from shared.wire.header import HEADER_BYTES, Header
-from shared.wire.message import Incoming, check_header, new_payload, tensor_bytes
+from shared.wire.incoming import Incoming, check_header, new_payload, tensor_bytes
 
 # One TLS record carries 16 KiB, so a read never returns more.
 RECORD_BYTES = 16 * 1024
@@ -87,13 +87,13 @@ def _copy(tensor: torch.Tensor) -> bytes:
 
 
 def encode_message(
-    header: Header, blocks: Sequence[torch.Tensor] | bytes, mask: bytes = b""
+    header: Header, tensors: Sequence[torch.Tensor] | bytes, mask: bytes = b""
 ) -> Iterator[bytes | memoryview]:
     """Returns the bytes of one message, in pieces to be written in order.
 
     Args:
-        header: its ``payload_bytes`` is the size of all blocks together.
-        blocks: contiguous CPU tensors sent one behind the other, or bytes.
+        header: its ``payload_bytes`` is the size of all tensors together.
+        tensors: contiguous CPU tensors sent one behind the other, or bytes.
         mask: 4 fresh random bytes on the tenant's side, empty on the executor's.
 
     A masked piece is valid only until the next one is taken: they share one buffer.
@@ -101,13 +101,13 @@ def encode_message(
     head, total = header.pack(), HEADER_BYTES + header.payload_bytes
     start = frame_header(Opcode.BINARY, total, mask)
     if total <= RECORD_BYTES:  # one write, one TLS record
-        body = b"".join((head, blocks) if isinstance(blocks, bytes) else (head, *map(_copy, blocks)))
+        body = b"".join((head, tensors) if isinstance(tensors, bytes) else (head, *map(_copy, tensors)))
         if len(body) != total:
-            raise ValueError("the blocks are not as large as the header says")
+            raise ValueError("the tensors are not as large as the header says")
         return iter((start + (apply_mask(body, mask) if mask else body),))
-    views = [memoryview(blocks)] if isinstance(blocks, bytes) else [tensor_bytes(b) for b in blocks]
+    views = [memoryview(tensors)] if isinstance(tensors, bytes) else [tensor_bytes(b) for b in tensors]
     if sum(map(len, views)) != header.payload_bytes:
-        raise ValueError("the blocks are not as large as the header says")
+        raise ValueError("the tensors are not as large as the header says")
     if not mask:
         return iter((start + head, *views))
     return _masked_pieces(start + apply_mask(head, mask), views, mask)

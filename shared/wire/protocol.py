@@ -41,7 +41,7 @@ class RequestWidths(NamedTuple):
 
     request_columns: int  # D forward, the sum of the members' O backward
     answer_columns: int  # the other way round; on the ring that for each plane
-    request_widths: tuple[int, ...]  # of the request's blocks; on the ring there is one
+    request_widths: tuple[int, ...]  # of the request's tensors; on the ring there is one
     answer_widths: tuple[int, ...]  # of the answer's
 
 
@@ -93,8 +93,8 @@ def _shape(inputs: int, outputs: tuple[int, ...], planes: int) -> GroupShape:
     return GroupShape(inputs, outputs, planes=planes)
 
 
-def split_blocks(payload: torch.Tensor, widths: tuple[int, ...]) -> list[torch.Tensor]:
-    """Returns views [T, width] of the blocks that lie in order in a payload [T, sum of widths]."""
+def split_tensors(payload: torch.Tensor, widths: tuple[int, ...]) -> list[torch.Tensor]:
+    """Returns views [T, width] of the tensors that lie in order in a payload [T, sum of widths]."""
     if len(widths) == 1:
         return [payload]
     rows = payload.numel() // sum(widths)

@@ -18,8 +18,8 @@ from shared.errors import (
     AuthenticationError,
     ConfigurationError,
     ConnectionRefused,
+    Metavar,
     OptionText,
-    Placeholder,
     ProtocolVersionError,
     SymbiosisError,
     TlsError,
@@ -134,7 +134,7 @@ def _check_together(
     if not sources:
         remedy = OptionText(
             "give {mask_sources} of another operator, or local:FOLDER with the checkpoint",
-            mask_sources=[Placeholder("wss://...")],
+            mask_sources=[Metavar("wss://...")],
         )
         yield CheckResult("mask source", None, "none given; one-time masks, the default, need one", remedy)
     for url in sources:
@@ -294,7 +294,7 @@ class _Examination:
         if isinstance(error, TlsError) and error.untrusted:
             what += why_untrusted(target.authority, self._authority_option)
         if isinstance(error, AuthenticationError | TlsError):
-            what, advice = what.divided("; ")
+            what, advice = what.split_once("; ")
         if step == "tls":
             what += _shown_certificate(target)
         return CheckResult(step, False, what, remedy_of(error, step, target, advice))

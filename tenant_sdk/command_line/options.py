@@ -14,7 +14,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from shared.command_line import CommandLine
-from shared.errors import ALONE, Argument, ConfigurationError, Names, OptionText, Placeholder
+from shared.errors import ALONE, ConfigurationError, Metavar, Names, OptionReference, OptionText
 from shared.options import Flag, arguments_of, flags_of
 from shared.secrets import Secret, text_of
 from tenant_sdk.connection.replicas.addresses import Address
@@ -76,11 +76,11 @@ class Target:
             raise ConfigurationError(f"the token in {self.token} holds white space")
         return token
 
-    def option(self, name: str, value: Any = ALONE) -> Argument:
+    def option(self, name: str, value: Any = ALONE) -> OptionReference:
         """What gives the ``provider``, ``ca``, ``token`` or ``client_certificate`` of this party."""
         if self.source and name != "client_certificate":
             name = {"provider": "mask_sources"}.get(name, f"mask_source_{name}")
-        return Argument(name, value)
+        return OptionReference(name, value)
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,8 @@ class SessionOptions:
             raise ConfigurationError(
                 "which executor? Give {provider}, or {profile}, which names one; `symbiosis-provider "
                 "serve MODEL --dev` makes both, to try it out",
-                provider=Placeholder("URL"),
-                profile=Placeholder("FILE"),
+                provider=Metavar("URL"),
+                profile=Metavar("FILE"),
             )
         return arguments
 

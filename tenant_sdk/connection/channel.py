@@ -31,7 +31,7 @@ from shared.errors import (
 )
 from shared.forks import ForkGuard
 from shared.wire.header import Header, Operation, RequestClass
-from shared.wire.message import Incoming
+from shared.wire.incoming import Incoming
 from shared.wire.messages import ErrorInfo, decode
 from shared.wire.protocol import TenantProtocol
 from tenant_sdk.connection.clock import CLOSED_RETRY_SECONDS
@@ -88,11 +88,11 @@ class Channel(abc.ABC):
         self._broken: SymbiosisError | None = None
 
     def submit(
-        self, header_of: Callable[[TenantProtocol], Header], blocks: list[torch.Tensor] | bytes
+        self, header_of: Callable[[TenantProtocol], Header], tensors: list[torch.Tensor] | bytes
     ) -> ResponseFuture:
         """Queue a request; ``wait`` sends it, for this or another request.
 
-        ``blocks`` must not change until the answer is here.
+        ``tensors`` must not change until the answer is here.
 
         Raises:
             ConnectionLost: this is a forked child.
@@ -105,7 +105,7 @@ class Channel(abc.ABC):
                 raise copy_error(self._broken)
             header = header_of(self._protocol)
             try:
-                self._outbox.append(self._message(header, blocks))
+                self._outbox.append(self._message(header, tensors))
             except BaseException:
                 self._protocol.answered(header.request_id)
                 raise
@@ -206,7 +206,7 @@ class Channel(abc.ABC):
     # -- what a transport does -------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _message(self, header: Header, blocks: list[torch.Tensor] | bytes) -> Any:
+    def _message(self, header: Header, tensors: list[torch.Tensor] | bytes) -> Any:
         """Returns a request as the outbox keeps it. Under the lock."""
 
     @abc.abstractmethod

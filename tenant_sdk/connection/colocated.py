@@ -18,11 +18,11 @@ import zmq
 from shared.errors import ConnectionLost, RequestRefused, WireError
 from shared.forks import register_for_fork
 from shared.transport.colocated import END, MAX_IN_FLIGHT, MEMORY, MEMORY_BYTE, OFFSETS, aligned
-from shared.transport.colocated_session import COLOCATED_RETRY_SECONDS, SharedMemoryLink, open_link
 from shared.wire.header import HEADER_BYTES, Header, Operation, parse_header
-from shared.wire.message import Incoming
+from shared.wire.incoming import Incoming
 from tenant_sdk.connection.channel import Channel, ResponseFuture
 from tenant_sdk.connection.clock import CLOCK, Clock
+from tenant_sdk.connection.colocated_session import COLOCATED_RETRY_SECONDS, SharedMemoryLink, open_link
 from tenant_sdk.connection.quick_poll import QuickPoll
 
 SPIN_SECONDS = 2.5e-4  # a small product takes less
@@ -59,7 +59,7 @@ class _Request(NamedTuple):
     """A request that waits to be written."""
 
     header: Header
-    blocks: list[torch.Tensor] | bytes
+    tensors: list[torch.Tensor] | bytes
     answer_bytes: int  # size of an answer that goes to memory
 
 
@@ -89,10 +89,10 @@ class ColocatedChannel(Channel):
         self._look = True  # there may be a message that the descriptor does not tell of
         register_for_fork(self)
 
-    def _message(self, header: Header, blocks: list[torch.Tensor] | bytes) -> _Request:
+    def _message(self, header: Header, tensors: list[torch.Tensor] | bytes) -> _Request:
         expected = self._protocol.expected(header.request_id)
         in_memory = expected.operation == Operation.REPLY
-        return _Request(header, blocks, expected.payload_bytes if in_memory else 0)
+        return _Request(header, tensors, expected.payload_bytes if in_memory else 0)
 
     def _ping_message(self) -> None:
         return None
@@ -163,8 +163,8 @@ class ColocatedChannel(Channel):
 
     def _send_request(self, request: _Request) -> bool:
         """Send one request; False if it has to wait for room."""
-        header, blocks, answer_bytes = request
-        in_line = isinstance(blocks, bytes)
+        header, tensors, answer_bytes = request
+        in_line = isinstance(tensors, bytes)
         request_bytes = 0 if in_line else aligned(header.payload_bytes)
         size = request_bytes + aligned(answer_bytes)
         if size > self._max_size:
@@ -181,11 +181,11 @@ class ColocatedChannel(Channel):
                     min(self._max_size, max(2 * self._link.memory.size, self._link.memory.size + size))
                 )
             return False
-        if isinstance(blocks, bytes):
-            body = blocks
+        if isinstance(tensors, bytes):
+            body = tensors
         else:
             body = b""
-            self._link.memory.write(at, blocks)
+            self._link.memory.write(at, tensors)
         self._places[header.request_id] = at, size, at + request_bytes
         preamble = header.pack() + OFFSETS.pack(at, at + request_bytes)
         if in_line:

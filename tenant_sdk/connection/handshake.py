@@ -14,13 +14,13 @@ from websockets.http11 import Response
 from websockets.uri import parse_uri
 
 from shared.errors import (
-    Argument,
     AuthenticationError,
     ConfigurationError,
     ConnectError,
     ConnectionRefused,
+    Metavar,
+    OptionReference,
     OptionText,
-    Placeholder,
     ProtocolVersionError,
     SymbiosisError,
     TlsError,
@@ -83,7 +83,7 @@ def client_context(
         raise ConfigurationError(
             "cannot use the authority's certificate file {} ({}): {}",
             str(ca),
-            Argument(option, Placeholder("FILE")),
+            OptionReference(option, Metavar("FILE")),
             str(error),
         ) from error
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -171,7 +171,7 @@ def why_untrusted(ca: str | Path | None, option: str) -> OptionText:
         option: the name of the option that gives it.
     """
     if ca is None:
-        argument = Argument(option, Placeholder("FILE"))
+        argument = OptionReference(option, Metavar("FILE"))
         return OptionText(
             ": {} was not given, and no authority that this machine knows signed the certificate; ask its "
             "operator for the ca.pem that belongs to this server, and give {}",
@@ -181,7 +181,7 @@ def why_untrusted(ca: str | Path | None, option: str) -> OptionText:
     return OptionText(
         ": another authority signed the certificate than that in {}; ask its operator for the ca.pem that "
         "belongs to this server",
-        Argument(option, ca),
+        OptionReference(option, ca),
     )
 
 
@@ -236,7 +236,7 @@ def _upgrade(sock: ssl.SSLSocket, url: str, token: str, clock: Clock) -> None:
                 "{client_certificate}",
                 url,
                 str(error.reason),
-                client_certificate=(Placeholder("FILE"), Placeholder("KEY")),
+                client_certificate=(Metavar("FILE"), Metavar("KEY")),
             ) from error
         raise TlsError(f"{url}: {error}") from error
     except (OSError, EOFError, InvalidHandshake) as error:
@@ -263,7 +263,7 @@ def check_token(token: str) -> None:
     """
     if not token:
         raise ConfigurationError(
-            "there is no token: give {token}, as the provider printed it", token=Placeholder("TOKEN")
+            "there is no token: give {token}, as the provider printed it", token=Metavar("TOKEN")
         )
     if any(c.isspace() or not c.isprintable() for c in token):
         raise ConfigurationError("the token holds white space; paste it as the provider printed it")

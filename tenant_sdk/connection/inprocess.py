@@ -8,7 +8,7 @@ from shared.errors import ConnectionLost
 from shared.forks import register_for_fork
 from shared.transport.endpoint import Endpoint
 from shared.wire.header import Header, parse_header
-from shared.wire.message import Incoming
+from shared.wire.incoming import Incoming
 from tenant_sdk.connection.channel import Channel, ResponseFuture
 
 
@@ -29,13 +29,13 @@ class InprocessChannel(Channel):
         self._session = endpoint.open(token, self._answered)
         register_for_fork(self)
 
-    def _message(self, header: Header, blocks: list[torch.Tensor] | bytes) -> tuple[bytes, torch.Tensor]:
-        if isinstance(blocks, bytes):
-            payload = torch.frombuffer(bytearray(blocks), dtype=torch.uint8)
-        elif len(blocks) == 1:
-            payload = blocks[0].detach()
+    def _message(self, header: Header, tensors: list[torch.Tensor] | bytes) -> tuple[bytes, torch.Tensor]:
+        if isinstance(tensors, bytes):
+            payload = torch.frombuffer(bytearray(tensors), dtype=torch.uint8)
+        elif len(tensors) == 1:
+            payload = tensors[0].detach()
         else:
-            payload = torch.cat([block.detach().reshape(-1) for block in blocks])
+            payload = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         return header.pack(), payload
 
     def _ping_message(self) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from shared.errors import ConfigurationError, ConnectionLost, Placeholder, SymbiosisError, WireError
+from shared.errors import ConfigurationError, ConnectionLost, Metavar, SymbiosisError, WireError
 from shared.stored import parameter_hash
 from shared.wire.header import (
     BYTES,
@@ -21,7 +21,7 @@ from shared.wire.header import (
     Operation,
     RequestClass,
 )
-from shared.wire.message import Incoming, tensor_bytes
+from shared.wire.incoming import Incoming, tensor_bytes
 from shared.wire.messages import Fetch, FileInfo, ParameterInfo, encode
 from shared.wire.protocol import GroupShape, RequestWidths
 from tenant_sdk.connection.channel import Channel, ResponseFuture, copy_error
@@ -110,7 +110,7 @@ class RemoteExecutor:
                 "the executor computes in {!r} and takes {} on the wire, not {}; give another "
                 "{wire_dtype}, or install a version of the SDK that knows these numerics",
                 *(self.manifest.numerics, ", ".join(self.manifest.wire_dtypes), str(wire_dtype)),
-                wire_dtype=Placeholder("NAME"),
+                wire_dtype=Metavar("NAME"),
             )
         self.wire_dtype = wire_dtype
         self.shapes = [GroupShape.of(info, self.manifest.numerics) for info in self.manifest.groups]
@@ -128,7 +128,7 @@ class RemoteExecutor:
         self,
         operation: Operation,
         key: ProductKey,
-        blocks: list[torch.Tensor],
+        tensors: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> LazyResult:
         """Ask the executor for a product; nothing is masked here. See ``submit_pieces``.
@@ -136,22 +136,22 @@ class RemoteExecutor:
         Args:
             operation: PRODUCT, or EFFECT for the product of a mask.
             key: the kind of product.
-            blocks: on the CPU: [T, D] forward; backward one [T, O_m] for each member. They must not
+            tensors: on the CPU: [T, D] forward; backward one [T, O_m] for each member. They must not
                 change until the result is here.
             request_class: how urgent it is.
 
         Returns:
-            The result: writable tensors in the blocks' dtype that nobody else holds: one [T, O_m] for
+            The result: writable tensors in the tensors' dtype that nobody else holds: one [T, O_m] for
             each member forward, one [T, D] backward; cut answers are as ``take_upper_bits`` makes them.
 
         Raises:
-            ValueError: blocks of other shapes, or without rows.
+            ValueError: tensors of other shapes, or without rows.
         """
-        check_shapes(blocks, self._request_widths(key).request_widths)
-        pieces = self.pieces(key, blocks[0].shape[0])
+        check_shapes(tensors, self._request_widths(key).request_widths)
+        pieces = self.pieces(key, tensors[0].shape[0])
 
         def part_of(piece: slice) -> list[torch.Tensor]:
-            return [block[piece] for block in blocks]
+            return [tensor[piece] for tensor in tensors]
 
         sent = self.submit_pieces(operation, key, pieces, part_of, request_class)
         if len(pieces) == 1:
@@ -167,7 +167,7 @@ class RemoteExecutor:
         operation: Operation,
         key: ProductKey,
         pieces: list[slice],
-        blocks_of: Callable[[slice], list[torch.Tensor]],
+        tensors_of: Callable[[slice], list[torch.Tensor]],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> list[LazyResult]:
         """Ask the executor for a product, with a request for each piece, in order and on one connection.
@@ -177,14 +177,14 @@ class RemoteExecutor:
         Args:
             operation, key, request_class: see ``submit``.
             pieces: slices of the rows, see ``pieces``.
-            blocks_of: makes the blocks of a piece that are sent; called in the order of the pieces.
+            tensors_of: makes the tensors of a piece that are sent; called in the order of the pieces.
 
         Returns:
             One result for each piece.
         """
         channel = self._parts.connection_for(key.group).channel
         return [
-            self.submit_piece(channel, operation, key, blocks_of(piece), request_class) for piece in pieces
+            self.submit_piece(channel, operation, key, tensors_of(piece), request_class) for piece in pieces
         ]
 
     def submit_piece(
@@ -192,14 +192,14 @@ class RemoteExecutor:
         channel: Channel,
         operation: Operation,
         key: ProductKey,
-        blocks: list[torch.Tensor],
+        tensors: list[torch.Tensor],
         request_class: RequestClass,
     ) -> LazyResult:
         """Send one request as it is; see ``submit``."""
         started = time.perf_counter()
-        shape, rows, dtype = self.shapes[key.group], blocks[0].shape[0], blocks[0].dtype
+        shape, rows, dtype = self.shapes[key.group], tensors[0].shape[0], tensors[0].dtype
         widths = self._request_widths(key)
-        wire = [block.to(self.wire_dtype).contiguous() for block in blocks]
+        wire = [tensor.to(self.wire_dtype).contiguous() for tensor in tensors]
 
         request = Header(
             operation, key.direction, DTYPE_CODES[self.wire_dtype], key.group, rows=rows,
@@ -216,7 +216,7 @@ class RemoteExecutor:
 
         def finish() -> list[torch.Tensor]:
             started = time.perf_counter()
-            results = answers.pop()().blocks(widths.answer_widths)
+            results = answers.pop()().tensors(widths.answer_widths)
             if dtype != self.wire_dtype:
                 results = [result.to(dtype) for result in results]
             answer_bytes = rows * widths.answer_columns * self._item_bits(key.answer_bits) // 8
@@ -374,17 +374,17 @@ class RemoteExecutor:
         self._parts.close()
 
 
-def check_shapes(blocks: Sequence[torch.Tensor], widths: Sequence[int]) -> None:
-    """Refuse blocks that are not [T, width] for each width with one T, at least 1.
+def check_shapes(tensors: Sequence[torch.Tensor], widths: Sequence[int]) -> None:
+    """Refuse tensors that are not [T, width] for each width with one T, at least 1.
 
     Raises:
-        ValueError: the blocks have other shapes.
+        ValueError: the tensors have other shapes.
     """
-    rows = blocks[0].shape[0] if blocks else 0
-    if not rows or [block.shape for block in blocks] != [(rows, width) for width in widths]:
+    rows = tensors[0].shape[0] if tensors else 0
+    if not rows or [tensor.shape for tensor in tensors] != [(rows, width) for width in widths]:
         raise ValueError(
-            f"rows of widths {list(widths)} are wanted, as many of each and at least one, not blocks of "
-            f"shapes {[tuple(block.shape) for block in blocks]}"
+            f"rows of widths {list(widths)} are wanted, as many of each and at least one, not tensors of "
+            f"shapes {[tuple(tensor.shape) for tensor in tensors]}"
         )
 
 

@@ -16,7 +16,7 @@ from shared.errors import SymbiosisError, WireError, peer_text
 from shared.forks import register_for_fork
 from shared.wire.frames import Control, MessageReader, Opcode, encode_control, encode_message
 from shared.wire.header import Header
-from shared.wire.message import Incoming
+from shared.wire.incoming import Incoming
 from tenant_sdk.connection import key_exchange
 from tenant_sdk.connection.channel import Channel, Entropy, ResponseFuture
 from tenant_sdk.connection.clock import CLOCK, Clock
@@ -77,8 +77,8 @@ class WebsocketChannel(Channel):
         register_for_fork(self)
         threading.Thread(target=self._keep_alive, name="symbiosis-keepalive", daemon=True).start()
 
-    def _message(self, header: Header, blocks: list[torch.Tensor] | bytes) -> Iterator[bytes | memoryview]:
-        return encode_message(header, blocks, self._entropy(4))
+    def _message(self, header: Header, tensors: list[torch.Tensor] | bytes) -> Iterator[bytes | memoryview]:
+        return encode_message(header, tensors, self._entropy(4))
 
     def _ping_message(self) -> Iterator[bytes | memoryview]:
         return iter([encode_control(Opcode.PING, b"", self._entropy(4))])

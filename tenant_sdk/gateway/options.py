@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from shared.errors import Argument, ConfigurationError, OptionText
+from shared.errors import ConfigurationError, OptionReference, OptionText
 from shared.hosts import LOOPBACK
 from shared.options import Option, check_fields
 from shared.secrets import Secret, text_of
@@ -215,7 +215,7 @@ class GatewayOptions:
             if getattr(self, name) < len(self.keys):
                 raise ConfigurationError(
                     "{} is less than one for each of {} keys: give a larger one",
-                    Argument(name, getattr(self, name)),
+                    OptionReference(name, getattr(self, name)),
                     len(self.keys),
                 )
 

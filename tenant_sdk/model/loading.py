@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shared.buffers import MAX_BUFFERS, buffer_bytes
 from shared.compat import parameters_without_memory
-from shared.errors import Argument, ConfigurationError, ModelMismatch, OptionText, peer_text
+from shared.errors import ConfigurationError, ModelMismatch, OptionReference, OptionText, peer_text
 from shared.wire.header import Direction
 from shared.wire.messages import TENANT_FILES, Manifest, ParameterInfo
 from tenant_sdk.connection.remote import RemoteExecutor
@@ -190,7 +190,7 @@ def _check_memory(
     size = numbers * dtype.itemsize
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > memory:
-        padded, routed = Argument("experts", "padded"), Argument("experts", "routed")
+        padded, routed = OptionReference("experts", "padded"), OptionReference("experts", "routed")
         elsewhere = OptionText(". Much of it are experts: {} or {} leaves them with it", padded, routed)
         raise ModelMismatch(
             OptionText(

@@ -111,15 +111,15 @@ class Recording:
         return RecordingContext(self, replays=True)
 
     def keep(
-        self, request: tuple[Any, ...], blocks: Sequence[torch.Tensor], answers: list[torch.Tensor]
+        self, request: tuple[Any, ...], tensors: Sequence[torch.Tensor], answers: list[torch.Tensor]
     ) -> None:
-        """Keep the answers to a product of blocks."""
+        """Keep the answers to a product of tensors."""
         kept = [self._store.write(answer) for answer in answers]
-        self._answers.append(_Answer(request, _sample(blocks), kept))
+        self._answers.append(_Answer(request, _sample(tensors), kept))
 
-    def take(self, request: tuple[Any, ...], blocks: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    def take(self, request: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The answers to a product, if they were kept."""
-        sample = _sample(blocks)
+        sample = _sample(tensors)
         for index, answer in enumerate(self._answers):
             if answer.matches(request, sample):
                 del self._answers[index]
@@ -150,19 +150,19 @@ class RecordingContext:
         self._touched.clear()
 
     def answer(
-        self, request: tuple[Any, ...], blocks: Sequence[torch.Tensor], compute: Compute
+        self, request: tuple[Any, ...], tensors: Sequence[torch.Tensor], compute: Compute
     ) -> list[torch.Tensor]:
         """The answers to a product."""
         if self._replays:
             # A second run may end as soon as it has computed what is needed: nobody parts from anybody then.
             if hasattr(request[0], "forget"):
                 self._touched.append(request[0])
-            recorded = self._recording.take(request, blocks)
+            recorded = self._recording.take(request, tensors)
             if recorded is not None:
                 return recorded
-        answers = compute() if self._around is None else self._around.answer(request, blocks, compute)
+        answers = compute() if self._around is None else self._around.answer(request, tensors, compute)
         if not self._replays:
-            self._recording.keep(request, blocks, answers)
+            self._recording.keep(request, tensors, answers)
         return answers
 
 
@@ -170,28 +170,30 @@ _mode: ContextVar[RecordingContext | None] = ContextVar("mode", default=None)
 
 
 def answered(
-    request: tuple[Any, ...], blocks: Sequence[torch.Tensor], compute: Compute
+    request: tuple[Any, ...], tensors: Sequence[torch.Tensor], compute: Compute
 ) -> list[torch.Tensor]:
     """The answers to a product: asked for, unless a recording that is replayed has them.
 
     Args:
         request: of whom, and what; compared.
-        blocks: the rows, [..., T, W] each.
+        tensors: the rows, [..., T, W] each.
         compute: gives the answers; they are fresh.
     """
     mode = _mode.get()
     if mode is None:
         return compute()
-    return mode.answer((*request, *(block.shape for block in blocks), blocks[0].dtype), blocks, compute)
+    return mode.answer((*request, *(tensor.shape for tensor in tensors), tensors[0].dtype), tensors, compute)
 
 
-def _sample(blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _sample(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [
-        block.detach()[:: max(1, len(block) // SAMPLED_ROWS), :: max(1, block.shape[-1] // SAMPLED_COLUMNS)]
+        tensor.detach()[
+            :: max(1, len(tensor) // SAMPLED_ROWS), :: max(1, tensor.shape[-1] // SAMPLED_COLUMNS)
+        ]
         .float()
         .clone()
-        for block in blocks
-        if block.numel()
+        for tensor in tensors
+        if tensor.numel()
     ]
 
 

@@ -21,13 +21,13 @@ from shared.devices import to_device, to_host
 from shared.errors import ConfigurationError, ModelMismatch, NonFiniteError, RemoteWeightUnavailable
 from shared.ring.rows import all_finite_below
 from shared.wire.header import Direction, RequestClass, member_indices
-from shared.wire.message import own
+from shared.wire.incoming import own
 from shared.wire.messages import GroupInfo, Member
 from tenant_sdk.connection.remote import LazyResult
 from tenant_sdk.model.recording import answered
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.products.modes import Privacy
-from tenant_sdk.products.products import PrivacyMode
+from tenant_sdk.products.products import Products
 
 DRAFT_TOKENS = 16  # assisted decoding looks at as many of one sequence at once; more are a prompt
 
@@ -60,7 +60,7 @@ class RemoteGroup:
     others joins them again.
     """
 
-    def __init__(self, index: int, info: GroupInfo, products: PrivacyMode, model: str = "") -> None:
+    def __init__(self, index: int, info: GroupInfo, products: Products, model: str = "") -> None:
         self.index = index
         self.info = info
         self.model = model  # the executor's digest
@@ -139,95 +139,95 @@ class RemoteGroup:
         self,
         direction: Direction,
         member_bits: int,
-        blocks: tuple[torch.Tensor, ...],
+        tensors: tuple[torch.Tensor, ...],
         request_class: RequestClass = RequestClass.FINETUNING,
     ) -> tuple[torch.Tensor, ...]:
-        """``product`` of blocks [..., W] of one leading shape, with a graph where something needs one."""
-        if transforms_run()() or any(map(requires_autograd, blocks)):
+        """``product`` of tensors [..., W] of one leading shape, with a graph where something needs one."""
+        if transforms_run()() or any(map(requires_autograd, tensors)):
             outputs: tuple[torch.Tensor, ...] = _GroupProduct.apply(  # type: ignore[no-untyped-call]
-                self, direction, member_bits, request_class, *blocks
+                self, direction, member_bits, request_class, *tensors
             )
             return outputs
         # Nothing to differentiate: decoding does not pay for the graph.
-        return self.plain_product(direction, member_bits, blocks, request_class)
+        return self.plain_product(direction, member_bits, tensors, request_class)
 
     def plain_product(
         self,
         direction: Direction,
         member_bits: int,
-        blocks: tuple[torch.Tensor, ...],
+        tensors: tuple[torch.Tensor, ...],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> tuple[torch.Tensor, ...]:
         """The same outside autograd."""
-        leading = blocks[0].shape[:-1]
-        rows = [block.detach() if block.requires_grad else block for block in blocks]
-        rows = [block.reshape(-1, block.shape[-1]) if block.dim() != 2 else block for block in rows]
+        leading = tensors[0].shape[:-1]
+        rows = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+        rows = [tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() != 2 else tensor for tensor in rows]
         answers = self._ask(direction, member_bits, rows, request_class)
         if is_traced():
             return tuple(answer.view(*leading, answer.shape[-1]) for answer in answers)
         return tuple(own(answer, (*leading, answer.shape[-1])) for answer in answers)
 
     def _ask(
-        self, direction: Direction, member_bits: int, blocks: list[torch.Tensor], request_class: RequestClass
+        self, direction: Direction, member_bits: int, tensors: list[torch.Tensor], request_class: RequestClass
     ) -> list[torch.Tensor]:
         """``product``, what a recording has of it, or what stands for it in a graph that is being made."""
         if is_traced():
             token = _traced.set(True)
             try:
                 answers: list[torch.Tensor] = _products(
-                    blocks, self.handle, direction, member_bits, request_class
+                    tensors, self.handle, direction, member_bits, request_class
                 )
             finally:
                 _traced.reset(token)
             return answers
         return answered(
             (self, direction, member_bits),
-            blocks,
-            lambda: self.product(direction, member_bits, blocks, request_class),
+            tensors,
+            lambda: self.product(direction, member_bits, tensors, request_class),
         )
 
     def product(
         self,
         direction: Direction,
         member_bits: int,
-        blocks: list[torch.Tensor],
+        tensors: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> list[torch.Tensor]:
         """What ``submit`` gives, waited for."""
-        return self.submit(direction, member_bits, blocks, request_class).result()
+        return self.submit(direction, member_bits, tensors, request_class).result()
 
     def submit(
         self,
         direction: Direction,
         member_bits: int,
-        blocks: list[torch.Tensor],
+        tensors: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> LazyResult:
-        """Blocks of any float dtype through the privacy mode, which works in float32 on the CPU.
+        """Tensors of any float dtype through the privacy mode, which works in float32 on the CPU.
 
         Raises:
             NonFiniteError: before anything is sent.
-            ConfigurationError: blocks without values of their own.
+            ConfigurationError: tensors without values of their own.
             ModelMismatch: the model's own configuration makes rows that do not fit these layers.
         """
         outputs = self.widths(member_bits)
         widths = [self.info.inputs] if direction == Direction.FORWARD else outputs
-        if [block.shape[-1] for block in blocks] != widths:
+        if [tensor.shape[-1] for tensor in tensors] != widths:
             names = ", ".join(member.name for member in self._members(member_bits))
-            block_widths = [block.shape[-1] for block in blocks]
+            tensor_widths = [tensor.shape[-1] for tensor in tensors]
             raise ModelMismatch(
-                f"{names} takes rows of {widths} numbers, but the model makes rows of {block_widths}: its "
+                f"{names} takes rows of {widths} numbers, but the model makes rows of {tensor_widths}: its "
                 "configuration does not fit the weights"
             )
-        first = blocks[0]
+        first = tensors[0]
         if not len(first):  # an empty batch: nothing to ask for
-            block_widths = outputs if direction == Direction.FORWARD else [self.info.inputs]
-            return LazyResult(lambda: [first.new_empty((0, width)) for width in block_widths])
-        for block in blocks:
-            check_values(block, direction, (member.name for member in self.info.members))
+            tensor_widths = outputs if direction == Direction.FORWARD else [self.info.inputs]
+            return LazyResult(lambda: [first.new_empty((0, width)) for width in tensor_widths])
+        for tensor in tensors:
+            check_values(tensor, direction, (member.name for member in self.info.members))
         if first.dtype == torch.float32 and first.device.type == "cpu":
-            return self._products.submit(self.index, direction, member_bits, blocks, request_class)
-        here = to_host(blocks, torch.float32)
+            return self._products.submit(self.index, direction, member_bits, tensors, request_class)
+        here = to_host(tensors, torch.float32)
         pending = self._products.submit(self.index, direction, member_bits, here, request_class)
         return LazyResult(lambda: to_device(pending.result(), first.device, first.dtype))
 
@@ -242,7 +242,7 @@ class RemoteGroup:
         return [self.info.members[i] for i in member_indices(member_bits)]
 
 
-def check_values(block: torch.Tensor, direction: Direction, names: Iterable[str]) -> None:
+def check_values(tensor: torch.Tensor, direction: Direction, names: Iterable[str]) -> None:
     """Refuse rows that cannot be sent, of layers of these names.
 
     Raises:
@@ -250,14 +250,14 @@ def check_values(block: torch.Tensor, direction: Direction, names: Iterable[str]
         ConfigurationError: what stands for several tensors in a way that no product can be asked for.
     """
     try:
-        block.data_ptr()
+        tensor.data_ptr()
     except RuntimeError as error:
         raise ConfigurationError(
             "the rows of a remote product have no values here, as with is_grads_batched=True and "
             "vectorize=True of torch.autograd; use torch.func (vmap, jacrev, jacfwd, hessian), which remote "
             "products know"
         ) from error
-    if all_finite_below(block):
+    if all_finite_below(tensor):
         return
     if direction == Direction.FORWARD:
         raise NonFiniteError(
@@ -283,25 +283,25 @@ _groups: weakref.WeakValueDictionary[int, RemoteGroup] = weakref.WeakValueDictio
 
 @torch.library.custom_op("symbiosis::products", mutates_args=())
 def _products(
-    blocks: list[torch.Tensor], handle: int, direction: int, member_bits: int, request_class: int
+    tensors: list[torch.Tensor], handle: int, direction: int, member_bits: int, request_class: int
 ) -> list[torch.Tensor]:
     group = _groups[handle]
     try:
-        results = group.product(Direction(direction), member_bits, blocks, RequestClass(request_class))
+        results = group.product(Direction(direction), member_bits, tensors, RequestClass(request_class))
     except NonFiniteError:
         if not _traced.get():
             raise
         # ``torch.func.linearize`` makes its graph with rows that nobody has written.
-        return [answer.fill_(torch.nan) for answer in _unwritten(group, direction, member_bits, blocks[0])]
+        return [answer.fill_(torch.nan) for answer in _unwritten(group, direction, member_bits, tensors[0])]
     # Answers of several members may lie in one block of memory, which operators must not give.
     return results if len(results) == 1 else [result.clone() for result in results]
 
 
 @_products.register_fake
 def _(
-    blocks: list[torch.Tensor], handle: int, direction: int, member_bits: int, request_class: int
+    tensors: list[torch.Tensor], handle: int, direction: int, member_bits: int, request_class: int
 ) -> list[torch.Tensor]:
-    return _unwritten(_groups[handle], direction, member_bits, blocks[0])
+    return _unwritten(_groups[handle], direction, member_bits, tensors[0])
 
 
 def _unwritten(
@@ -317,7 +317,7 @@ def _traced_output(x: torch.Tensor, handle: int, member: int) -> torch.Tensor:
     return _groups[handle].output(member, x)
 
 
-_OPTIONS = 4  # of ``_GroupProduct``, before the blocks
+_OPTIONS = 4  # of ``_GroupProduct``, before the tensors
 
 
 class _GroupProduct(torch.autograd.Function):
@@ -333,15 +333,15 @@ class _GroupProduct(torch.autograd.Function):
         direction: Direction,
         member_bits: int,
         request_class: RequestClass,
-        *blocks: torch.Tensor,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        return group.plain_product(direction, member_bits, blocks, request_class)
+        return group.plain_product(direction, member_bits, tensors, request_class)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
-        ctx.group, ctx.direction, ctx.members, ctx.request_class, *blocks = inputs
-        ctx.count = len(blocks)
+        ctx.group, ctx.direction, ctx.members, ctx.request_class, *tensors = inputs
+        ctx.count = len(tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -353,42 +353,44 @@ class _GroupProduct(torch.autograd.Function):
             outputs = ctx.group.differentiable(Direction.FORWARD, ctx.members, (gradient,))
             return (*nothing[:_OPTIONS], *outputs)
         # A backward may reach only some members (their adapters are trained, others' are not).
-        member_bits, blocks = _reached(ctx.members, grads)
-        if not blocks:
+        member_bits, tensors = _reached(ctx.members, grads)
+        if not tensors:
             return nothing
-        gradients = ctx.group.differentiable(Direction.BACKWARD, member_bits, blocks)
+        gradients = ctx.group.differentiable(Direction.BACKWARD, member_bits, tensors)
         return (*nothing[:_OPTIONS], *gradients)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         rows = tangents[_OPTIONS:]
         if ctx.direction == Direction.FORWARD:
-            member_bits, blocks = ctx.members, tuple(each for each in rows if each is not None)
+            member_bits, tensors = ctx.members, tuple(each for each in rows if each is not None)
         else:
-            member_bits, blocks = _reached(ctx.members, rows)
+            member_bits, tensors = _reached(ctx.members, rows)
         return ctx.group.differentiable(  # type: ignore[no-any-return]
-            ctx.direction, member_bits, blocks, ctx.request_class
+            ctx.direction, member_bits, tensors, ctx.request_class
         )
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-        options, blocks = inputs[:_OPTIONS], inputs[_OPTIONS:]
+        options, tensors = inputs[:_OPTIONS], inputs[_OPTIONS:]
         batched = tuple(
-            block.expand(info.batch_size, *block.shape) if dim is None else block.movedim(dim, 0)
-            for block, dim in zip(blocks, in_dims[_OPTIONS:], strict=True)
+            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            for tensor, dim in zip(tensors, in_dims[_OPTIONS:], strict=True)
         )
         outputs = _GroupProduct.apply(*options, *batched)  # type: ignore[no-untyped-call]
         return outputs, (0,) * len(outputs)
 
 
-def _reached(member_bits: int, blocks: Sequence[torch.Tensor | None]) -> tuple[int, tuple[torch.Tensor, ...]]:
-    """Of some members' blocks those that are there, and whose they are."""
+def _reached(
+    member_bits: int, tensors: Sequence[torch.Tensor | None]
+) -> tuple[int, tuple[torch.Tensor, ...]]:
+    """Of some members' tensors those that are there, and whose they are."""
     reached = [
-        (index, block)
-        for index, block in zip(member_indices(member_bits), blocks, strict=True)
-        if block is not None
+        (index, tensor)
+        for index, tensor in zip(member_indices(member_bits), tensors, strict=True)
+        if tensor is not None
     ]
-    return sum(1 << index for index, _ in reached), tuple(block for _, block in reached)
+    return sum(1 << index for index, _ in reached), tuple(tensor for _, tensor in reached)
 
 
 def requires_autograd(x: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ from safetensors.torch import load, save
 
 from shared.atomic import write_atomically
 from shared.checkpoint import Checkpoint
-from shared.errors import CheckpointError, ConfigurationError, ModelMismatch, Placeholder
+from shared.errors import CheckpointError, ConfigurationError, Metavar, ModelMismatch
 from shared.ownership import check_own
 from shared.ring.fixed_point import Bounds, quantize_weight, squared_norms
 from shared.ring.product import PlaneProducts
@@ -58,7 +58,7 @@ class StoredFingerprints:
             raise ConfigurationError(
                 "{} is encrypted: give {fingerprint_key}, as `symbiosis-tenant fingerprint` printed it",
                 str(path),
-                fingerprint_key=Placeholder("KEY"),
+                fingerprint_key=Metavar("KEY"),
             )
         check_own(path)
         try:

@@ -11,7 +11,7 @@ from shared.errors import ModelMismatch
 from shared.wire.header import Direction, RequestClass, member_indices
 from shared.wire.messages import GroupInfo
 from tenant_sdk.connection.remote import LazyResult
-from tenant_sdk.products.products import PrivacyMode, WrappedProducts
+from tenant_sdk.products.products import Products, WrappedProducts
 
 ROWS_BYTES = 1 << 22  # of unit rows, or of their products, when a weight is asked for
 
@@ -46,14 +46,14 @@ def group_weights(
 
 
 class KeptProducts(WrappedProducts):
-    """Computes products of groups whose weights are here, and asks another mode for all others.
+    """Computes products of groups whose weights are here, and asks others for all other groups.
 
     Args:
         inner: what asks for the products of all other groups.
         weights: by group, of each member [O, D], all of one dtype, in which products are computed.
     """
 
-    def __init__(self, inner: PrivacyMode, weights: Mapping[int, Sequence[torch.Tensor]]) -> None:
+    def __init__(self, inner: Products, weights: Mapping[int, Sequence[torch.Tensor]]) -> None:
         super().__init__(inner)
         self._weights = weights
 
@@ -65,16 +65,16 @@ class KeptProducts(WrappedProducts):
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> LazyResult:
-        """See PrivacyMode."""
+        """See Products."""
         weights = self._weights.get(group)
         if weights is None:
             return self._inner.submit(group, direction, member_bits, rows, request_class)
         used = [weights[member] for member in member_indices(member_bits)]
         with torch.no_grad():
-            blocks = [block.to(used[0].dtype) for block in rows]
+            tensors = [tensor.to(used[0].dtype) for tensor in rows]
             if direction == Direction.FORWARD:
-                results = [linear(blocks[0], weight).float() for weight in used]
+                results = [linear(tensors[0], weight).float() for weight in used]
             else:
-                parts = [(block @ weight).float() for block, weight in zip(blocks, used, strict=True)]
+                parts = [(tensor @ weight).float() for tensor, weight in zip(tensors, used, strict=True)]
                 results = [sum(parts[1:], parts[0])]
         return LazyResult(lambda: results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -46,7 +47,7 @@ class Mask(Protocol):
         ...
 
 
-class MaskGenerator(Protocol):
+class MaskGenerator(ABC):
     """Where masks come from: one implementation for each privacy mode.
 
     In a forked child there are none: ``take`` raises ConnectionLost, and ``close`` does nothing.
@@ -54,6 +55,7 @@ class MaskGenerator(Protocol):
 
     privacy: Privacy
 
+    @abstractmethod
     def take(
         self,
         key: ProductKey,
@@ -66,7 +68,6 @@ class MaskGenerator(Protocol):
         Args:
             request_class: the request's; an effect that has to be asked for now is as urgent.
         """
-        ...
 
     def record_request(self, key: ProductKey, rows: int) -> None:
         """Record that a request of so many rows had its masks; others like it will come."""
@@ -86,9 +87,9 @@ class MaskGenerator(Protocol):
         return  # by default nothing is fetched ahead
 
     @property
+    @abstractmethod
     def sources(self) -> int:
         """How many effects are subtracted from an answer."""
-        ...
 
     def close(self) -> None:
         """Stop background work and forget all masks."""

@@ -24,7 +24,7 @@ from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.products.mask_sources import MaskSource
 from tenant_sdk.products.modes import Privacy
 from tenant_sdk.products.normal import normal_of_uniform
-from tenant_sdk.products.products import PrivacyMode
+from tenant_sdk.products.products import Products
 from tenant_sdk.products.rotating_banks import RotatingBanks
 
 
@@ -32,7 +32,7 @@ from tenant_sdk.products.rotating_banks import RotatingBanks
 class _Bank:
     """K standard normal masks of one group and direction, and their effects.
 
-    ``masks`` holds one block forward, one for each member backward; ``effects`` always one for each
+    ``masks`` holds one tensor forward, one for each member backward; ``effects`` always one for each
     member, so that any selection of members can be served.
     """
 
@@ -40,7 +40,7 @@ class _Bank:
     effects: list[torch.Tensor]
 
 
-class NoiseBank(PrivacyMode):
+class NoiseBank(Products):
     """Privacy mode ``noise-bank``.
 
     A row x is sent as ``x + a n_k`` with k drawn secretly for every row, and ``a (n_k W)`` is
@@ -81,7 +81,7 @@ class NoiseBank(PrivacyMode):
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> LazyResult:
-        """See ``tenant_sdk.products.products.PrivacyMode``.
+        """See Products.
 
         Raises:
             ConnectionLost: this is a forked child.
@@ -96,7 +96,7 @@ class NoiseBank(PrivacyMode):
         else:
             masks = [bank.masks[i] for i in indices]
             effects = [torch.stack([bank.effects[i] for i in indices]).sum(0)]
-        masked = [torch.addmm(block, choice, mask) for block, mask in zip(rows, masks, strict=True)]
+        masked = [torch.addmm(tensor, choice, mask) for tensor, mask in zip(rows, masks, strict=True)]
         spent = time.perf_counter() - started
         key = ProductKey(group, direction, member_bits)
         pending = self._remote.submit(Operation.PRODUCT, key, masked, request_class)
@@ -115,18 +115,18 @@ class NoiseBank(PrivacyMode):
 
         return LazyResult(finish)
 
-    def _choose(self, blocks: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _choose(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Chooses the mask of each row, and finds the rows of zeros.
 
         Returns:
             [T, K]: in each row one entry, the power of two a, in a secretly drawn column.
             [T] bool, or None if no row is zero.
         """
-        rows = blocks[0].shape[0]
-        norm = self._norms(blocks, torch.float32)
+        rows = tensors[0].shape[0]
+        norm = self._norms(tensors, torch.float32)
         if not 1e-15 < norm.max() < np.inf:  # squares of such numbers leave float32
-            norm = self._norms(blocks, torch.float64)
-        width = sum(block.shape[1] for block in blocks)
+            norm = self._norms(tensors, torch.float64)
+        width = sum(tensor.shape[1] for tensor in tensors)
         loud = np.maximum(norm, norm.mean()) * (self._options.scale / width**0.5)
         choice = np.zeros((rows, self._options.masks), np.float32)
         picked = np.frombuffer(self._entropy(rows), np.uint8) & (self._options.masks - 1)
@@ -135,9 +135,9 @@ class NoiseBank(PrivacyMode):
         return torch.from_numpy(choice), torch.from_numpy(silent) if silent.any() else None
 
     @staticmethod
-    def _norms(blocks: list[torch.Tensor], dtype: torch.dtype) -> Any:
-        """Returns the L2 norm [T] of each row over all blocks."""
-        norms = [torch.linalg.vector_norm(block, dim=1, dtype=dtype).numpy() for block in blocks]
+    def _norms(tensors: list[torch.Tensor], dtype: torch.dtype) -> Any:
+        """Returns the L2 norm [T] of each row over all tensors."""
+        norms = [torch.linalg.vector_norm(tensor, dim=1, dtype=dtype).numpy() for tensor in tensors]
         return norms[0] if len(norms) == 1 else np.linalg.norm(norms, axis=0)
 
     def _make(self, key: tuple[int, Direction]) -> _Bank:

@@ -21,7 +21,7 @@ from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.products.forecast import PrefetchRequest
 from tenant_sdk.products.mask_sources import SeedSource
 from tenant_sdk.products.mask_store import CHUNK_ROWS, IDLE_SECONDS, MaskStore
-from tenant_sdk.products.masks import Mask
+from tenant_sdk.products.masks import Mask, MaskGenerator
 from tenant_sdk.products.modes import Privacy
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class OneTimeMask:
         return [torch.cat(effects) for effects in zip(*parts, strict=True)]
 
 
-class OneTimeMasks:
+class OneTimeMasks(MaskGenerator):
     """Privacy mode ``one-time``: a fresh uniform mask for every row, from sources that do not collude.
 
     Each source gets a seed of its own and returns the effect of what it expands to; the mask is the sum

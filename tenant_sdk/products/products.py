@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 
@@ -12,9 +12,10 @@ from tenant_sdk.connection.remote import LazyResult, RemoteExecutor
 from tenant_sdk.products.modes import Privacy
 
 
-class PrivacyMode(Protocol):
-    """One privacy mode: products without showing the executor more than it must. ``session.products``."""
+class Products(ABC):
+    """Products without showing the executor more than the privacy mode must. ``session.products``."""
 
+    @abstractmethod
     def submit(
         self,
         group: int,
@@ -46,12 +47,11 @@ class PrivacyMode(Protocol):
             SymbiosisError: also from ``result``: the connection, the executor, a mask source, or a wrong
                 answer.
         """
-        ...
 
     @property
+    @abstractmethod
     def privacy(self) -> Privacy:
-        """The mode's name."""
-        ...
+        """The privacy mode."""
 
     @property
     def rows_ahead(self) -> int:
@@ -62,8 +62,8 @@ class PrivacyMode(Protocol):
         """See ``MaskGenerator.fill``."""
         return  # by default nothing is fetched ahead
 
-    def verifying_everything(self) -> PrivacyMode:
-        """Returns this mode with exact answers, all of which are checked if any are."""
+    def verifying_everything(self) -> Products:
+        """Returns the same with exact answers, all of which are checked if any are."""
         return self  # by default answers are exact, and none are checked
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class PrivacyMode(Protocol):
         return  # by default there is nothing to do
 
 
-class PlainProducts(PrivacyMode):
+class PlainProducts(Products):
     """No mask: the executor sees every activation. The baseline for speed, no protection at all."""
 
     privacy = Privacy.PLAIN
@@ -87,49 +87,49 @@ class PlainProducts(PrivacyMode):
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> LazyResult:
-        """See PrivacyMode."""
+        """See Products."""
         key = ProductKey(group, direction, member_bits)
         return self._remote.submit(Operation.PRODUCT, key, rows, request_class)
 
 
-class WrappedProducts:
-    """Base of modes that wrap another mode: what they forward to it."""
+class WrappedProducts(Products):
+    """Base of products that wrap others: what they forward to them."""
 
-    def __init__(self, inner: PrivacyMode) -> None:
+    def __init__(self, inner: Products) -> None:
         self._inner = inner
 
     @property
     def privacy(self) -> Privacy:
-        """See PrivacyMode."""
+        """See Products."""
         return self._inner.privacy
 
     @property
     def rows_ahead(self) -> int:
-        """See PrivacyMode."""
+        """See Products."""
         return self._inner.rows_ahead
 
     def fill(self, budget_bytes: int, timeout: float, chunk_rows: int = 0) -> None:
-        """See PrivacyMode."""
+        """See Products."""
         self._inner.fill(budget_bytes, timeout, chunk_rows)
 
-    def verifying_everything(self) -> PrivacyMode:
-        """See PrivacyMode; that of the mode inside."""
+    def verifying_everything(self) -> Products:
+        """See Products; those inside, without this wrapper."""
         return self._inner.verifying_everything()
 
     def close(self) -> None:
-        """See PrivacyMode."""
+        """See Products."""
         self._inner.close()
 
 
 class PaddedProducts(WrappedProducts):
-    """Adds rows of zeros to the requests of another mode until their number is a power of two.
+    """Adds rows of zeros to the requests of others until their number is a power of two.
 
     Args:
         inner: what hides and sends them.
         min_rows: the smallest number of rows sent.
     """
 
-    def __init__(self, inner: PrivacyMode, min_rows: int) -> None:
+    def __init__(self, inner: Products, min_rows: int) -> None:
         super().__init__(inner)
         self._min_rows = min_rows
 
@@ -141,10 +141,10 @@ class PaddedProducts(WrappedProducts):
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> LazyResult:
-        """See PrivacyMode."""
+        """See Products."""
         count = rows[0].shape[0]
         padded_count = 1 << (max(count, self._min_rows) - 1).bit_length()
-        sent = [pad_with_zeros(block, padded_count, self.privacy) for block in rows]
+        sent = [pad_with_zeros(tensor, padded_count, self.privacy) for tensor in rows]
         pending = self._inner.submit(group, direction, member_bits, sent, request_class)
         return LazyResult(lambda: [result[:count] for result in pending.result()])
 
@@ -162,6 +162,6 @@ def pad_with_zeros(rows: torch.Tensor, count: int, privacy: Privacy) -> torch.Te
     return torch.nn.functional.pad(rows, (0, 0, 0, count - len(rows)))
 
 
-def padded(products: PrivacyMode, pad_rows: int) -> PrivacyMode:
-    """Returns a mode that hides row numbers too, if ``pad_rows`` is not 0; see ``connect``."""
+def padded(products: Products, pad_rows: int) -> Products:
+    """Returns products that hide row numbers too, if ``pad_rows`` is not 0; see ``connect``."""
     return PaddedProducts(products, pad_rows) if pad_rows else products

@@ -20,13 +20,14 @@ from tenant_sdk.connection.remote import LazyResult, RemoteExecutor, check_shape
 from tenant_sdk.products.answer_bits import AnswerBits
 from tenant_sdk.products.masks import MaskGenerator
 from tenant_sdk.products.modes import Privacy
+from tenant_sdk.products.products import Products
 from tenant_sdk.products.ring_group import RingGroup
 from tenant_sdk.products.ring_requests import ExactRequest, HalfChecks, HalfRequest
 from tenant_sdk.products.verification import transposed
 from tenant_sdk.products.verifier import Verifier
 
 
-class RingProducts:
+class RingProducts(Products):
     """Products on a ring executor. The masks decide the privacy mode.
 
     Args:
@@ -57,11 +58,11 @@ class RingProducts:
 
     @property
     def privacy(self) -> Privacy:
-        """See ``tenant_sdk.products.products.PrivacyMode``."""
+        """See Products."""
         return self._masks.privacy
 
     def verifying_everything(self) -> RingProducts:
-        """See ``tenant_sdk.products.products.PrivacyMode``."""
+        """See Products."""
         verifier = self._verifier.verifying_everything() if self._verifier else None
         return RingProducts(self._remote, self._masks, verifier, self._scales, self._unpredictable)
 
@@ -73,7 +74,7 @@ class RingProducts:
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> LazyResult:
-        """See ``tenant_sdk.products.products.PrivacyMode``.
+        """See Products.
 
         Raises:
             VerificationError: a wrong answer, now or earlier in this session.
@@ -92,7 +93,7 @@ class RingProducts:
             nonlocal spent
             started = time.perf_counter()
             mask = self._masks.take(key, piece.stop - piece.start, request_class=request_class)
-            masked = request.mask_rows([block[piece] for block in rows], piece.start, mask)
+            masked = request.mask_rows([tensor[piece] for tensor in rows], piece.start, mask)
             spent += time.perf_counter() - started
             return [masked]
 
@@ -100,7 +101,7 @@ class RingProducts:
         started = time.perf_counter()
         ready: list[list[torch.Tensor]] = []
         if len(pieces) > 1 and not all(
-            all_finite_below(block, self._group(group).safe_size) for block in rows
+            all_finite_below(tensor, self._group(group).safe_size) for tensor in rows
         ):
             # All, or one that cannot be sent might follow others.
             ready = [mask_piece(piece) for piece in pieces]
@@ -218,15 +219,15 @@ class RingProducts:
 
     @property
     def rows_ahead(self) -> int:
-        """See PrivacyMode."""
+        """See Products."""
         return self._masks.rows_ahead
 
     def fill(self, budget_bytes: int, timeout: float, chunk_rows: int = 0) -> None:
-        """See PrivacyMode."""
+        """See Products."""
         self._masks.fill(budget_bytes, timeout, chunk_rows)
 
     def _row_widths(self, key: ProductKey) -> list[int]:
-        """Widths of the blocks of rows, which are those of answers in the other direction."""
+        """Widths of the tensors of rows, which are those of answers in the other direction."""
         return self._answer_widths(transposed(key))
 
     def _answer_widths(self, key: ProductKey) -> list[int]:
@@ -243,5 +244,5 @@ class RingProducts:
         return ring_group
 
     def close(self) -> None:
-        """See PrivacyMode."""
+        """See Products."""
         self._masks.close()

@@ -85,7 +85,7 @@ class ExactRequest:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See ``quantize_and_mask``. Rounding of answers adds at most ``rounding_error`` to a product."""
         added = quantize_and_mask(
-            [block.contiguous() for block in rows],
+            [tensor.contiguous() for tensor in rows],
             self._row_scales,
             self._ring.max_norm(self.key.direction, rounding_error),
             request,
@@ -94,7 +94,7 @@ class ExactRequest:
         )
         if added is not None:
             return added
-        if not all(block.isfinite().all() for block in rows):
+        if not all(tensor.isfinite().all() for tensor in rows):
             raise NonFiniteError(
                 "the rows hold NaN or infinity; nothing was sent. Look for what diverged before this layer"
             )

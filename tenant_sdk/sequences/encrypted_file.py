@@ -17,7 +17,7 @@ from typing import SupportsIndex
 import torch
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from shared.errors import Argument, ConfigurationError
+from shared.errors import ConfigurationError, OptionReference
 from shared.forks import ForkGuard, register_for_fork
 from tenant_sdk.storage import disk_errors
 
@@ -93,8 +93,8 @@ class EncryptedFile:
         raise ConfigurationError(
             "what lies on the disk ({}, a long training) cannot be copied; keep it in memory ({}) or "
             "close() it before",
-            Argument("kv", "disk"),
-            Argument("kv", "host"),
+            OptionReference("kv", "disk"),
+            OptionReference("kv", "host"),
         )
 
     def write(self, tensor: torch.Tensor) -> Spilled:

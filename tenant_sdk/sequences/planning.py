@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from shared.errors import ConfigurationError, OptionText, Placeholder
+from shared.errors import ConfigurationError, Metavar, OptionText
 
 WINDOWS = (8192, 4096, 2048, 1024, 512, 256, 128)  # tokens of all sequences of a batch together
 FEW = 1024  # from as many on a window costs hardly more than the whole
@@ -139,7 +139,7 @@ def plan_step(
         "{} x {:,} tokens take {:.2f} GiB of memory at least, on top of the {:.2f} GiB that this process has "
         "already: give {memory_gib} or more, shorter sequences, or fewer at once",
         *(batch, length, least.memory / GIB, budget - memory / GIB),
-        memory_gib=Placeholder(f"{math.ceil(100 * enough) / 100:g}"),
+        memory_gib=Metavar(f"{math.ceil(100 * enough) / 100:g}"),
     )
     if (more := next((plan for plan in every if plan.memory <= memory), None)) is not None:
         error += f"; or {more.disk / GIB:.1f} GiB of disk, where {disk / GIB:.1f} may be used"

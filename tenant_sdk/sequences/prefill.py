@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.errors import ConfigurationError, Placeholder
+from shared.errors import ConfigurationError, Metavar
 from shared.wire.messages import GroupInfo
 
 # A pass over all groups costs the same round trips for any number of rows. So few rows waste them, and from
@@ -63,7 +63,7 @@ class Demand:
                 "{:.2g} GiB are not enough to read {} tokens of a prompt with a context of {:,}{}: give "
                 "{memory_gib} or more, or a smaller context",
                 *(memory / 2**30, LEAST, context, copied if self.copies else ""),
-                memory_gib=Placeholder(f"{needed:.2g}"),
+                memory_gib=Metavar(f"{needed:.2g}"),
             )
         return min(fit, MOST)
 

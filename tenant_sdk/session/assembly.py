@@ -1,4 +1,4 @@
-"""A privacy mode from its parts: how a session's products are masked, asked for and checked."""
+"""Products of a session from their parts: how a session's products are masked, asked for and checked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from shared.errors import Argument, ConfigurationError, ModelMismatch, Placeholder
+from shared.errors import ConfigurationError, Metavar, ModelMismatch, OptionReference
 from shared.wire.messages import Manifest
 from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.channel import Entropy
@@ -21,7 +21,7 @@ from tenant_sdk.products.mask_sources import ExecutorSource, LocalRing, LocalSou
 from tenant_sdk.products.masks import MaskGenerator, NoMasks
 from tenant_sdk.products.noise_bank import NoiseBank
 from tenant_sdk.products.one_time_masks import OneTimeMasks
-from tenant_sdk.products.products import PlainProducts, PrivacyMode
+from tenant_sdk.products.products import PlainProducts, Products
 from tenant_sdk.products.ring_products import RingProducts
 from tenant_sdk.products.verification import Fingerprints, IntegerProduct, LiveFingerprints
 from tenant_sdk.products.verifier import Verifier
@@ -50,8 +50,8 @@ def assemble(
     *,
     entropy: Entropy = os.urandom,
     clock: Callable[[], float] = time.monotonic,
-) -> PrivacyMode:
-    """The privacy mode of a session whose executors are connected.
+) -> Products:
+    """Returns the products of a session whose executors are connected, in its privacy mode.
 
     Args:
         remotes: the provider, and the mask sources that are executors.
@@ -64,7 +64,7 @@ def assemble(
         ConfigurationError: options do not fit together.
     """
     provider = remotes[0]
-    inner: PrivacyMode
+    inner: Products
     if provider.ring:
         local = next((source for source in sources if isinstance(source, LocalRing)), None)
         scales = _agreed_scales(remotes, stored.scales if stored else local.scales if local else None)
@@ -114,9 +114,9 @@ def _verifier(
         return None
     local = _local_products(sources)
     if local is None and config.answers != "exact" and config.privacy != "one-time":
-        remedies = [Argument("answers", "exact"), Argument("verify", "off")]
+        remedies = [OptionReference("answers", "exact"), OptionReference("verify", "off")]
         if config.privacy != "plain":  # which takes no mask source
-            remedies.insert(0, Argument("mask_sources", ["local:FOLDER"]))
+            remedies.insert(0, OptionReference("mask_sources", ["local:FOLDER"]))
         raise ConfigurationError(
             "checks of {answers} need products of secret numbers, which {privacy} would show to the "
             f"provider: use one-time masks, {'{}, ' * (len(remedies) - 1)}or {{}}",
@@ -163,7 +163,7 @@ def _live_fingerprints(
             "`symbiosis-tenant fingerprint CHECKPOINT` and give {fingerprints}. Only one-time masks can "
             "make them through the executors: others would show them to the provider",
             privacy=privacy,
-            fingerprints=Placeholder("FILE"),
+            fingerprints=Metavar("FILE"),
         )
     return LiveFingerprints(shapes, entropy)
 

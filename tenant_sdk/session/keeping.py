@@ -23,7 +23,7 @@ from shared.wire.traffic import TokenBytes
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.urls import replicas_of
 from tenant_sdk.products.kept_groups import KeptProducts, group_weights
-from tenant_sdk.products.products import PrivacyMode
+from tenant_sdk.products.products import Products
 from tenant_sdk.session.options import TRAINING, SessionConfig, SessionOption
 from tenant_sdk.session.profiles import FIELDS
 from tenant_sdk.session.weight_cache import WeightCache
@@ -37,7 +37,7 @@ MAX_COPIES = 16  # of a weight among them
 
 Shape = tuple[int, ...]  # inputs, and outputs of each member
 # Products that are asked for weights, or what has the weights of a group's members, [O, D] each.
-WeightSource = PrivacyMode | Callable[[int], list[torch.Tensor]]
+WeightSource = Products | Callable[[int], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class Kept:
 
 def keep_groups(
     config: SessionConfig,
-    products: PrivacyMode,
+    products: Products,
     weight_source: WeightSource,
     executor: RemoteExecutor,
     token_bytes: Callable[[list[GroupShape], tuple[Direction, ...]], TokenBytes],
-) -> tuple[PrivacyMode, Kept]:
+) -> tuple[Products, Kept]:
     """Measure groups, choose some within the budget, and ask for their weights.
 
     For generation it keeps those that save most time, and for training those that save most bytes: on most
@@ -167,7 +167,7 @@ def _size(shape: Shape, dtype: torch.dtype) -> int:
 
 
 def _measured(
-    products: PrivacyMode, infos: Mapping[int, GroupInfo], dtype: torch.dtype, budget: int, *, training: bool
+    products: Products, infos: Mapping[int, GroupInfo], dtype: torch.dtype, budget: int, *, training: bool
 ) -> dict[Shape, tuple[float, float]]:
     """Seconds of a token in groups of each shape, there and here.
 
@@ -193,7 +193,7 @@ def _measured(
     return seconds_of_shape
 
 
-def _least_seconds(products: PrivacyMode, groups: Iterable[int], shape: Shape, *, training: bool) -> float:
+def _least_seconds(products: Products, groups: Iterable[int], shape: Shape, *, training: bool) -> float:
     """Seconds of a token: of one row forward, or of many forward and backward.
 
     Args:
@@ -237,6 +237,6 @@ def _weights(
 
 
 def _product(
-    products: PrivacyMode, group: int, member_bits: int, rows: list[torch.Tensor]
+    products: Products, group: int, member_bits: int, rows: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     return products.submit(group, Direction.FORWARD, member_bits, rows, RequestClass.FINETUNING).result()

@@ -1,4 +1,4 @@
-"""``tenant_sdk.connect``: opens the connections of a session and has its privacy mode assembled."""
+"""``tenant_sdk.connect``: opens the connections of a session and has its products assembled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 from shared.errors import ConfigurationError
 from shared.secrets import text_of
-from shared.spinning import stop_spinning
 from shared.wire.header import EXACT, RINGS, half_bits
 from shared.wire.messages import Manifest
 from shared.wire.traffic import token_bytes
@@ -25,6 +24,7 @@ from tenant_sdk.session.options import WEAKER, SessionConfig
 from tenant_sdk.session.parties import PartyConnector
 from tenant_sdk.session.profiles import takes_options
 from tenant_sdk.session.session import Session
+from tenant_sdk.spinning import stop_spinning
 from tenant_sdk.trust.attestation import check_agreement
 from tenant_sdk.trust.operators import SIGNS, Operators
 

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any
 
-from shared.errors import Argument, ConfigurationError, OptionText, Placeholder
+from shared.errors import ConfigurationError, Metavar, OptionReference, OptionText
 from shared.options import Option, check_fields
 from shared.secrets import Secret, text_of
 from tenant_sdk.connection.urls import (
@@ -40,11 +40,11 @@ EXECUTORS, TRUST, MASKS, VERIFICATION, CONNECTION, KEPT = (
     "Kept layers",
 )
 PROVIDER, MASK_SOURCES, NOBODY = "provider", "mask_sources", ""
-_FILE = Placeholder("FILE")
+_FILE = Metavar("FILE")
 WEAKER = OptionText(
     "Weaker modes must be selected by name: {} or {}; SECURITY.md describes their limits",
-    Argument("privacy", "noise-bank"),
-    Argument("privacy", "plain"),
+    OptionReference("privacy", "noise-bank"),
+    OptionReference("privacy", "plain"),
 )
 
 
@@ -410,7 +410,7 @@ class SessionConfig:
         if not self.provider:
             raise ConfigurationError(
                 "which executor? Give {provider}, or {profile}, which names one",
-                provider=Placeholder("URL"),
+                provider=Metavar("URL"),
                 profile=_FILE,
             )
         check_fields(self)
@@ -419,7 +419,7 @@ class SessionConfig:
         if self.fingerprint_key and self.fingerprints is None:
             raise ConfigurationError(
                 "{fingerprint_key} is of no use without {fingerprints}",
-                fingerprint_key=Placeholder("KEY"),
+                fingerprint_key=Metavar("KEY"),
                 fingerprints=_FILE,
             )
         self._check_certificates()
@@ -490,7 +490,7 @@ class SessionConfig:
             raise ConfigurationError(
                 "{experts} adds rows of zeros, which {privacy} would show: use it with one-time masks, "
                 "or give {}",
-                Argument("experts", "routed"),
+                OptionReference("experts", "routed"),
                 experts=self.experts,
                 privacy=self.privacy,
             )
@@ -506,8 +506,8 @@ class SessionConfig:
             raise ConfigurationError(
                 "{privacy} needs a mask source. Name one that another operator runs, {}, or the "
                 "checkpoint itself, {}, which computes the masks' effects here. {}",
-                Argument("mask_sources", ["wss://..."]),
-                Argument("mask_sources", ["local:FOLDER"]),
+                OptionReference("mask_sources", ["wss://..."]),
+                OptionReference("mask_sources", ["local:FOLDER"]),
                 WEAKER,
                 privacy=self.privacy,
             )
@@ -534,7 +534,7 @@ class SessionConfig:
                 raise ConfigurationError(
                     "{} is for TLS, and {} is reached without it, on this machine; leave it out. (The "
                     "authority of mask sources is {mask_source_ca}.)",
-                    Argument(option, _FILE),
+                    OptionReference(option, _FILE),
                     url_of(users[0]),
                     mask_source_ca=_FILE,
                 )
@@ -551,7 +551,7 @@ def for_each(value: Any, sources: Sequence[Party], option: str) -> list[Any]:
     if len(value) != len(sources):
         raise ConfigurationError(
             "{}: give one for all mask sources, or one for each ({}), not {}",
-            Argument(option),
+            OptionReference(option),
             len(sources),
             len(value),
         )

@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from shared.errors import (
-    Argument,
     AuthenticationError,
     ConnectError,
     ConnectionRefused,
+    Metavar,
+    OptionReference,
     OptionText,
-    Placeholder,
     TlsError,
 )
 from shared.wire.header import DTYPE_NAMES
@@ -131,7 +131,7 @@ class PartyConnector:
         if isinstance(error, TlsError) and error.untrusted:
             error.structured_message += why_untrusted(self._ca, f"{self._option_prefix}ca")
         elif isinstance(error, AuthenticationError) and not isinstance(error.__cause__, OSError):
-            argument = Argument(f"{self._option_prefix}token", Placeholder("TOKEN"))
+            argument = OptionReference(f"{self._option_prefix}token", Metavar("TOKEN"))
             error.structured_message += OptionText(". This one was given with {}", argument)
         elif isinstance(error, ConnectionRefused):
             error.structured_message += " `symbiosis-tenant doctor --wait SECONDS` waits for it"

@@ -15,7 +15,7 @@ import msgspec
 
 from shared.atomic import write_atomically
 from shared.encoded import UNREADABLE, path_text, read_within
-from shared.errors import ALONE, ConfigurationError, OptionText, Placeholder, SymbiosisError
+from shared.errors import ALONE, ConfigurationError, Metavar, OptionText, SymbiosisError
 from shared.hub import HUB
 from shared.options import Flag, check_options, described, fields_of, read_options, secret_reference_keys
 from shared.ownership import check_own
@@ -32,7 +32,7 @@ R = TypeVar("R")
 MAX_APPROVED = 1 << 20  # bytes of a file that is approved
 HERE = Path("symbiosis.toml")  # what command lines use if they are told nothing else, once it is approved
 FIELDS = fields_of(SessionConfig)
-_FILE = Placeholder("FILE")
+_FILE = Metavar("FILE")
 # Of each party, by the option that names it, its options.
 BELONGINGS = {
     party: [

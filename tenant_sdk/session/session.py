@@ -25,7 +25,7 @@ from tenant_sdk.model.layer_replacement import attach_layers, detach_layers, war
 from tenant_sdk.model.mixtures import ExpertPlacement
 from tenant_sdk.model.naming import base_of_peer, find_base, name_model
 from tenant_sdk.model.virtual import RemoteGroup
-from tenant_sdk.products.products import PrivacyMode
+from tenant_sdk.products.products import Products
 from tenant_sdk.sequences.contexts import LongContext, prefill
 from tenant_sdk.session.keeping import Kept
 
@@ -45,7 +45,7 @@ class Session:
     def __init__(
         self,
         executor: RemoteExecutor,
-        products: PrivacyMode,
+        products: Products,
         privacy: str,
         experts: str,
         *,

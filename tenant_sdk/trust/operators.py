@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from shared.errors import Argument, ConfigurationError, OptionText, Placeholder
+from shared.errors import ConfigurationError, Metavar, OptionReference, OptionText
 from tenant_sdk.connection.urls import over_tls, split_url
 
 # What can show that two parties are one operator, or lets one of them act as the other. The words are those
@@ -129,7 +129,7 @@ def own_tokens(token: str, source_tokens: Sequence[str | None], allowed: Collect
             "give the mask source's own token: {mask_source_token}. The provider's is not sent to "
             "another operator, who could then act as this tenant there; {}",
             _waiver(["token"], allowed),
-            mask_source_token=Placeholder("TOKEN"),
+            mask_source_token=Metavar("TOKEN"),
         )
     if len({token, *source_tokens}) <= len(source_tokens):
         raise ConfigurationError(
@@ -166,7 +166,7 @@ def own_authorities(
             "of the operating system. The provider's, {ca}, could sign a certificate for the mask "
             "source's address, and read what is sent there; {}",
             _waiver(["authority"], allowed),
-            mask_source_ca=Placeholder("FILE"),
+            mask_source_ca=Metavar("FILE"),
             ca=ca,
         )
     chosen = [None if str(each) == SYSTEM else each for each in source_authorities]
@@ -204,7 +204,7 @@ def _keys_of(file: str | Path | None, option: str) -> set[bytes]:
         raise ConfigurationError(
             "cannot use the authority's certificate file {} ({}): {}",
             str(file),
-            Argument(option, Placeholder("FILE")),
+            OptionReference(option, Metavar("FILE")),
             str(error),
         ) from error
     return certificates | keys
@@ -250,8 +250,8 @@ def _waiver(signs: list[str], allowed: Collection[str]) -> OptionText:
     every = [*signs, *(sign for sign in SIGNS if sign in allowed and sign not in signs)]
     return OptionText(
         "if that is meant, {}; to try it out on one machine, {}",
-        Argument("allow_same", every),
-        Argument("allow_same", [ALL]),
+        OptionReference("allow_same", every),
+        OptionReference("allow_same", [ALL]),
     )
 
 

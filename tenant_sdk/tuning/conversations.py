@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
-from shared.errors import ConfigurationError, Placeholder
+from shared.errors import ConfigurationError, Metavar
 from tenant_sdk.tuning.message_parts import MessagePart, TemplateProbe
 
 IGNORE_INDEX = -100  # a label that takes no part in the loss
@@ -83,7 +83,7 @@ def chat_template(
 
 def _template_error(template: str, *values: object) -> ConfigurationError:
     """An error that names the tokenizer's option; see ``Message``."""
-    return ConfigurationError(template, *values, tokenizer=Placeholder("FOLDER"))
+    return ConfigurationError(template, *values, tokenizer=Metavar("FOLDER"))
 
 
 def generation_prompt(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
-from shared.errors import ConfigurationError, OptionText, Placeholder, StorageError, counted
+from shared.errors import ConfigurationError, Metavar, OptionText, StorageError, counted
 from tenant_sdk.model.naming import base_of
 from tenant_sdk.sequences.positions import rope_stable_length
 from tenant_sdk.sequences.stack import CannotSplit
@@ -40,7 +40,7 @@ _PROBE_TOKENS = 32  # tokens that show how a model attends
 _NO_BASE = OptionText(
     "the adapter's card will not say where its base is found; {base} records that, and so does "
     "`base_model_name_or_path` in the adapter's adapter_config.json, which you can edit later",
-    base=Placeholder("FOLDER|hub:NAME[@REVISION]"),
+    base=Metavar("FOLDER|hub:NAME[@REVISION]"),
 )
 _EVALUATIONS = 5  # of the held-out loss in a training, unless another number is given
 

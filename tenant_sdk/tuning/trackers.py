@@ -15,7 +15,7 @@ from transformers.integrations.integration_utils import (
     get_available_reporting_integrations,
 )
 
-from shared.errors import Argument, ConfigurationError, OptionText
+from shared.errors import ConfigurationError, OptionReference, OptionText
 from tenant_sdk.session.profiles import check_approved
 
 _DVC = (".dvc/config", ".dvc/config.local")
@@ -59,7 +59,7 @@ def check_reports(names: Sequence[str]) -> None:
         ConfigurationError: it knows no such thing, or its package is not installed.
     """
     for name in names:
-        argument = Argument("report_to", name)
+        argument = OptionReference("report_to", name)
         if name not in INTEGRATION_TO_CALLBACK:
             raise ConfigurationError("{} must be one of {}", argument, ", ".join(INTEGRATION_TO_CALLBACK))
         # Before its package is imported, which looks for its files.
@@ -78,7 +78,7 @@ def check_trackers(names: Sequence[str]) -> None:
         ConfigurationError: there is one; or it is not known what the tracker reads.
     """
     for name in names:
-        argument = Argument("report_to", name)
+        argument = OptionReference("report_to", name)
         if name not in _FILES:
             raise ConfigurationError(
                 "{}: it is not known which files of this folder it reads, and their author would choose "

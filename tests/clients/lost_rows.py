@@ -28,11 +28,11 @@ class Products:
 
     info, privacy = SimpleNamespace(inputs=16), Privacy.PLAIN
 
-    def submit(self, direction: object, members: int, blocks: list[torch.Tensor], urgency: object) -> Any:
+    def submit(self, direction: object, members: int, tensors: list[torch.Tensor], urgency: object) -> Any:
         """Remember what would be sent."""
-        assert blocks[0].isfinite().all()
-        sent.append(blocks[0])
-        return SimpleNamespace(result=lambda: [blocks[0].clone()])
+        assert tensors[0].isfinite().all()
+        sent.append(tensors[0])
+        return SimpleNamespace(result=lambda: [tensors[0].clone()])
 
 
 torch.manual_seed(0)

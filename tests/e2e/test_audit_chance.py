@@ -56,13 +56,13 @@ def test_a_game_that_is_always_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     submit, batches = ring_products.RingProducts.submit, []
 
     def flipping(
-        self: Any, group: int, direction: Any, members: int, blocks: list[torch.Tensor], *more: Any
+        self: Any, group: int, direction: Any, members: int, tensors: list[torch.Tensor], *more: Any
     ) -> Any:
-        if len(blocks[0]) == GAME_BATCH:
-            batches.append(blocks)
+        if len(tensors[0]) == GAME_BATCH:
+            batches.append(tensors)
             if len(batches) > 1:
-                blocks = [3.0 - block for block in blocks]
-        return submit(self, group, direction, members, blocks, *more)
+                tensors = [3.0 - tensor for tensor in tensors]
+        return submit(self, group, direction, members, tensors, *more)
 
     without_masks(monkeypatch)
     monkeypatch.setattr(ring_products.RingProducts, "submit", flipping)
@@ -84,14 +84,14 @@ def test_an_adapter_copied_with_its_sign_flipped(tmp_path: Path, monkeypatch: py
     product, tuned, inputs = ring_products.RingProducts.submit, 1024, {}
 
     def mirrored(
-        self: Any, group: int, direction: Any, members: int, blocks: list[torch.Tensor], *more: Any
+        self: Any, group: int, direction: Any, members: int, tensors: list[torch.Tensor], *more: Any
     ) -> Any:
-        if direction == Direction.FORWARD and len(blocks[0]) == tuned:
-            inputs[group] = blocks[0]
+        if direction == Direction.FORWARD and len(tensors[0]) == tuned:
+            inputs[group] = tensors[0]
             if group == out:
                 x = inputs[into]
-                blocks = [2 * silu(x @ gate.T) * (x @ up.T) - blocks[0]]
-        return product(self, group, direction, members, blocks, *more)
+                tensors = [2 * silu(x @ gate.T) * (x @ up.T) - tensors[0]]
+        return product(self, group, direction, members, tensors, *more)
 
     without_masks(monkeypatch)
     monkeypatch.setattr(ring_products.RingProducts, "submit", mirrored)
@@ -109,12 +109,12 @@ def test_rows_without_masks_in_another_order(tmp_path: Path, monkeypatch: pytest
     submit = ring_products.RingProducts.submit
 
     def shuffled(
-        self: Any, group: int, direction: Any, members: int, blocks: list[torch.Tensor], *more: Any
+        self: Any, group: int, direction: Any, members: int, tensors: list[torch.Tensor], *more: Any
     ) -> Any:
         if group or direction == Direction.BACKWARD:
-            return submit(self, group, direction, members, blocks, *more)
-        order = torch.from_numpy(RNG.permutation(len(blocks[0])))
-        pending = submit(self, group, direction, members, [block[order] for block in blocks], *more)
+            return submit(self, group, direction, members, tensors, *more)
+        order = torch.from_numpy(RNG.permutation(len(tensors[0])))
+        pending = submit(self, group, direction, members, [tensor[order] for tensor in tensors], *more)
         return LazyResult(lambda: [answer[order.argsort()] for answer in pending.result()])
 
     without_masks(monkeypatch)

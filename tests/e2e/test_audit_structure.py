@@ -152,10 +152,10 @@ def test_a_tensor_in_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     submit = ring_products.RingProducts.submit
 
     def chatty(
-        self: Any, group: int, direction: Any, members: int, blocks: list[torch.Tensor], *more: Any
+        self: Any, group: int, direction: Any, members: int, tensors: list[torch.Tensor], *more: Any
     ) -> Any:
-        logging.getLogger("tenant_sdk.products.ring_products").debug("sending %s", blocks)
-        return submit(self, group, direction, members, blocks, *more)
+        logging.getLogger("tenant_sdk.products.ring_products").debug("sending %s", tensors)
+        return submit(self, group, direction, members, tensors, *more)
 
     monkeypatch.setattr(ring_products.RingProducts, "submit", chatty)
     _, result, refuted = structure(tmp_path)

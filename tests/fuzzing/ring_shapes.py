@@ -49,7 +49,7 @@ def rows(random: Random) -> None:
     count, planes, sources = random.randint(1, 40), random.choice((1, 2)), random.randint(0, 3)
     widths = [_side(random) for _ in range(random.randint(1, 4))]
     columns = sum(widths)
-    blocks = [_floats(random, count, width) for width in widths]
+    tensors = [_floats(random, count, width) for width in widths]
     scales, factor = (
         _floats(random, columns).abs(),
         _integers(random, columns).long() << random.randint(0, 31),
@@ -61,7 +61,7 @@ def rows(random: Random) -> None:
     for library in (native.LIBRARY, None):
         with patch.object(native, "LIBRARY", library):
             requests, integers = mask.clone(), torch.zeros(count, columns)
-            found = quantize_and_mask(blocks, scales, 1e6, requests, factor, integers)
+            found = quantize_and_mask(tensors, scales, 1e6, requests, factor, integers)
             exponents = torch.zeros(count, dtype=torch.int32) if found is None else found[0]
             expected = None if found is None else found[1]
             out = [torch.zeros(count, width) for width in widths]
@@ -70,7 +70,7 @@ def rows(random: Random) -> None:
             wrong = unmask_and_dequantize(left, effects, exponents, scales, out, asked, expected)
             made = [torch.zeros(count, width) for width in widths]
             write_products(left.float(), exponents, None, made)
-            finite = all(all_finite_below(block) for block in blocks)
+            finite = all(all_finite_below(tensor) for tensor in tensors)
             both.append((requests if found else None, exponents, wrong, *out, *made, finite))
     for one, other in zip(*both, strict=True):
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):

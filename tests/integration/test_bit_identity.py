@@ -39,15 +39,15 @@ def requests(session: tenant_sdk.Session) -> Kinds:
         everyone = (1 << len(widths)) - 1
         for members, outputs in ((everyone, widths), (1 << len(widths) - 1, widths[-1:])):
             for direction, columns in ((Direction.FORWARD, [info.inputs]), (Direction.BACKWARD, outputs)):
-                blocks = [torch.randn((ROWS, width), generator=generator) for width in columns]
-                found.append((number, direction, members, blocks))
+                tensors = [torch.randn((ROWS, width), generator=generator) for width in columns]
+                found.append((number, direction, members, tensors))
     return found
 
 
 def answers(session: tenant_sdk.Session) -> list[torch.Tensor]:
     return [
-        torch.cat(session.groups[number].product(direction, members, blocks), 1)
-        for number, direction, members, blocks in requests(session)
+        torch.cat(session.groups[number].product(direction, members, tensors), 1)
+        for number, direction, members, tensors in requests(session)
     ]
 
 
@@ -82,10 +82,10 @@ def test_split_over_several_requests(
 
 def test_row_by_row(executors: ExecutorFactory, expected: list[torch.Tensor]) -> None:
     with one_time(*executors("llama")) as session:
-        for (number, direction, members, blocks), whole in zip(requests(session), expected, strict=True):
+        for (number, direction, members, tensors), whole in zip(requests(session), expected, strict=True):
             group = session.groups[number]
             for row in (0, 1, ROWS - 1):
-                part = [block[row : row + 1] for block in blocks]
+                part = [tensor[row : row + 1] for tensor in tensors]
                 assert torch.equal(torch.cat(group.product(direction, members, part), 1)[0], whole[row])
 
 

@@ -103,8 +103,8 @@ def test_any_members_of_a_group(
         widths = [m.outputs for i, m in enumerate(group.info.members) if members >> i & 1]
         widths = [group.info.inputs] if direction == Direction.FORWARD else widths
         generator = torch.Generator().manual_seed(members)
-        blocks = [torch.randn((5, width), generator=generator) for width in widths]
-        group.product(direction, members, blocks)
+        tensors = [torch.randn((5, width), generator=generator) for width in widths]
+        group.product(direction, members, tensors)
         assert session.stats.verified_rows == 5
 
 

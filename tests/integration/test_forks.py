@@ -31,7 +31,7 @@ from ring_sessions import (
     seeds,
     session_in,
 )
-from test_noise_bank import FORWARD, MemoryExecutor, blocks_for, make_bank
+from test_noise_bank import FORWARD, MemoryExecutor, make_bank, tensors_for
 
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import Operation, RequestClass
@@ -194,17 +194,17 @@ def test_a_child_that_nobody_told_of() -> None:
 def test_a_child_has_no_bank_of_noise() -> None:
     executor = MemoryExecutor()
     bank = make_bank(executor)
-    blocks = blocks_for(FORWARD, 1)
-    bank.submit(0, FORWARD, 1, blocks).result()
+    tensors = tensors_for(FORWARD, 1)
+    bank.submit(0, FORWARD, 1, tensors).result()
 
     def child() -> None:
-        refused(lambda: bank.submit(0, FORWARD, 1, blocks).result())
+        refused(lambda: bank.submit(0, FORWARD, 1, tensors).result())
         assert not bank._banks._serving
         bank.close()
 
     with locked(bank._banks._lock):
         in_child(child)
-    bank.submit(0, FORWARD, 1, blocks).result()
+    bank.submit(0, FORWARD, 1, tensors).result()
     bank.close()
 
 

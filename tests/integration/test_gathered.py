@@ -91,8 +91,8 @@ def test_rows_of_several_tenants_in_one_batch(both: Sharded) -> None:
     for rows, future in zip(sent, futures, strict=True):
         if rows is not wrong:
             expected = executor.compute(header.group, header.direction, header.members, [rows])
-            for block, wanted in zip(future.result(SECONDS).blocks, expected, strict=True):
-                torch.testing.assert_close(block, wanted, atol=2 * tolerance, rtol=tolerance)
+            for tensor, wanted in zip(future.result(SECONDS).tensors, expected, strict=True):
+                torch.testing.assert_close(tensor, wanted, atol=2 * tolerance, rtol=tolerance)
     with pytest.raises(WireError, match="NaN"):  # a batch in which there is nothing to multiply
         submitted(engine, "a", 1, header, wrong).result(SECONDS)
     compare(executor, engine, 3, tolerance)
@@ -113,8 +113,8 @@ def answers_again(both: Sharded) -> int:
     for header, payload in requests(executor, 3):
         answer, lost = answered(engine, header, payload)
         repeated += lost
-        blocks = executor.blocks(header, payload)
-        expected = executor.compute(header.group, header.direction, header.members, blocks)[0]
+        tensors = executor.tensors(header, payload)
+        expected = executor.compute(header.group, header.direction, header.members, tensors)[0]
         torch.testing.assert_close(answer, expected, atol=tolerance, rtol=tolerance)
     assert not pool.not_ready()
     return repeated

@@ -116,9 +116,9 @@ def test_workers_make_their_own(
     engine = pool.engine()
     try:
         for header, payload in requests(executor, 3):
-            (got,) = submitted(engine, "a", 1, header, payload).result(SECONDS).blocks[:1]
-            blocks = executor.blocks(header, payload)
-            (expected,) = executor.compute(header.group, header.direction, header.members, blocks)[:1]
+            (got,) = submitted(engine, "a", 1, header, payload).result(SECONDS).tensors[:1]
+            tensors = executor.tensors(header, payload)
+            (expected,) = executor.compute(header.group, header.direction, header.members, tensors)[:1]
             if expected.dtype == torch.int32:
                 assert torch.equal(got, expected)
             else:  # in another order of additions

@@ -135,14 +135,14 @@ def test_rows_on_the_wire_are_masked_in_both_directions(
             self: RemoteExecutor,
             operation: Operation,
             key: ProductKey,
-            blocks: list[torch.Tensor],
+            tensors: list[torch.Tensor],
             request_class: RequestClass = RequestClass.UNDECLARED,
             *,
             log: list[tuple[Direction, torch.Tensor]] = log,
         ) -> LazyResult:
             if operation == Operation.PRODUCT:
-                log.append((key.direction, torch.cat(blocks, 1)))
-            return submit(self, operation, key, blocks, request_class)
+                log.append((key.direction, torch.cat(tensors, 1)))
+            return submit(self, operation, key, tensors, request_class)
 
         monkeypatch.setattr(RemoteExecutor, "submit", watched)
         with llama.connect(privacy=privacy) as session:

@@ -32,7 +32,7 @@ from provider.session.tenant import Service
 from shared.errors import ConnectionLost, RequestRefused, SymbiosisError
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import Direction, Operation, RequestClass
-from shared.wire.message import Incoming
+from shared.wire.incoming import Incoming
 from tenant_sdk import Session
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.keys import ProductKey

@@ -26,13 +26,13 @@ pytest_plugins = ("ring_fixtures",)
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 WRONG: dict[str, tuple[Direction, int, list[tuple[int, ...]]]] = {
     "too narrow": (FORWARD, 0b111, [(2, 63)]),
-    "two blocks": (FORWARD, 0b111, [(2, 64), (2, 64)]),
-    "no block": (FORWARD, 0b111, []),
+    "two tensors": (FORWARD, 0b111, [(2, 64), (2, 64)]),
+    "no tensor": (FORWARD, 0b111, []),
     "no rows": (FORWARD, 0b111, [(0, 64)]),
     "three axes": (FORWARD, 0b111, [(1, 2, 64)]),
-    "a block too few": (BACKWARD, 0b111, [(2, 64), (2, 32)]),
-    "blocks of different rows": (BACKWARD, 0b111, [(2, 64), (3, 32), (2, 32)]),
-    "blocks of others": (BACKWARD, 0b101, [(2, 32), (2, 64)]),
+    "a tensor too few": (BACKWARD, 0b111, [(2, 64), (2, 32)]),
+    "tensors of different rows": (BACKWARD, 0b111, [(2, 64), (3, 32), (2, 32)]),
+    "tensors of others": (BACKWARD, 0b101, [(2, 32), (2, 64)]),
 }
 
 

@@ -225,11 +225,11 @@ def test_downloads_go_on(
     asked = Counter[str]()
     fetch = channel_module.Channel.submit
 
-    def cut_now_and_then(self: Any, header_of: Any, blocks: Any) -> Any:
+    def cut_now_and_then(self: Any, header_of: Any, tensors: Any) -> Any:
         asked["all"] += 1
         if asked["all"] % 7 == 0:
             self.close()
-        return fetch(self, header_of, blocks)
+        return fetch(self, header_of, tensors)
 
     with executor.connect(patience=60.0) as session:
         monkeypatch.setattr(channel_module.Channel, "submit", cut_now_and_then)

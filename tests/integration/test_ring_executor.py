@@ -158,7 +158,7 @@ def test_what_the_tenant_sent_stays_as_it_is(ring: Callable[[str], Executor]) ->
     rows = integers(3, 20, 64)
     before = rows.clone()
     base = base_of(ring("llama"))
-    (out,) = base.compute(0, Direction.FORWARD, 1, base.blocks(request, rows))
+    (out,) = base.compute(0, Direction.FORWARD, 1, base.tensors(request, rows))
     assert torch.equal(rows, before)
     assert (out.dtype, out.shape) == (torch.int32, (20, RINGS[RING] * 64))
 

@@ -61,12 +61,12 @@ def test_one_layer_of_minilm(minilm: tuple[Executor, Executor], direction: Direc
             weights = [folder.member_weight(member) for member in group.info.members]
             members = (1 << len(weights)) - 1
             if direction == Direction.FORWARD:
-                blocks = [torch.randn((20, group.info.inputs), generator=generator)]
-                expected = [blocks[0] @ weight.T for weight in weights]
+                tensors = [torch.randn((20, group.info.inputs), generator=generator)]
+                expected = [tensors[0] @ weight.T for weight in weights]
             else:
-                blocks = [torch.randn((20, len(weight)), generator=generator) for weight in weights]
-                expected = [sum(block @ weight for block, weight in zip(blocks, weights, strict=True))]
-            got = group.product(direction, members, blocks)
+                tensors = [torch.randn((20, len(weight)), generator=generator) for weight in weights]
+                expected = [sum(tensor @ weight for tensor, weight in zip(tensors, weights, strict=True))]
+            got = group.product(direction, members, tensors)
             for mine, true in zip(got, expected, strict=True):
                 assert relative_error(mine, true) < ONE_LAYER
 

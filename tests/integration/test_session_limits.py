@@ -23,7 +23,7 @@ from provider.session.tenant import Service, TenantSession
 from shared.errors import WireError
 from shared.wire.frames import MessageReader, encode_message
 from shared.wire.header import DTYPE_CODES, Direction, Header, Operation
-from shared.wire.message import Incoming
+from shared.wire.incoming import Incoming
 from shared.wire.messages import Fetch, encode
 
 
@@ -37,7 +37,7 @@ def test_files_and_parameters_count_as_well(checkpoint: Callable[[str], Path]) -
     sent: queue.Queue[Header] = queue.Queue()
     unsent: list[Callable[[], None]] = []
 
-    def send(answer: Header, blocks: Any, on_sent: Callable[[], None]) -> None:
+    def send(answer: Header, tensors: Any, on_sent: Callable[[], None]) -> None:
         unsent.append(on_sent)
         sent.put(answer)
 
@@ -159,10 +159,10 @@ def test_an_answer_that_was_sent_is_not_kept(checkpoint: Callable[[str], Path]) 
     service.engine.defer = deferred.append  # type: ignore[method-assign]
     sent: queue.Queue[list[weakref.ref[torch.Tensor]]] = queue.Queue()
 
-    def send(answer: Header, blocks: Any, on_sent: Callable[[], None]) -> None:
+    def send(answer: Header, tensors: Any, on_sent: Callable[[], None]) -> None:
         on_sent()
         if answer.operation == Operation.REPLY:
-            sent.put([weakref.ref(each) for each in blocks])
+            sent.put([weakref.ref(each) for each in tensors])
 
     session = TenantSession(service, "alice", send)
     width = base.manifest.groups[0].inputs
@@ -173,10 +173,10 @@ def test_an_answer_that_was_sent_is_not_kept(checkpoint: Callable[[str], Path]) 
         session.answer(Incoming(head, torch.ones(3, width), admitted=session.accept(head)))
 
     service.engine.loop.call_soon_threadsafe(ask)
-    blocks = sent.get(timeout=800)
-    assert blocks
+    tensors = sent.get(timeout=800)
+    assert tensors
     eventually(lambda: any("answered" in repr(each) for each in deferred))
-    eventually(lambda: all(each() is None for each in blocks))
+    eventually(lambda: all(each() is None for each in tensors))
     service.close()
 
 

@@ -104,7 +104,7 @@ def test_changes_wait_for_each_other(tokens: TokenFile) -> None:
 
 def test_a_change_does_not_wait_for_ever(tokens: TokenFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its group may read a token file, and so lock it."""
-    monkeypatch.setattr("shared.file_lock.SECONDS", 0.0)
+    monkeypatch.setattr("provider.file_lock.SECONDS", 0.0)
     tokens.add("alice")
     with tokens.path.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)

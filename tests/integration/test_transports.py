@@ -64,11 +64,11 @@ def ring_everywhere(everywhere: Start, checkpoint: Callable[[str], Path]) -> Tra
     return everywhere(checkpoint("llama"), numerics=RING)
 
 
-def product(session: tenant_sdk.Session, *blocks: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+def product(session: tenant_sdk.Session, *tensors: torch.Tensor, **options: Any) -> list[torch.Tensor]:
     """Of group 0, whose members are q, k and v: 64 to 64, 32 and 32."""
     given = {"direction": Direction.FORWARD, "members": 1} | options
     key = ProductKey(0, given["direction"], given["members"])
-    return session.executor.submit(Operation.PRODUCT, key, list(blocks)).result()
+    return session.executor.submit(Operation.PRODUCT, key, list(tensors)).result()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -107,7 +107,7 @@ def test_backward_takes_blocks_member_by_member(llama: Executor, checkpoint: Cal
         websocket.send(control(HELLO, {"client": "websockets"}))
         receive(websocket)
         head = product(5, 96, direction=BACKWARD, members=0b101)
-        websocket.send(head + b"".join(block.numpy().tobytes() for block in gradients))
+        websocket.send(head + b"".join(tensor.numpy().tobytes() for tensor in gradients))
         fields, body = receive(websocket)
         assert (fields.rows, fields.columns, fields.members) == (5, 64, 0b101)
         got = torch.frombuffer(bytearray(body), dtype=torch.float32).reshape(5, 64)

@@ -60,8 +60,8 @@ class Crossing:
         layout = BatchLayout(batch.requests, batch.dtype, shape.widths(batch.direction, batch.members))
         whole = rows.memory.whole.copy()
         self.memory.append(whole.tobytes())
-        (block,) = layout.requests(rows.memory)
-        self.batches.append((link, batch, block.clone()))
+        (tensor,) = layout.requests(rows.memory)
+        self.batches.append((link, batch, tensor.clone()))
         if (link, batch.memory) not in self._used:
             self._used.add((link, batch.memory))
             self.beside_rows += int(whole[layout.sent :].any())

@@ -103,10 +103,10 @@ def compare(executor: BaseExecutor, engine: Engine, rows: int, tolerance: float)
     asked = list(requests(executor, rows))
     futures = [submitted(engine, "a", 1, header, payload) for header, payload in asked]
     for (header, payload), future in zip(asked, futures, strict=True):
-        blocks = executor.blocks(header, payload)
-        expected = executor.compute(header.group, header.direction, header.members, blocks)
-        answer = torch.cat([block.reshape(-1) for block in future.result(SECONDS).blocks])
-        wanted = torch.cat([block.reshape(-1) for block in expected])
+        tensors = executor.tensors(header, payload)
+        expected = executor.compute(header.group, header.direction, header.members, tensors)
+        answer = torch.cat([tensor.reshape(-1) for tensor in future.result(SECONDS).tensors])
+        wanted = torch.cat([tensor.reshape(-1) for tensor in expected])
         torch.testing.assert_close(answer, wanted, atol=tolerance, rtol=tolerance)
 
 
@@ -127,13 +127,13 @@ def test_batches_of_answers_of_all_widths(both: tuple[BaseExecutor, Engine, Work
     alone = Engine.of(executor)
     try:
         for header, payload in requests(executor, 5):
-            blocks = executor.blocks(header, payload)
-            (whole,) = executor.compute(header.group, header.direction, header.members, blocks)
+            tensors = executor.tensors(header, payload)
+            (whole,) = executor.compute(header.group, header.direction, header.members, tensors)
             for each in (engine, alone):
                 asked = [header._replace(answer_bits=bits) for bits in 2 * ANSWER_BITS]
                 futures = [submitted(each, "a", 1, one, payload) for one in asked]
                 for one, future in zip(asked, futures, strict=True):
-                    answer = torch.cat([block.reshape(-1) for block in future.result(SECONDS).blocks])
+                    answer = torch.cat([tensor.reshape(-1) for tensor in future.result(SECONDS).tensors])
                     assert torch.equal(answer, take_upper_bits(whole, one.answer_bits).view(-1))
     finally:
         alone.close()
@@ -144,7 +144,7 @@ def answered(engine: Engine, header: Header, payload: torch.Tensor) -> tuple[tor
     lost = 0
     for _ in range(60):  # for a second each, if the worker is away
         try:
-            return submitted(engine, "a", 1, header, payload).result(SECONDS).blocks[0], lost
+            return submitted(engine, "a", 1, header, payload).result(SECONDS).tensors[0], lost
         except WireError as error:
             if error.code not in ("unavailable", "restarting"):
                 raise
@@ -167,9 +167,9 @@ def test_a_worker_that_is_lost_is_started_again(
         for header, payload in requests(executor, 3):
             answer, repeated = answered(engine, header, payload)
             assert repeated <= (pool.lane_of[header.group] == 0)
-            blocks = executor.blocks(header, payload)
+            tensors = executor.tensors(header, payload)
             assert torch.equal(
-                answer, executor.compute(header.group, header.direction, header.members, blocks)[0]
+                answer, executor.compute(header.group, header.direction, header.members, tensors)[0]
             )
         assert (lost.restarts, other.restarts) == (1, 0)
         assert lost.pid != pids[0]
@@ -225,7 +225,7 @@ def test_a_product_for_which_there_is_no_memory_fails_alone(checkpoint: Callable
         found, (expected,) = (
             answer(batch),
             executor.compute(
-                header.group, header.direction, header.members, executor.blocks(header, payload)
+                header.group, header.direction, header.members, executor.tensors(header, payload)
             ),
         )
         return isinstance(found, torch.Tensor) and torch.equal(found, expected)

@@ -196,7 +196,7 @@ class SimulatedEngine(Engine):
         return EventLoop(self, self._kernel)
 
 
-class WatchedPolicy:
+class WatchedPolicy(Policy):
     """A policy whose decisions are looked at; see ``invariants.Fairness``."""
 
     def __init__(self, policy: Policy, watch: Any) -> None:
@@ -336,7 +336,9 @@ class Executor:
     def _open(self, tenant: str, send: Send, peer: str) -> TenantSession:
         return self.service.open(tenant, partial(self._lie, tenant, send), peer)
 
-    def _lie(self, tenant: str, send: Send, header: Header, blocks: Any, on_sent: Callable[[], None]) -> None:
+    def _lie(
+        self, tenant: str, send: Send, header: Header, tensors: Any, on_sent: Callable[[], None]
+    ) -> None:
         """Send an answer, or another one in its place."""
         draw = self.kernel.random
         if header.operation == Operation.REPLY and draw.random() < self.health.lie:
@@ -348,9 +350,9 @@ class Executor:
             elif kind == "shape":
                 header = header._replace(rows=header.columns, columns=header.rows)
             else:
-                blocks = [block.clone() for block in blocks]
-                blocks[0].view(torch.uint8).view(-1)[-1] ^= 0x40
-        send(header, blocks, on_sent)
+                tensors = [tensor.clone() for tensor in tensors]
+                tensors[0].view(torch.uint8).view(-1)[-1] ^= 0x40
+        send(header, tensors, on_sent)
 
 
 def allocate(kernel: Kernel, health: Health, header: Header) -> torch.Tensor:

@@ -80,7 +80,7 @@ class Model:
         ]
 
     def widths(self, key: ProductKey) -> tuple[list[int], list[int]]:
-        """Of a request's blocks, and of its answer's."""
+        """Of a request's tensors, and of its answer's."""
         inputs, outputs = WIDTHS[key.group]
         chosen = [outputs[i] for i in member_indices(key.member_bits)]
         return ([inputs], chosen) if key.direction == Direction.FORWARD else (chosen, [inputs])
@@ -96,29 +96,29 @@ class Model:
             parts.append(rows.astype(np.int64) @ (weight.T if key.direction == Direction.FORWARD else weight))
         return np.concatenate(parts, 1).astype(np.int32)
 
-    def expected(self, key: ProductKey, blocks: list[torch.Tensor], sources: int) -> list[torch.Tensor]:
+    def expected(self, key: ProductKey, tensors: list[torch.Tensor], sources: int) -> list[torch.Tensor]:
         """What a tenant must get for its rows; of half answers what it would get without their rounding."""
         group, forward = self._groups[key.group], key.direction == Direction.FORWARD
         scales = group.scales_of(key.member_bits)
         units = max(1, sources) << EXACT - key.answer_bits if key.answer_bits < EXACT else 0
         inputs, outputs = self.widths(key)
-        integers = torch.zeros((len(blocks[0]), sum(inputs)), dtype=torch.int32)
+        integers = torch.zeros((len(tensors[0]), sum(inputs)), dtype=torch.int32)
         norm = group.max_norm(key.direction, units)
-        hidden = quantize_and_mask(blocks, None if forward else scales, norm, integers, None)
+        hidden = quantize_and_mask(tensors, None if forward else scales, norm, integers, None)
         assert hidden is not None
         answers = torch.from_numpy(self.product(key, integers.numpy()))
         results = [torch.empty((len(integers), width)) for width in outputs]
         unmask_and_dequantize(answers, [], hidden[0], scales if forward else None, results, None, None)
         return results
 
-    def unit(self, key: ProductKey, blocks: list[torch.Tensor], sources: int) -> torch.Tensor:
+    def unit(self, key: ProductKey, tensors: list[torch.Tensor], sources: int) -> torch.Tensor:
         """Of half answers, what one unit of each number of the result is: [T, N]."""
         group, forward = self._groups[key.group], key.direction == Direction.FORWARD
         scales = group.scales_of(key.member_bits)
         inputs, outputs = self.widths(key)
         norm = group.max_norm(key.direction, max(1, sources) << EXACT - key.answer_bits)
-        zeros = torch.zeros((len(blocks[0]), sum(inputs)), dtype=torch.int32)
-        hidden = quantize_and_mask(blocks, None if forward else scales, norm, zeros, None)
+        zeros = torch.zeros((len(tensors[0]), sum(inputs)), dtype=torch.int32)
+        hidden = quantize_and_mask(tensors, None if forward else scales, norm, zeros, None)
         assert hidden is not None
         ones = torch.full((len(zeros), sum(outputs)), float(1 << EXACT - key.answer_bits))
         result = torch.empty_like(ones)

@@ -16,7 +16,7 @@ import torch
 
 from shared.errors import ConnectError, ConnectionRefused, SymbiosisError
 from shared.wire.header import Direction, RequestClass, half_bits
-from shared.wire.message import Incoming
+from shared.wire.incoming import Incoming
 from simulation.executors import Executor
 from simulation.kernel import Kernel
 from simulation.model import Model
@@ -230,7 +230,7 @@ class Tenant:
         kernel, began = self.kernel, self.kernel.now
         drawn = torch.Generator().manual_seed(kernel.random.getrandbits(40))
         scale = 10.0 ** kernel.random.uniform(-3, 3)
-        blocks = [scale * torch.randn(count, width, generator=drawn) for width in self.model.widths(key)[0]]
+        tensors = [scale * torch.randn(count, width, generator=drawn) for width in self.model.widths(key)[0]]
         kernel.note(
             f"{self.name} asks for {key.direction.name.lower()} {key.group}/{key.member_bits:b}, {count} rows"
         )
@@ -243,35 +243,35 @@ class Tenant:
             return outcome
 
         try:
-            pending = products.submit(*key.product, blocks, request_class)
+            pending = products.submit(*key.product, tensors, request_class)
         except SymbiosisError as error:
             failed = error
             return lambda: end(failed)
-        return lambda: self._judged(pending, key, blocks, end)
+        return lambda: self._judged(pending, key, tensors, end)
 
     def _judged(
         self,
         pending: LazyResult,
         key: ProductKey,
-        blocks: list[torch.Tensor],
+        tensors: list[torch.Tensor],
         end: Callable[..., Outcome],
     ) -> Outcome:
         try:
             results = pending.result()
         except SymbiosisError as error:
             return end(error)
-        return end(None, self._wrong(key, blocks, results))
+        return end(None, self._wrong(key, tensors, results))
 
-    def _wrong(self, key: ProductKey, blocks: Sequence[torch.Tensor], results: list[torch.Tensor]) -> str:
+    def _wrong(self, key: ProductKey, tensors: Sequence[torch.Tensor], results: list[torch.Tensor]) -> str:
         """What is wrong with an accepted answer; empty: nothing."""
         sources = len(self.parties) - 1
         if self.options.answers == "exact":
-            expected = self.model.expected(key, list(blocks), sources)
+            expected = self.model.expected(key, list(tensors), sources)
             same = all(torch.equal(one, other) for one, other in zip(expected, results, strict=True))
             return "" if same else "an answer that is not the product"
         key = key._replace(answer_bits=half_bits(self.numerics))
-        expected = self.model.expected(key, list(blocks), sources)
-        unit = self.model.unit(key, list(blocks), sources)
+        expected = self.model.expected(key, list(tensors), sources)
+        unit = self.model.unit(key, list(tensors), sources)
         errors = (torch.cat(results, 1) - torch.cat(expected, 1)).double() / unit
         errors[unit == 0] = 0.0
         # Honest rounding is within a unit, and one for each effect. A lie may be what the check lets pass.

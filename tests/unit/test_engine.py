@@ -67,8 +67,8 @@ def request(base: BaseExecutor, draw: random.Random) -> tuple[Header, torch.Tens
 
 def alone(base: BaseExecutor, header: Header, payload: torch.Tensor) -> torch.Tensor:
     """The answer's payload, computed by itself."""
-    blocks = base.compute(header.group, header.direction, header.members, base.blocks(header, payload))
-    return torch.cat([block.reshape(-1) for block in blocks])
+    tensors = base.compute(header.group, header.direction, header.members, base.tensors(header, payload))
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ Engines = Callable[..., Engine]
 
 
 def joined(done: Completion) -> torch.Tensor:
-    return torch.cat([block.reshape(-1) for block in done.blocks])
+    return torch.cat([tensor.reshape(-1) for tensor in done.tensors])
 
 
 @pytest.mark.parametrize("inline", [0.0, 1e-3])
@@ -120,7 +120,7 @@ def test_everybody_gets_their_own_answer(
                     torch.testing.assert_close(
                         got, expected, rtol=0.02 if rough else 1e-5, atol=0.02 if rough else 1e-5
                     )
-                # Blocks that lie one behind the other, as the answer's header says.
+                # Tensors that lie one behind the other, as the answer's header says.
                 answer = protocol.answer(header)
                 assert got.numel() == answer.rows * answer.columns
                 assert 0 <= done.queue_seconds <= done.reply_seconds
@@ -144,12 +144,12 @@ class CountedLane(ProcessLane):
         honest = executor.compute
 
         def compute(
-            group: int, direction: int, members: int, blocks: list[torch.Tensor], *more: Any
+            group: int, direction: int, members: int, tensors: list[torch.Tensor], *more: Any
         ) -> list[torch.Tensor]:
-            self.rows.append(len(blocks[0]))
-            if len(blocks[0]) > self.most:
+            self.rows.append(len(tensors[0]))
+            if len(tensors[0]) > self.most:
                 raise MemoryError("no room for this product")
-            return honest(group, direction, members, blocks, *more)
+            return honest(group, direction, members, tensors, *more)
 
         executor.compute = compute  # type: ignore[method-assign]
 
@@ -283,10 +283,10 @@ def test_a_divided_request_that_fails_leaves_nothing_behind(
         raise MemoryError
 
     def second_fails(
-        group: int, direction: int, members: int, blocks: list[torch.Tensor], *more: Any
+        group: int, direction: int, members: int, tensors: list[torch.Tensor], *more: Any
     ) -> list[torch.Tensor]:
         base.compute = once  # type: ignore[assignment, method-assign]
-        return honest(group, direction, members, blocks, *more)
+        return honest(group, direction, members, tensors, *more)
 
     base.compute = second_fails  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
@@ -312,7 +312,7 @@ def test_a_scheduler_that_fails_keeps_nobody_waiting(ring: BaseExecutor, engines
         with pytest.raises(RuntimeError, match="the scheduler failed"):
             each.result(800)
     broken.fails = False
-    assert len(submitted(engine, "next", 0, *asked).result(800).blocks) == 1
+    assert len(submitted(engine, "next", 0, *asked).result(800).tensors) == 1
 
 
 def test_who_was_multiplied_gets_the_answer_though_the_scheduler_fails(
@@ -360,8 +360,8 @@ def test_answers_hold_no_memory_of_others(counted: Counted) -> None:
     eventually(lambda: engine.waiting >= 3)
     lane.go.set()
     first.result(800)
-    small = later[0].result(800).blocks
-    assert [block.untyped_storage().nbytes() for block in small] == [block.nbytes for block in small]
+    small = later[0].result(800).tensors
+    assert [tensor.untyped_storage().nbytes() for tensor in small] == [tensor.nbytes for tensor in small]
 
 
 def test_two_lanes_have_batches_under_way_together(ring: BaseExecutor) -> None:

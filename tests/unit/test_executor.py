@@ -83,16 +83,16 @@ def test_stripes_together_give_the_answers_of_the_whole(
     tolerance = {"float32": 1e-5, "bfloat16": 0.05}.get(numerics, 0.0)  # sums in another order
     for group, direction, rows in product(SHARE, (Direction.FORWARD, Direction.BACKWARD), (1, 3, 17)):
         for members in {1, (1 << len(groups[group].members)) - 1}:
-            blocks = whole.zeros(group, direction, members, rows)
-            for block in blocks:
-                block.copy_(torch.randint(-(2**31), 2**31, block.shape, generator=generator) >> 28)
-            wanted = whole.compute(group, direction, members, blocks)
-            answers = [torch.zeros_like(block) for block in wanted]
+            tensors = whole.zeros(group, direction, members, rows)
+            for tensor in tensors:
+                tensor.copy_(torch.randint(-(2**31), 2**31, tensor.shape, generator=generator) >> 28)
+            wanted = whole.compute(group, direction, members, tensors)
+            answers = [torch.zeros_like(tensor) for tensor in wanted]
             for stripe in stripes:
-                own = [torch.zeros_like(block) for block in wanted]
-                stripe.begin(group, direction, members, blocks, own)
-                for block, more in zip(answers, own, strict=True):
-                    block += more
+                own = [torch.zeros_like(tensor) for tensor in wanted]
+                stripe.begin(group, direction, members, tensors, own)
+                for tensor, more in zip(answers, own, strict=True):
+                    tensor += more
             torch.testing.assert_close(answers, wanted, rtol=tolerance, atol=tolerance)
 
 
@@ -120,7 +120,7 @@ def test_the_next_group_that_is_here_is_read_ahead(
 def test_a_seed_stands_for_its_rows(checkpoint: Callable[[str], Path]) -> None:
     share = share_of(checkpoint("llama"), "ring")
     header, seed = request_of("ring", 1, 64)
-    (rows,) = share.blocks(header, seed)
+    (rows,) = share.tensors(header, seed)
     assert torch.equal(rows, MaskStream(bytes(range(32))).draw(5, 64))
 
 
@@ -139,10 +139,10 @@ class Fixed:
         self,
         direction: int,
         members: int,
-        blocks: list[torch.Tensor],
+        tensors: list[torch.Tensor],
         into: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
-        self.met += blocks
+        self.met += tensors
         return [self.answer]
 
     def read_ahead(self, stop: Callable[[], bool]) -> None:
@@ -159,7 +159,7 @@ def test_rows_go_to_the_weights_device_and_answers_come_back() -> None:
     weight = Fixed(torch.arange(8.0).view(4, 2))
     executor = on("meta", weight)
     (out,) = executor.compute(0, Direction.FORWARD, 1, [torch.ones(4, 3)])
-    assert [block.device.type for block in weight.met] == ["meta"]
+    assert [tensor.device.type for tensor in weight.met] == ["meta"]
     assert torch.equal(out, weight.answer)
     assert out.data_ptr() != weight.answer.data_ptr()
     executor.read_ahead(0, lambda: False)
@@ -209,12 +209,12 @@ def test_a_gpu_answers_into_pinned_memory(checkpoint: Callable[[str], Path], num
     for group in SHARE:
         for direction in (Direction.FORWARD, Direction.BACKWARD):
             for rows in (1, 17):
-                blocks = here.zeros(group, direction, 1, rows)
-                for block in blocks:
-                    block.copy_(torch.arange(block.numel()).view_as(block) % 7 - 3)
-                wanted = here.compute(group, direction, 1, blocks)
-                got = there.compute(group, direction, 1, blocks)
-                assert all(block.is_pinned() for block in got)
+                tensors = here.zeros(group, direction, 1, rows)
+                for tensor in tensors:
+                    tensor.copy_(torch.arange(tensor.numel()).view_as(tensor) % 7 - 3)
+                wanted = here.compute(group, direction, 1, tensors)
+                got = there.compute(group, direction, 1, tensors)
+                assert all(tensor.is_pinned() for tensor in got)
                 tolerance = {"float32": 1e-5, "bfloat16": 0.05}.get(numerics, 0.0)
                 torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
 
@@ -227,15 +227,15 @@ def test_a_gpu_is_only_told_to(checkpoint: Callable[[str], Path], stripe: Output
     there = share_of(checkpoint("llama"), "ring", torch.device("cuda"), stripe)
     begun = []
     for group in SHARE:
-        (block,) = here.zeros(group, Direction.FORWARD, 1, 17)
-        block.copy_(torch.arange(block.numel()).view_as(block) % 7 - 3)
-        (wanted,) = here.compute(group, Direction.FORWARD, 1, [block])
+        (tensor,) = here.zeros(group, Direction.FORWARD, 1, 17)
+        tensor.copy_(torch.arange(tensor.numel()).view_as(tensor) % 7 - 3)
+        (wanted,) = here.compute(group, Direction.FORWARD, 1, [tensor])
         answer = torch.zeros_like(wanted)
         memory = SharedMemory.private(answer.nbytes)
         pin(memory.whole, torch.device("cuda"))
         answer = memory.tensor(0, answer.dtype, (answer.shape[0], answer.shape[1])).zero_()
         assert answer.is_pinned()
-        begun.append((there.begin(group, Direction.FORWARD, 1, [block], [answer]), wanted, answer))
+        begun.append((there.begin(group, Direction.FORWARD, 1, [tensor], [answer]), wanted, answer))
     for wait, wanted, answer in begun:
         assert wait is not None
         wait()

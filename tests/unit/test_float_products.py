@@ -39,13 +39,13 @@ def float_weight(numerics: str) -> FloatWeight:
 
 
 def exact(
-    weight: FloatWeight, direction: Direction, members: int, blocks: list[torch.Tensor]
+    weight: FloatWeight, direction: Direction, members: int, tensors: list[torch.Tensor]
 ) -> torch.Tensor:
-    """In float64, blocks side by side."""
+    """In float64, tensors side by side."""
     parts = [weight._parts[i].double() for i in member_indices(members)]
     if direction == Direction.FORWARD:
-        return torch.cat([blocks[0].double() @ part.T for part in parts], 1)
-    return sum(block.double() @ part for block, part in zip(blocks, parts, strict=True))  # type: ignore[return-value]
+        return torch.cat([tensors[0].double() @ part.T for part in parts], 1)
+    return sum(tensor.double() @ part for tensor, part in zip(tensors, parts, strict=True))  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("members", [0b11, 0b01, 0b10])
@@ -58,15 +58,15 @@ def test_products_are_torchs(weight: FloatWeight, direction: Direction, members:
     if direction == Direction.BACKWARD:
         asked, answered = answered, asked
     for rows in (0, 1, 2, 3, 8, 9, 65, 257):
-        blocks = [torch.randn(rows, width, generator=generator) for width in asked]
-        kept = [block.clone() for block in blocks]
-        out = weight.apply(direction, members, blocks)
-        assert [tuple(block.shape) for block in out] == [(rows, width) for width in answered]
-        assert all(block.is_contiguous() for block in out)
+        tensors = [torch.randn(rows, width, generator=generator) for width in asked]
+        kept = [tensor.clone() for tensor in tensors]
+        out = weight.apply(direction, members, tensors)
+        assert [tuple(tensor.shape) for tensor in out] == [(rows, width) for width in answered]
+        assert all(tensor.is_contiguous() for tensor in out)
         torch.testing.assert_close(
-            torch.cat(out, 1), exact(weight, direction, members, blocks).float(), rtol=1e-5, atol=1e-5
+            torch.cat(out, 1), exact(weight, direction, members, tensors).float(), rtol=1e-5, atol=1e-5
         )
-        torch.testing.assert_close(blocks, kept, rtol=0, atol=0)
+        torch.testing.assert_close(tensors, kept, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,6 @@ SUBPACKAGES = {
         "hosts",
         "forks",
         "fair_threads",
-        "file_lock",
         "kept_groups",
         "latency",
         "listeners",
@@ -39,7 +39,6 @@ SUBPACKAGES = {
         "devices",
         "imports",
         "time_limit",
-        "spinning",
         "user_folders",
         "compat",
         "buffers",
@@ -57,6 +56,7 @@ SUBPACKAGES = {
         "transport",
     ],
     "provider": [
+        "file_lock",
         "catalog",
         "executor",
         "engine",
@@ -72,6 +72,7 @@ SUBPACKAGES = {
         "exit_with_parent",
     ],
     "tenant_sdk": [
+        "spinning",
         "terminal",
         "storage",
         "connection",
@@ -100,7 +101,7 @@ SUBPACKAGES = {
 NO_IO = [
     "shared/wire/protocol.py",
     "shared/wire/frames.py",
-    "shared/wire/message.py",
+    "shared/wire/incoming.py",
     "shared/wire/header.py",
     "shared/wire/messages.py",
     "provider/engine/scheduler.py",
@@ -140,16 +141,34 @@ SHARED_LIBRARIES |= {"huggingface_hub", "transformers", "tokenizers", "gguf"}
 NEVER = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 
 
-def imports_of(path: Path) -> set[str]:
-    """Top-level names of all modules that a file imports, wherever in the file."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports_of(path: Path, *, for_types: bool = True) -> list[str]:
+    """Full names of all that a file imports, wherever in the file.
+
+    Args:
+        for_types: also what only a type checker imports.
+    """
+    tree = ast.parse(path.read_text())
+    only_types = {
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if node in only_types and not for_types:
+            continue
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found.add((node.module or "").partition(".")[0])
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
     return found
+
+
+def packages_of(path: Path) -> set[str]:
+    """Top-level names of all modules that a file imports."""
+    return {name.partition(".")[0] for name in imports_of(path)}
 
 
 def sources(package: str) -> list[Path]:
@@ -161,13 +180,13 @@ def sources(package: str) -> list[Path]:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_import_only_what_lies_below_them(package: str) -> None:
     for path in sources(package):
-        ours = imports_of(path) & set(PACKAGES)
+        ours = packages_of(path) & set(PACKAGES)
         assert ours <= OURS_ALLOWED[package], f"{path} imports {ours - OURS_ALLOWED[package]}"
 
 
 def test_shared_needs_few_libraries() -> None:
     for path in sources("shared"):
-        foreign = imports_of(path) - set(sys.stdlib_module_names) - {"shared"}
+        foreign = packages_of(path) - set(sys.stdlib_module_names) - {"shared"}
         assert foreign <= SHARED_LIBRARIES, f"{path} imports {foreign - SHARED_LIBRARIES}"
 
 
@@ -179,20 +198,36 @@ def test_subpackages_import_only_what_lies_below_them(package: str) -> None:
         if subpackage == "__init__":
             continue
         below = order[: order.index(subpackage) + 1]
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                modules = [f"{node.module}.{alias.name}" for alias in node.names]
-            else:
-                modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            for module in modules:
-                names = module.split(".")[1:2] if module.split(".")[0] == package else []
-                assert set(names) <= set(below), f"{path} imports {names}"
+        for module in imports_of(path):
+            names = module.split(".")[1:2] if module.split(".")[0] == package else []
+            assert set(names) <= set(below), f"{path} imports {names}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_modules_and_folders_do_not_import_each_other_in_a_circle(package: str) -> None:
+    """A folder counts as one: nothing in it may import a neighbour that imports something in it."""
+    files = sources(package)
+    imports = {path: imports_of(path, for_types=False) for path in files}
+    for folder in {path.parent for path in files}:
+        prefix = ".".join(folder.relative_to(ROOT).parts) + "."
+        names = {each.stem for each in folder.iterdir()}
+        order = TopologicalSorter[str]()
+        for path in files:
+            if folder in path.parents:
+                name = path.relative_to(folder).with_suffix("").parts[0]
+                others = {
+                    module.removeprefix(prefix).split(".")[0]
+                    for module in imports[path]
+                    if module.startswith(prefix)
+                }
+                order.add(name, *others & names - {name})
+        order.prepare()  # raises CycleError
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_nothing_can_unpickle(package: str) -> None:
     for path in sources(package):
-        assert not imports_of(path) & NEVER, path
+        assert not packages_of(path) & NEVER, path
         calls = [
             node
             for node in ast.walk(ast.parse(path.read_text()))
@@ -205,7 +240,7 @@ def test_nothing_can_unpickle(package: str) -> None:
 @pytest.mark.parametrize("name", NO_IO)
 def test_policy_code_does_no_io(name: str) -> None:
     """Nor has it a clock or chances of its own; and who decides holds no tensors."""
-    imported = imports_of(ROOT / name)
+    imported = packages_of(ROOT / name)
     assert not imported & {"socket", "ssl", "select", "asyncio", "time", "random", "os"}
     assert not imported & {"subprocess", "secrets", "datetime", "tempfile", "shutil"}
     assert "torch" not in imported or name.startswith("shared/wire")

@@ -60,30 +60,30 @@ class MemoryExecutor:
         self.stats = Stats()
 
     def true_product(
-        self, direction: Direction, members: int, blocks: list[torch.Tensor]
+        self, direction: Direction, members: int, tensors: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         # In another order of additions for every number of rows, as real kernels have it.
-        order = torch.arange(max(INPUTS, *WIDTHS)).roll(len(blocks[0]))
+        order = torch.arange(max(INPUTS, *WIDTHS)).roll(len(tensors[0]))
         weights = [self.weights[i] for i in member_indices(members)]
         if direction == FORWARD:
             by_input = order[order < INPUTS]
-            return [blocks[0][:, by_input] @ weight.T[by_input] for weight in weights]
+            return [tensors[0][:, by_input] @ weight.T[by_input] for weight in weights]
         products = []
-        for block, weight in zip(blocks, weights, strict=True):
+        for tensor, weight in zip(tensors, weights, strict=True):
             by_output = order[order < len(weight)]
-            products.append(block[:, by_output] @ weight[by_output])
+            products.append(tensor[:, by_output] @ weight[by_output])
         return [torch.stack(products).sum(0)]
 
     def submit(
         self,
         operation: Operation,
         key: ProductKey,
-        blocks: list[torch.Tensor],
+        tensors: list[torch.Tensor],
         request_class: RequestClass,
     ) -> LazyResult:
         assert operation == Operation.PRODUCT
-        self.sent.append([block.clone() for block in blocks])
-        return LazyResult(lambda: self.true_product(key.direction, key.member_bits, blocks))
+        self.sent.append([tensor.clone() for tensor in tensors])
+        return LazyResult(lambda: self.true_product(key.direction, key.member_bits, tensors))
 
     def effect(self, key: ProductKey, masks: list[torch.Tensor]) -> list[torch.Tensor]:
         assert self.gate.wait(800)
@@ -117,7 +117,7 @@ def bank_of(bank: NoiseBank, direction: Direction) -> Any:
     return made
 
 
-def blocks_for(direction: Direction, members: int, rows: int = 5, seed: int = 1) -> list[torch.Tensor]:
+def tensors_for(direction: Direction, members: int, rows: int = 5, seed: int = 1) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     widths = [INPUTS] if direction == FORWARD else [WIDTHS[i] for i in member_indices(members)]
     return [torch.randn(rows, width, generator=generator) for width in widths]
@@ -132,12 +132,12 @@ def blocks_for(direction: Direction, members: int, rows: int = 5, seed: int = 1)
 def test_the_mask_cancels(direction: Direction, members: int, masks: int) -> None:
     executor = MemoryExecutor()
     bank = make_bank(executor, masks=masks)
-    blocks = blocks_for(direction, members)
-    kept = [block.clone() for block in blocks]
-    got = bank.submit(0, direction, members, blocks).result()
+    tensors = tensors_for(direction, members)
+    kept = [tensor.clone() for tensor in tensors]
+    got = bank.submit(0, direction, members, tensors).result()
     for result, expected in zip(got, executor.true_product(direction, members, kept), strict=True):
         assert relative_error(result, expected) < TOLERANCE
-    assert all(torch.equal(block, copy) for block, copy in zip(blocks, kept, strict=True))
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, kept, strict=True))
     bank.close()
 
 
@@ -145,10 +145,10 @@ def test_the_mask_cancels(direction: Direction, members: int, masks: int) -> Non
 def test_what_is_sent_is_masked(direction: Direction) -> None:
     executor = MemoryExecutor()
     bank = make_bank(executor)
-    blocks = blocks_for(direction, ALL, rows=200)
-    bank.submit(0, direction, ALL, blocks).result()
+    tensors = tensors_for(direction, ALL, rows=200)
+    bank.submit(0, direction, ALL, tensors).result()
     (sent,) = executor.sent
-    difference, rows = torch.cat(sent, 1) - torch.cat(blocks, 1), torch.cat(blocks, 1)
+    difference, rows = torch.cat(sent, 1) - torch.cat(tensors, 1), torch.cat(tensors, 1)
     # Every row carries noise at least as strong as itself; 48 normal numbers stray by half at most.
     assert float((difference.norm(dim=1) / rows.norm(dim=1)).min()) > 0.4
     # And looks different from itself: 200 correlations of 48 independent numbers with noise.
@@ -167,9 +167,9 @@ def test_each_rows_mask_is_drawn_from_entropy(masks: int, rows: int) -> None:
     bank = make_bank(
         executor, masks=masks, entropy=lambda count: drawn if count == rows else random_bytes(count)
     )
-    blocks = blocks_for(FORWARD, ALL, rows=rows)
-    bank.submit(0, FORWARD, ALL, blocks).result()
-    noise = executor.sent[0][0] - blocks[0]
+    tensors = tensors_for(FORWARD, ALL, rows=rows)
+    bank.submit(0, FORWARD, ALL, tensors).result()
+    noise = executor.sent[0][0] - tensors[0]
     known = bank_of(bank, FORWARD).masks[0]
     assert len(known) == masks
     for row in range(rows):
@@ -186,8 +186,8 @@ def test_the_same_entropy_sends_the_same_bytes() -> None:
         executor = MemoryExecutor()
         bank = make_bank(executor, entropy=Entropy(seed))
         for step in range(3):
-            bank.submit(0, FORWARD, ALL, blocks_for(FORWARD, ALL, seed=step)).result()
-        sent.append(torch.cat([blocks[0] for blocks in executor.sent]))
+            bank.submit(0, FORWARD, ALL, tensors_for(FORWARD, ALL, seed=step)).result()
+        sent.append(torch.cat([tensors[0] for tensors in executor.sent]))
         bank.close()
     assert torch.equal(sent[0], sent[1])
     assert relative_error(sent[2], sent[0]) > 0.1
@@ -196,8 +196,8 @@ def test_the_same_entropy_sends_the_same_bytes() -> None:
 def test_a_repeated_row_is_sent_differently() -> None:
     executor = MemoryExecutor()
     bank = make_bank(executor, masks=256)
-    block = blocks_for(FORWARD, ALL, rows=1)[0].expand(64, -1)
-    bank.submit(0, FORWARD, ALL, [block]).result()
+    tensor = tensors_for(FORWARD, ALL, rows=1)[0].expand(64, -1)
+    bank.submit(0, FORWARD, ALL, [tensor]).result()
     distinct = {tuple(row.tolist()) for row in executor.sent[0][0]}
     assert len(distinct) > 40  # of 64 draws from 256 about 57 are distinct
     bank.close()
@@ -210,10 +210,10 @@ def test_a_repeated_row_is_sent_differently() -> None:
 def test_zero_rows_stay_zero_and_are_masked(direction: Direction) -> None:
     executor = MemoryExecutor()
     bank = make_bank(executor)
-    blocks = blocks_for(direction, ALL, rows=4)
-    for block in blocks:
-        block[1:3] = 0.0
-    got = bank.submit(0, direction, ALL, blocks).result()
+    tensors = tensors_for(direction, ALL, rows=4)
+    for tensor in tensors:
+        tensor[1:3] = 0.0
+    got = bank.submit(0, direction, ALL, tensors).result()
     for result in got:
         assert not result[1:3].any()
         assert result[0].any()
@@ -223,10 +223,10 @@ def test_zero_rows_stay_zero_and_are_masked(direction: Direction) -> None:
     assert float(norms[1:3].min()) > 0.2 * float(norms.max())  # they hide among the others
     for rows in (1, 4):
         everything = bank.submit(
-            0, direction, ALL, [torch.zeros_like(block[:rows]) for block in blocks]
+            0, direction, ALL, [torch.zeros_like(tensor[:rows]) for tensor in tensors]
         ).result()
         assert not any(result.any() for result in everything)
-    assert all(bool((block != 0).all()) for blocks in executor.sent for block in blocks)
+    assert all(bool((tensor != 0).all()) for tensors in executor.sent for tensor in tensors)
     bank.close()
 
 
@@ -235,11 +235,11 @@ def test_rows_of_any_size(factor: float) -> None:
     """Squares of such numbers leave float32; the mask must not be lost, nor become infinite."""
     executor = MemoryExecutor()
     bank = make_bank(executor)
-    blocks = [factor * block for block in blocks_for(FORWARD, ALL, rows=50)]
-    got = bank.submit(0, FORWARD, ALL, blocks).result()
-    for result, expected in zip(got, executor.true_product(FORWARD, ALL, blocks), strict=True):
+    tensors = [factor * tensor for tensor in tensors_for(FORWARD, ALL, rows=50)]
+    got = bank.submit(0, FORWARD, ALL, tensors).result()
+    for result, expected in zip(got, executor.true_product(FORWARD, ALL, tensors), strict=True):
         assert relative_error(result / factor, expected / factor) < TOLERANCE
-    noise = (executor.sent[0][0] - blocks[0]) / factor
+    noise = (executor.sent[0][0] - tensors[0]) / factor
     assert float(noise.square().mean().sqrt()) > 0.8
     bank.close()
 
@@ -247,10 +247,10 @@ def test_rows_of_any_size(factor: float) -> None:
 def test_quiet_rows_hide_among_loud_ones() -> None:
     executor = MemoryExecutor()
     bank = make_bank(executor)
-    block = blocks_for(FORWARD, ALL, rows=40)[0]
-    block[10:20] *= 1e-4
-    bank.submit(0, FORWARD, ALL, [block]).result()
-    noise = (executor.sent[0][0] - block).norm(dim=1)
+    tensor = tensors_for(FORWARD, ALL, rows=40)[0]
+    tensor[10:20] *= 1e-4
+    bank.submit(0, FORWARD, ALL, [tensor]).result()
+    noise = (executor.sent[0][0] - tensor).norm(dim=1)
     # A power of two apart at most, and what 48 normal numbers stray.
     assert float(noise[10:20].min()) > 0.25 * float(noise.mean())
     bank.close()
@@ -260,11 +260,11 @@ def test_quiet_rows_hide_among_loud_ones() -> None:
 def test_outlier_rows(outlier: float) -> None:
     executor = MemoryExecutor()
     bank = make_bank(executor)
-    block = blocks_for(FORWARD, ALL, rows=16)[0]
-    block[7] *= outlier
-    got = bank.submit(0, FORWARD, ALL, [block]).result()
-    expected = executor.true_product(FORWARD, ALL, [block])
-    loud = float(block[7].double().square().mean().sqrt())
+    tensor = tensors_for(FORWARD, ALL, rows=16)[0]
+    tensor[7] *= outlier
+    got = bank.submit(0, FORWARD, ALL, [tensor]).result()
+    expected = executor.true_product(FORWARD, ALL, [tensor])
+    loud = float(tensor[7].double().square().mean().sqrt())
     for result, true in zip(got, expected, strict=True):
         assert relative_error(result[7] / outlier, true[7] / outlier) < TOLERANCE
         # Quiet rows hide among loud ones: their noise is the mean size of all rows, and so is what
@@ -278,9 +278,9 @@ def test_scale_is_the_noise_in_units_of_the_rows() -> None:
     for scale in (0.25, 1.0, 8.0):
         executor = MemoryExecutor()
         bank = make_bank(executor, scale=scale)
-        block = blocks_for(FORWARD, ALL, rows=400)[0]
-        bank.submit(0, FORWARD, ALL, [block]).result()
-        noise = (executor.sent[0][0] - block).square().mean().sqrt()
+        tensor = tensors_for(FORWARD, ALL, rows=400)[0]
+        bank.submit(0, FORWARD, ALL, [tensor]).result()
+        noise = (executor.sent[0][0] - tensor).square().mean().sqrt()
         assert scale * 0.9 < float(noise) < scale * 2.2  # rounded up to a power of two
         bank.close()
 
@@ -292,7 +292,7 @@ def test_masks_are_standard_normal_and_independent() -> None:
     """Fixed entropy, so the limits are not for luck: five standard errors of what theory says."""
     executor = MemoryExecutor()
     bank = make_bank(executor, masks=256)
-    bank.submit(0, FORWARD, ALL, blocks_for(FORWARD, ALL)).result()
+    bank.submit(0, FORWARD, ALL, tensors_for(FORWARD, ALL)).result()
     masks = bank_of(bank, FORWARD).masks[0].double()
     assert masks.shape == (256, INPUTS)
     count = masks.numel()
@@ -308,7 +308,7 @@ def test_masks_are_standard_normal_and_independent() -> None:
         assert float(correlation.abs().max()) < 6 / width**0.5
         assert abs(float(correlation.square().mean()) * width - 1) < 0.1
     # The two directions and two banks of one session have nothing in common.
-    bank.submit(0, BACKWARD, ALL, blocks_for(BACKWARD, ALL)).result()
+    bank.submit(0, BACKWARD, ALL, tensors_for(BACKWARD, ALL)).result()
     backward = bank_of(bank, BACKWARD).masks
     assert [mask.shape for mask in backward] == [(256, width) for width in WIDTHS]
     for other in backward:
@@ -330,7 +330,7 @@ def test_masks_survive_the_smallest_and_largest_bytes() -> None:
 def test_masks_cost_eight_bytes_of_entropy_each_and_rows_one() -> None:
     entropy = Entropy()
     bank = make_bank(MemoryExecutor(), entropy=entropy, masks=4)
-    bank.submit(0, FORWARD, ALL, blocks_for(FORWARD, ALL, rows=9)).result()
+    bank.submit(0, FORWARD, ALL, tensors_for(FORWARD, ALL, rows=9)).result()
     assert entropy.drawn == [8 * 4 * INPUTS, 9]
     bank.close()
 
@@ -364,7 +364,7 @@ def next_bank(bank: NoiseBank) -> Future[Any] | None:
 
 
 def use(bank: NoiseBank, rows: int) -> None:
-    bank.submit(0, FORWARD, ALL, blocks_for(FORWARD, ALL, rows=rows)).result()
+    bank.submit(0, FORWARD, ALL, tensors_for(FORWARD, ALL, rows=rows)).result()
 
 
 def test_rotation_after_rows_in_the_background() -> None:
@@ -415,9 +415,9 @@ def test_results_are_right_across_rotations() -> None:
     bank = make_bank(executor, rotate_rows=1)
     for step in range(20):
         direction = FORWARD if step % 3 else BACKWARD
-        blocks = blocks_for(direction, ALL, seed=step)
-        got = bank.submit(0, direction, ALL, blocks).result()
-        for result, expected in zip(got, executor.true_product(direction, ALL, blocks), strict=True):
+        tensors = tensors_for(direction, ALL, seed=step)
+        got = bank.submit(0, direction, ALL, tensors).result()
+        for result, expected in zip(got, executor.true_product(direction, ALL, tensors), strict=True):
             assert relative_error(result, expected) < TOLERANCE
         waiting = bank._banks._serving[0, direction].next
         if waiting is not None:
@@ -452,9 +452,9 @@ def test_threads_share_one_bank() -> None:
     errors: list[float] = []
 
     def run(seed: int) -> None:
-        blocks = blocks_for(FORWARD, ALL, seed=seed)
-        got = bank.submit(0, FORWARD, ALL, blocks).result()
-        expected = executor.true_product(FORWARD, ALL, blocks)
+        tensors = tensors_for(FORWARD, ALL, seed=seed)
+        got = bank.submit(0, FORWARD, ALL, tensors).result()
+        expected = executor.true_product(FORWARD, ALL, tensors)
         errors.extend(relative_error(g, e) for g, e in zip(got, expected, strict=True))
 
     threads = [threading.Thread(target=run, args=(seed,)) for seed in range(8)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shared.errors import Argument, ConfigurationError, OptionText, Placeholder
+from shared.errors import ConfigurationError, Metavar, OptionReference, OptionText
 from shared.options import Flag, flags_of
 from tenant_sdk.command_line.main import NAMES, app
 from tenant_sdk.gateway.options import GatewayOptions
@@ -19,7 +19,7 @@ from tenant_sdk.gateway.options import GatewayOptions
 ROOT = Path(__file__).parents[2]
 
 
-FILE = Placeholder("FILE")
+FILE = Metavar("FILE")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ FILE = Placeholder("FILE")
             "client_certificate=(FILE, FILE)",
             "--client-certificate FILE --client-key FILE",
         ),
-        (OptionText("{token}, as", token=Placeholder("TOKEN")), "token=TOKEN, as", "--token-env VAR, as"),
+        (OptionText("{token}, as", token=Metavar("TOKEN")), "token=TOKEN, as", "--token-env VAR, as"),
         (OptionText("{mask_source_ca}: give"), "mask_source_ca: give", "--mask-source-ca: give"),
         (OptionText("{ca}", ca=Path("a b")), "ca='a b'", "--ca a b"),
         # Values are not looked into, whatever they hold.
@@ -58,7 +58,7 @@ FILE = Placeholder("FILE")
         ),
         (OptionText("{}", OptionText("{ca}", ca=FILE)) + "; {ca}", "ca=FILE; {ca}", "--ca FILE; {ca}"),
         (
-            OptionText("{model_class}", model_class=Placeholder("CLASS")),
+            OptionText("{model_class}", model_class=Metavar("CLASS")),
             "model_class=CLASS",
             "model_class=CLASS",
         ),
@@ -84,13 +84,13 @@ def test_the_first_name_of_an_option_stays() -> None:
 
 def test_messages_are_put_together() -> None:
     message = OptionText("{} in {ca}; see {privacy}", "a", ca=FILE)
-    before, behind = message.divided("; ")
+    before, behind = message.split_once("; ")
     assert (str(before), str(behind)) == ("a in ca=FILE", "see privacy")
-    assert message.divided("|") == (message, "")
+    assert message.split_once("|") == (message, "")
     assert OptionText.joined(", ", [before, "b"]).shown(NAMES) == "a in --ca FILE, b"
     assert before.replaced("in", "of").shown(NAMES) == "a of --ca FILE"
-    assert message.without("a in ").parts[0] == Argument("ca", FILE)
-    assert message.without("in ") == message
+    assert message.without_prefix("a in ").parts[0] == OptionReference("ca", FILE)
+    assert message.without_prefix("in ") == message
     assert str(OptionText("{:.2f} {!r}\n", 1.234, "x")) == "1.23 'x' "
     assert len(OptionText("{}", "x" * 3000)) == 2000
 

@@ -42,10 +42,10 @@ class Memory:
         group: int,
         direction: Direction,
         members: int,
-        blocks: list[torch.Tensor],
+        tensors: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> LazyResult:
-        (rows,) = blocks
+        (rows,) = tensors
         self.events.append(("asked", group, len(rows), direction, request_class))
 
         def finish() -> list[torch.Tensor]:

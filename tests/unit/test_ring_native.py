@@ -32,13 +32,13 @@ MULTIPLIED = [integers(2, 6), integers(6, 3, dtype=torch.int8), integers(2, 3)]
 
 
 def hide(tensors: list[torch.Tensor]) -> None:
-    block, scales, *others = tensors
-    native.quantize_and_mask([block], scales, 1.0, *others)
+    tensor, scales, *others = tensors
+    native.quantize_and_mask([tensor], scales, 1.0, *others)
 
 
 def reveal(tensors: list[torch.Tensor]) -> None:
-    answers, effect, exponents, scales, block, *others = tensors
-    native.unmask_and_dequantize(answers, [effect], exponents, scales, [block], *others)
+    answers, effect, exponents, scales, tensor, *others = tensors
+    native.unmask_and_dequantize(answers, [effect], exponents, scales, [tensor], *others)
 
 
 def multiply(tensors: list[torch.Tensor]) -> None:

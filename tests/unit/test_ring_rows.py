@@ -59,8 +59,8 @@ def float_rows(generator: torch.Generator, count: int, columns: int) -> torch.Te
     return rows
 
 
-def blocks_of(rows: torch.Tensor, widths: list[int]) -> list[torch.Tensor]:
-    return [block.contiguous() for block in rows.split(widths, 1)]
+def tensors_of(rows: torch.Tensor, widths: list[int]) -> list[torch.Tensor]:
+    return [tensor.contiguous() for tensor in rows.split(widths, 1)]
 
 
 def wrapped(value: int) -> int:
@@ -86,13 +86,13 @@ def test_integers_are_added_to_masks(
     rows, mask = float_rows(generator, count, columns), integers(generator, count, columns)
     scales = torch.rand(columns, generator=generator) if scaled else None
     factor = longs(generator, columns) if checked else None
-    requests, blocks = mask.clone(), blocks_of(rows, widths)
-    result = quantize_and_mask(blocks, scales, max_norm, requests, factor)
+    requests, tensors = mask.clone(), tensors_of(rows, widths)
+    result = quantize_and_mask(tensors, scales, max_norm, requests, factor)
     assert result is not None
     exponents, expected = result
     assert (exponents.dtype, exponents.shape) == (torch.int32, (count,))
     assert (expected is None) == (factor is None)
-    assert torch.equal(torch.cat(blocks, 1), rows)
+    assert torch.equal(torch.cat(tensors, 1), rows)
     wide = rows if scales is None else rows * scales
     for i, row in enumerate(wide.double().tolist()):
         step = steps(exponents)[i].item()
@@ -118,7 +118,7 @@ def test_integers_are_the_same_bits_both_ways(scaled: bool) -> None:
             torch.set_num_threads(number)
             try:
                 masked = mask.clone()
-                result = quantize_and_mask(blocks_of(rows, [100, 233]), scales, NORM, masked, factor)
+                result = quantize_and_mask(tensors_of(rows, [100, 233]), scales, NORM, masked, factor)
             finally:
                 torch.set_num_threads(threads)
             assert result is not None
@@ -150,11 +150,11 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(seed: int, count: int) -> N
     generator = seeded(seed)
     rows, factor = float_rows(generator, count, 21), longs(generator, 21)
     together = torch.zeros((count, 21), dtype=torch.int32)
-    result = quantize_and_mask(blocks_of(rows, [21]), None, NORM, together, factor)
+    result = quantize_and_mask(tensors_of(rows, [21]), None, NORM, together, factor)
     assert result is not None
     for i in range(count):
         alone = torch.zeros((1, 21), dtype=torch.int32)
-        one = quantize_and_mask(blocks_of(rows[i : i + 1], [21]), None, NORM, alone, factor)
+        one = quantize_and_mask(tensors_of(rows[i : i + 1], [21]), None, NORM, alone, factor)
         assert one is not None
         assert torch.equal(alone[0], together[i])
         assert one[0][0] == result[0][i]
@@ -202,11 +202,11 @@ def test_effects_come_off_and_answers_become_floats(
     dequantize(list(plain.split(width, 1)), powers, scales, expected)
     answers = plain + sum(effects, torch.zeros_like(plain))
     before = [effect.clone() for effect in effects]
-    # Blocks that are not next to each other in memory.
-    blocks = [torch.full((count, width), float("nan")) for width in widths]
-    assert unmask_and_dequantize(answers, effects, powers, scales, blocks, None, None) == 0
+    # Tensors that are not next to each other in memory.
+    tensors = [torch.full((count, width), float("nan")) for width in widths]
+    assert unmask_and_dequantize(answers, effects, powers, scales, tensors, None, None) == 0
     assert torch.equal(answers, plain)
-    assert torch.equal(torch.cat(blocks, 1).view(torch.int32), expected.view(torch.int32))
+    assert torch.equal(torch.cat(tensors, 1).view(torch.int32), expected.view(torch.int32))
     assert all(torch.equal(a, b) for a, b in zip(effects, before, strict=True))
 
 
@@ -227,8 +227,8 @@ def test_wrong_rows_are_counted(seed: int, count: int, half: int, wrong: int) ->
             at = int(torch.randint(0, 2 * half, (1,), generator=generator))
             changed += bool(challenge[at])
             answers[i, at] ^= 1 << int(torch.randint(0, 31, (1,), generator=generator))
-    block = torch.empty((count, half))
-    assert unmask_and_dequantize(answers, [effect], powers, None, [block], challenge, expected) == changed
+    tensor = torch.empty((count, half))
+    assert unmask_and_dequantize(answers, [effect], powers, None, [tensor], challenge, expected) == changed
 
 
 @pytest.mark.parametrize("scaled", [True, False])
@@ -244,15 +244,15 @@ def test_floats_are_the_same_bits_both_ways(scaled: bool, planes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for number in (1, 3, 1):
             torch.set_num_threads(number)
-            blocks, changed = [torch.empty((300, 11)), torch.empty((300, 100))], answers.clone()
+            tensors, changed = [torch.empty((300, 11)), torch.empty((300, 100))], answers.clone()
             try:
                 assert (
-                    unmask_and_dequantize(changed, [effect], powers, scales, blocks, challenge, expected)
+                    unmask_and_dequantize(changed, [effect], powers, scales, tensors, challenge, expected)
                     == 150
                 )
             finally:
                 torch.set_num_threads(threads)
-            found.append((changed, *(block.view(torch.int32) for block in blocks)))
+            found.append((changed, *(tensor.view(torch.int32) for tensor in tensors)))
             if number == 3:
                 without_native_code(patch)
     for other in found[1:]:
@@ -274,13 +274,13 @@ def test_masks_leave_no_trace(seed: int, sources: int, forward: bool) -> None:
     results = []
     for masks in ([], [integers(generator, 5, 12) for _ in range(sources)]):
         requests = sum(masks, torch.zeros((5, 12), dtype=torch.int32))
-        result = quantize_and_mask(blocks_of(rows, [5, 7]), None, NORM, requests, factor)
+        result = quantize_and_mask(tensors_of(rows, [5, 7]), None, NORM, requests, factor)
         assert result is not None
         answers = (requests.long() @ planes.T).to(torch.int32)
         effects = [(mask.long() @ planes.T).to(torch.int32) for mask in masks]
-        blocks = [torch.empty((5, 3)), torch.empty((5, 4))]
-        assert unmask_and_dequantize(answers, effects, result[0], scales, blocks, challenge, result[1]) == 0
-        results.append(torch.cat(blocks, 1))
+        tensors = [torch.empty((5, 3)), torch.empty((5, 4))]
+        assert unmask_and_dequantize(answers, effects, result[0], scales, tensors, challenge, result[1]) == 0
+        results.append(torch.cat(tensors, 1))
     assert torch.equal(results[0].view(torch.int32), results[1].view(torch.int32))
 
 
@@ -290,9 +290,9 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     request, factor = torch.zeros((2, 6), dtype=torch.int32), torch.ones(6, dtype=torch.int64)
     hidden = (None, NORM, request, factor)
     assert quantize_and_mask([x], *hidden) is not None
-    for blocks in ([wide], [x, x], [x[:1]], [x.double()], [torch.ones(6, 2).T], []):
+    for tensors in ([wide], [x, x], [x[:1]], [x.double()], [torch.ones(6, 2).T], []):
         with pytest.raises(ValueError, match=r"wanted|as wide as"):
-            quantize_and_mask(blocks, *hidden)
+            quantize_and_mask(tensors, *hidden)
     for changes in ((torch.ones(5), NORM, request, factor), (None, NORM, request, factor[:5])):
         with pytest.raises(ValueError, match="wanted"):
             quantize_and_mask([x], *changes)
@@ -301,7 +301,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         "effects": [torch.zeros((2, 12), dtype=torch.int32)],
         "exponents": torch.zeros(2, dtype=torch.int32),
         "scales": torch.ones(6),
-        "blocks": [torch.empty(2, 2), torch.empty(2, 4)],
+        "tensors": [torch.empty(2, 2), torch.empty(2, 4)],
         "challenge": torch.zeros(12, dtype=torch.int32),
         "expected": torch.zeros(2, dtype=torch.int64),
     }
@@ -312,7 +312,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         ("effects", [torch.zeros((1, 12), dtype=torch.int32)]),
         ("exponents", torch.zeros(1, dtype=torch.int32)),
         ("scales", torch.ones(5)),
-        ("blocks", [torch.empty(2, 2), torch.empty(2, 5)]),
+        ("tensors", [torch.empty(2, 2), torch.empty(2, 5)]),
         ("challenge", torch.zeros(6, dtype=torch.int32)),
         ("expected", torch.zeros(1, dtype=torch.int64)),
     ):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.spinning import library_in
+from tenant_sdk.spinning import library_in
 
 # Processor time of short parallel regions, with pauses in which threads spin or sleep.
 PROGRAM = """
@@ -22,7 +22,7 @@ for _ in range(100):
     time.sleep(0.005)
 print(time.process_time() - began)
 """
-FIXED = "import torch\nimport tenant_sdk\nfrom shared.spinning import stop_spinning\nstop_spinning()"
+FIXED = "import torch\nimport tenant_sdk\nfrom tenant_sdk.spinning import stop_spinning\nstop_spinning()"
 
 
 def seconds(imports: str) -> float:

@@ -202,7 +202,7 @@ def test_a_lock_of_others_loses_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Those who may read the file can hold its lock for ever."""
-    monkeypatch.setattr("shared.file_lock.SECONDS", 0.0)
+    monkeypatch.setattr("provider.file_lock.SECONDS", 0.0)
     path = tmp_path / "usage.csv"
     with recording(path, metrics, clock) as file:
         work(metrics, "alice", 3)

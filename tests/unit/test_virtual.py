@@ -44,22 +44,22 @@ class Memory:
         group: int,
         direction: Direction,
         members: int,
-        blocks: list[torch.Tensor],
+        tensors: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> LazyResult:
-        return LazyResult(lambda: self._product(direction, members, blocks))
+        return LazyResult(lambda: self._product(direction, members, tensors))
 
-    def _product(self, direction: Direction, members: int, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
-        assert all(block.dtype == torch.float32 for block in blocks)
+    def _product(self, direction: Direction, members: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        assert all(tensor.dtype == torch.float32 for tensor in tensors)
         self.asked.append((direction, members))
         weights = [self.weights[i] for i in member_indices(members)]
         if direction == FORWARD:
-            rows = len(blocks[0])
-            # As an answer arrives: blocks in one piece of memory.
-            flat = torch.cat([(blocks[0] @ weight.T).flatten() for weight in weights])
+            rows = len(tensors[0])
+            # As an answer arrives: tensors in one piece of memory.
+            flat = torch.cat([(tensors[0] @ weight.T).flatten() for weight in weights])
             parts = flat.split([rows * len(weight) for weight in weights])
             return [part.view(rows, -1) for part in parts]
-        return [torch.stack([b @ w for b, w in zip(blocks, weights, strict=True)]).sum(0)]
+        return [torch.stack([b @ w for b, w in zip(tensors, weights, strict=True)]).sum(0)]
 
     def close(self) -> None:
         """Nothing to do."""

@@ -27,7 +27,7 @@ from shared.wire.frames import (
     xor_mask,
 )
 from shared.wire.header import BYTES, DTYPES, HEADER_BYTES, SEED_BYTES, Header, Operation
-from shared.wire.message import Incoming
+from shared.wire.incoming import Incoming
 from shared.wire.protocol import TenantProtocol
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -391,13 +391,13 @@ def test_xor_mask(data: bytes, offset: int, in_place: bool) -> None:
 )
 def test_messages_are_what_the_rfc_says(sizes: tuple[int, ...], mask: bytes) -> None:
     random = Random(sum(sizes))
-    blocks = [
+    tensors = [
         torch.frombuffer(bytearray(random.randbytes(n)) or bytearray(1), dtype=torch.uint8)[:n] for n in sizes
     ]
     header = Header(Operation.REPLY, dtype=BYTES, request_id=3, rows=1, columns=sum(sizes))
-    payload = b"".join(block.numpy().tobytes() for block in blocks)
+    payload = b"".join(tensor.numpy().tobytes() for tensor in tensors)
     # Pieces share a buffer, so each is taken before the next is made.
-    sent = b"".join(bytes(piece) for piece in encode_message(header, blocks, mask))
+    sent = b"".join(bytes(piece) for piece in encode_message(header, tensors, mask))
     assert sent == frame(header.pack() + payload, mask=mask)
     assert b"".join(bytes(piece) for piece in encode_message(header, payload, mask)) == sent
     (event,) = feed(reader(masked=bool(mask)), sent)
@@ -406,11 +406,11 @@ def test_messages_are_what_the_rfc_says(sizes: tuple[int, ...], mask: bytes) -> 
 
 @pytest.mark.parametrize("dtype", list(DTYPES.values()))
 def test_blocks_of_every_dtype_are_sent_as_they_lie_in_memory(dtype: torch.dtype) -> None:
-    block = torch.arange(6).reshape(2, 3).to(dtype)
+    tensor = torch.arange(6).reshape(2, 3).to(dtype)
     code = {v: k for k, v in DTYPES.items()}[dtype]
     header = Header(Operation.REPLY, dtype=code, rows=2, columns=3)
-    (event,) = feed(reader(), b"".join(bytes(p) for p in encode_message(header, [block])))
-    assert torch.equal(event.payload, block)
+    (event,) = feed(reader(), b"".join(bytes(p) for p in encode_message(header, [tensor])))
+    assert torch.equal(event.payload, tensor)
     assert HEADER_BYTES + header.payload_bytes < 126
 
 

@@ -33,7 +33,7 @@ from shared.wire.header import (
     Header,
     Operation,
 )
-from shared.wire.message import Incoming
+from shared.wire.incoming import Incoming
 from shared.wire.messages import (
     ErrorInfo,
     Fetch,

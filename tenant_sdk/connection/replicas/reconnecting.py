@@ -20,7 +20,7 @@ from shared.errors import ConnectionLost, ModelMismatch, SymbiosisError
 from shared.forks import ForkGuard
 from shared.log_rate_limit import LogRateLimiter
 from shared.wire.header import Header, Operation
-from shared.wire.message import Incoming
+from shared.wire.incoming import Incoming
 from shared.wire.messages import Hello, Manifest, decode, encode
 from shared.wire.protocol import validate_manifest
 from tenant_sdk.connection.channel import Channel, ResponseFuture, control_payload

@@ -156,5 +156,5 @@ def what_happened(error: SymbiosisError | None, name: str = "") -> OptionText:
     """Returns an error's text without the name, and without the advice behind the semicolon."""
     if error is None:
         return OptionText("its connection broke")
-    what, _ = error.structured_message.divided(";")
-    return what.without(f"{name}: ").without(f"{name} ") if name else what
+    what, _ = error.structured_message.split_once(";")
+    return what.without_prefix(f"{name}: ").without_prefix(f"{name} ") if name else what

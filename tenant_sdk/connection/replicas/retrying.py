@@ -16,9 +16,9 @@ from shared.errors import (
     ConnectError,
     ConnectionLost,
     ConnectionRefused,
+    Metavar,
     ModelMismatch,
     OptionText,
-    Placeholder,
     RequestRefused,
     RequestTimeout,
     SymbiosisError,
@@ -166,7 +166,7 @@ class RequestPolicy:
                         OptionText(
                             "{} {}, and was not done after {:.0f} s; to wait longer, give {patience}",
                             *(url, reason, now - self._asked),
-                            patience=Placeholder("SECONDS"),
+                            patience=Metavar("SECONDS"),
                         )
                     )
                 )
@@ -251,7 +251,7 @@ class ReconnectPolicy:
                 OptionText(
                     "{} tried again and again for {}: {}; to wait longer, give {patience}",
                     *(who, duration(now - since), why),
-                    patience=Placeholder("SECONDS"),
+                    patience=Metavar("SECONDS"),
                 )
             )
             error.__cause__ = self._cause

@@ -216,8 +216,8 @@ class _Engine:
 
     def submit(self, _: str, __: int, header: Header, ___: torch.Tensor, done: Callable[[Any], None]) -> None:
         answer = self.protocol.answer(header)
-        block = torch.zeros(answer.payload_shape, dtype=answer.payload_dtype)
-        self.loop.call_soon_threadsafe(lambda: done(Completion([block], RequestClass.DECODE, 0.0, 0.0)))
+        tensor = torch.zeros(answer.payload_shape, dtype=answer.payload_dtype)
+        self.loop.call_soon_threadsafe(lambda: done(Completion([tensor], RequestClass.DECODE, 0.0, 0.0)))
 
     def session_ended(self, *_: Any) -> None:
         pass
@@ -453,7 +453,7 @@ _JSON_WORDS = (b'"', b"{", b"[", b"null", b"-1", b"1e400", b"\\ud800", b"\xff", 
 _HTTP_WORDS = (b"\r\n", b"\r\n\r\n", b": ", b"Content-Length: ", b"Transfer-Encoding: chunked", b"\n", b",")
 _HTTP_WORDS += (b"Authorization: Bearer ", _TOKEN.encode(), b"Sec-WebSocket-Extensions: permessage-deflate")
 _HEADER = ("shared/wire/header.py",)
-_FRAMES = ("shared/wire/frames.py", "shared/wire/message.py", "shared/wire/protocol.py", *_HEADER)
+_FRAMES = ("shared/wire/frames.py", "shared/wire/incoming.py", "shared/wire/protocol.py", *_HEADER)
 TARGETS: Sequence[Target] = (
     Target("header", header, _header_seeds, _HEADER),
     Target(

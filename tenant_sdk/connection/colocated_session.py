@@ -1,4 +1,4 @@
-"""Opening a session of the co-located transport, as its tenant (``shared/PROTOCOL.md``)."""
+"""Opens a session of the co-located transport (``shared/PROTOCOL.md``)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 
 from shared.errors import WireError
 from shared.wire.header import HEADER_BYTES, Header, Operation, parse_header, request_id_of
-from shared.wire.protocol import split_blocks
+from shared.wire.protocol import split_tensors
 
 
 @dataclass(slots=True)
@@ -42,32 +42,32 @@ class Incoming:
     def payload(self, value: torch.Tensor | None) -> None:
         self._payload = value
 
-    def blocks(self, widths: tuple[int, ...]) -> list[torch.Tensor]:
-        """Returns the blocks of rows that lie in order in the payload: [rows, width], none a view.
+    def tensors(self, widths: tuple[int, ...]) -> list[torch.Tensor]:
+        """Returns the tensors of rows that lie in order in the payload: [rows, width], none a view.
 
-        An answer of which only the upper bits travel is one block, of its header's shape.
+        An answer of which only the upper bits travel is one tensor, of its header's shape.
         """
         rows, dtype = self.header.rows, self.header.payload_dtype
         if self.header.truncated:
             widths = self.header.payload_shape[1:]
         if self.body is None:
             payload = self.payload
-            return [] if payload is None else [own(b, b.shape) for b in split_blocks(payload, widths)]
+            return [] if payload is None else [own(b, b.shape) for b in split_tensors(payload, widths)]
         views, at = [], HEADER_BYTES
         for width in widths:
             # Few calls: most of what they cost is the memory that their code is read from.
-            block = torch.frombuffer(self.body, dtype=dtype, count=rows * width, offset=at)
-            views.append(block.resize_((rows, width)))
-            at += block.nbytes
+            tensor = torch.frombuffer(self.body, dtype=dtype, count=rows * width, offset=at)
+            views.append(tensor.resize_((rows, width)))
+            at += tensor.nbytes
         return views
 
 
-def own(block: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def own(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Returns the memory as a tensor that is no view: autograd forbids writing into one of several views."""
-    if block._base is None and block.is_contiguous():
-        return block.resize_(tuple(shape))
-    owner = torch.empty(0, dtype=block.dtype, device=block.device)
-    return owner.set_(block.untyped_storage(), block.storage_offset(), tuple(shape))  # type: ignore[call-overload, no-any-return]
+    if tensor._base is None and tensor.is_contiguous():
+        return tensor.resize_(tuple(shape))
+    owner = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return owner.set_(tensor.untyped_storage(), tensor.storage_offset(), tuple(shape))  # type: ignore[call-overload, no-any-return]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
