@@ -30,13 +30,14 @@ class WorkloadSize:
     repeated: int  # prompts that are sent again and again
     repeats: int  # how often
     steps: int  # of fine-tuning, with 4 x 64 tokens each
-    tokens: int  # sent through the finished adapter
+    tokens: int  # sent through the finished adapter, or ROWS_A_NUMBER times the model's width if that is more
 
 
 FULL = WorkloadSize(prompts=40, new_tokens=2, repeated=5, repeats=9, steps=16, tokens=2048)
 QUICK = WorkloadSize(prompts=60, new_tokens=0, repeated=1, repeats=10, steps=2, tokens=1024)
 REPEATED_TOKENS = 250
 ADAPTER_TOKENS = 128
+ROWS_A_NUMBER = 4  # an adapter is solved from equations with as many unknowns as a row has numbers
 SAMPLES = 200
 
 
@@ -166,7 +167,8 @@ def run_workload(
     for layer, module in fine_tuned.named_modules():
         if isinstance(module, peft.tuners.lora.Linear):
             truth.adapter[layer.split("layers.")[-1]] = module.get_delta_weight("default").detach()
-    rows = blocks_of(stream, ADAPTER_TOKENS, first)[-(size.tokens // ADAPTER_TOKENS) :]
+    count = max(size.tokens, ROWS_A_NUMBER * model.config.get_text_config().hidden_size)
+    rows = blocks_of(stream, ADAPTER_TOKENS, first)[-(count // ADAPTER_TOKENS) :]
     for block in rows.split(8):
         with truth.doing("adapter", block), torch.inference_mode():
             fine_tuned(input_ids=block, use_cache=False)
