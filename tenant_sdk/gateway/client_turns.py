@@ -69,10 +69,14 @@ class PreparationTurns:
     Args:
         clock: in seconds.
         others: whether another client than this has requests under way.
+        least_pause: seconds; default: ``LEAST_PAUSE``.
     """
 
-    def __init__(self, clock: Callable[[], float], others: Callable[[str], bool]) -> None:
+    def __init__(
+        self, clock: Callable[[], float], others: Callable[[str], bool], least_pause: float | None = None
+    ) -> None:
         self._clock, self._others, self._client_locks = clock, others, dict[str, asyncio.Lock]()
+        self._least_pause = LEAST_PAUSE if least_pause is None else least_pause
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
@@ -91,7 +95,7 @@ class PreparationTurns:
             if held:
                 held = False
                 took = self._clock() - began
-                pause = min(max(took, LEAST_PAUSE), MOST_PAUSE) if self._others(client) else 0.0
+                pause = min(max(took, self._least_pause), MOST_PAUSE) if self._others(client) else 0.0
                 asyncio.get_running_loop().call_later(pause, lock.release)
 
         token = given_to_engine.set(release)

@@ -11,7 +11,14 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tenant_sdk.gateway.admission import Authenticator, Refusal, UnauthenticatedConnections, shutting_down
-from tenant_sdk.gateway.http_frontend import BODY_BYTES, CLOSED, FLUSHED, SMALL_BODY_BYTES, error_event
+from tenant_sdk.gateway.http_frontend import (
+    BODY_BYTES,
+    CLOSED,
+    FLUSHED,
+    OWNER,
+    SMALL_BODY_BYTES,
+    error_event,
+)
 from tenant_sdk.gateway.reservations import Reservations
 
 HEADER_SECONDS = 10.0
@@ -81,6 +88,7 @@ class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
     _unread: asyncio.TimerHandle | None = None
     _rest: asyncio.TimerHandle | None = None
     _bytes = 0  # of headers that are not complete
+    _header_bytes = 0  # of names and values
     _held = 0  # bytes that are not read yet
 
     def connection_made(self, transport: Any) -> None:
@@ -134,6 +142,10 @@ class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
         """
         if len(self.headers) >= HEADERS:
             self._refuse(Refusal(431, "invalid_request_error", f"a request has at most {HEADERS} headers"))
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes > HEADER_BYTES:  # all came in one read
+            self.transport.abort()
+            raise ValueError("headers are too long")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -169,7 +181,7 @@ class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
             self._refuse(
                 Refusal(413, "invalid_request_error", f"a request here has {max_bytes} bytes at most")
             )
-        self.scope["extensions"] = {FLUSHED: self.flow.drain, CLOSED: self._closed}
+        self.scope["extensions"] = {FLUSHED: self.flow.drain, CLOSED: self._closed, OWNER: self._client}
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -223,7 +235,7 @@ class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
 
     def _expect(self) -> None:
         """Headers come from now on."""
-        self._bytes = 0
+        self._bytes = self._header_bytes = 0
         self._late = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
 
     def _cancel(self, name: str) -> None:

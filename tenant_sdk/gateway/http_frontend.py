@@ -55,6 +55,9 @@ _ELSEWHERE = {
     f"{RESPONSES}/": ": this gateway keeps no answers",
 }
 STRANGERS = "strangers"  # all together are as one client, and no client has this name
+# Seconds between two requests of strangers. If probes waited longer, newer connections would take their
+# places, even if these were few.
+STRANGERS_PAUSE = 0.001
 PUBLIC_PATHS = frozenset({"/", "/healthz"})  # nothing that tells who uses what
 BODY_BYTES = 8 << 20  # however long sequences may be
 SMALL_BODY_BYTES = 64 << 10
@@ -66,6 +69,7 @@ SEND_SECONDS = 60.0  # until a client that does not read its answer is given up
 # Of a scope's extensions.
 FLUSHED = "symbiosis.flushed"  # waits until what was sent has left
 CLOSED = "symbiosis.closed"  # a future that is done if the connection is closed
+OWNER = "symbiosis.owner"  # the client whose key the connection has shown, if any
 MAX_MANAGEMENT = 64  # requests at once for adapters and figures; or two a key
 # vLLM reads others too: priorities, ranks, formats.
 _HEADERS = frozenset({b"accept", b"content-length", b"content-type", b"host"})
@@ -134,6 +138,7 @@ class HttpFrontend:
         self._small_body_turns = PreparationTurns(clock, sequence_limit.others_under_way)
         self._preparation_turns = PreparationTurns(clock, sequence_limit.others_under_way)
         self._arrival_turns = PreparationTurns(clock, sequence_limit.others_under_way)
+        self._stranger_turns = PreparationTurns(clock, sequence_limit.others_under_way, STRANGERS_PAUSE)
         self._listing_turns = PreparationTurns(clock, sequence_limit.others_under_way)
         self._management = Reservations.per_client_minimum(MAX_MANAGEMENT, authenticator.clients)
 
@@ -158,7 +163,8 @@ class HttpFrontend:
         path = scope["path"]
         client = self._authenticator.admit(scope["headers"])
         # Before anything is answered: refusals, too, take time of the thread of all clients.
-        await self._arrival_turns.wait(client if isinstance(client, str) else STRANGERS)
+        owner = client if isinstance(client, str) else scope.get("extensions", {}).get(OWNER)
+        await (self._arrival_turns.wait(owner) if owner else self._stranger_turns.wait(STRANGERS))
         if path in PUBLIC_PATHS and (self._authenticator.keys or isinstance(client, str)):
             return await self._serve_public(scope["method"], path, send)
         if self._served.ending():

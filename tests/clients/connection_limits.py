@@ -117,6 +117,9 @@ try:
 except ConnectionError:
     pass
 assert ended(large), "headers without an end"
+at_once = connected()
+at_once.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n" + 50 * (b"a: " + 1000 * b"b" + b"\r\n") + b"\r\n")
+assert ended(at_once), "long headers in one piece"
 
 pipelined = connected()
 pipelined.sendall(2 * b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")

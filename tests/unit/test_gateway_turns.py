@@ -20,7 +20,7 @@ from tenant_sdk.gateway.client_turns import (
     current_client,
     given_to_engine,
 )
-from tenant_sdk.gateway.http_frontend import CLOSED
+from tenant_sdk.gateway.http_frontend import CLOSED, OWNER
 from tenant_sdk.gateway.metrics import CachedAnswer
 from tenant_sdk.gateway.requests import parse_request
 
@@ -70,12 +70,15 @@ async def test_one_request_of_each_client_is_prepared_at_a_time(monkeypatch: pyt
 @awaited
 async def test_every_request_waits_for_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers together, and each client, whatever it asks for: refusals take time, too."""
-    monkeypatch.setattr(client_turns, "LEAST_PAUSE", 600.0)
-    monkeypatch.setattr(client_turns, "MOST_PAUSE", 600.0)
+    for pause in ("client_turns.LEAST_PAUSE", "client_turns.MOST_PAUSE", "http_frontend.STRANGERS_PAUSE"):
+        monkeypatch.setattr(f"tenant_sdk.gateway.{pause}", 600.0)
     application = Working()
     there = front(application, tmp_path)
     working = await Client(there, key=1).says(BODY)  # others are not disturbed by nobody
     strange: dict[str, Any] = {"headers": []}
+    # On a connection of a client, who may have many, its turn counts.
+    owned = await Client(there, "/v1/models", **strange, extensions={OWNER: "1"}).says(b"")
+    assert owned.status == 401
     assert (await Client(there, "/v1/models", **strange).says(b"")).status == 401
     for path in ("/v1/models", "/healthz"):
         assert (await Client(there, path, **strange).says(b"")).sent == []
@@ -90,8 +93,8 @@ async def test_every_request_waits_for_a_turn(tmp_path: Path, monkeypatch: pytes
 @awaited
 async def test_closed_connections_wait_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have given their places to other connections, whose requests would wait too, without bound."""
-    monkeypatch.setattr(client_turns, "LEAST_PAUSE", 600.0)
-    monkeypatch.setattr(client_turns, "MOST_PAUSE", 600.0)
+    for pause in ("client_turns.LEAST_PAUSE", "client_turns.MOST_PAUSE", "http_frontend.STRANGERS_PAUSE"):
+        monkeypatch.setattr(f"tenant_sdk.gateway.{pause}", 600.0)
     application = Working()
     there = front(application, tmp_path)
     working = await Client(there, key=1).says(BODY)  # others are not disturbed by nobody
