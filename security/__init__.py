@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from security.verdicts.findings import Finding
     from security.verdicts.judges import at_chance, succeeds
     from security.verdicts.statistics import rate
-    from security.views.adversaries import View, provider_view, requests_of
+    from security.views.adversaries import View, collusion_view, provider_view, requests_of
     from security.views.public_model import PublicModel
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "TranscriptAudit",
     "View",
     "at_chance",
+    "collusion_view",
     "provider_view",
     "rate",
     "read_transcript",
@@ -43,6 +44,7 @@ __getattr__, __dir__ = published(
         "TranscriptAudit": "security.deployment",
         "View": "security.views.adversaries",
         "at_chance": "security.verdicts.judges",
+        "collusion_view": "security.views.adversaries",
         "provider_view": "security.views.adversaries",
         "rate": "security.verdicts.statistics",
         "read_transcript": "security.recordings.transcript",

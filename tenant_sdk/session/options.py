@@ -332,7 +332,8 @@ class SessionConfig:
             "half (half answers): the upper 16 of 32 bits, which halves the bytes of products and effects; "
             "with ring-fine, the upper 24 bits, which saves a quarter of these bytes. Masks make the "
             "rounding random and unbiased, so two runs differ. Checks then bound errors instead of excluding "
-            "them (docs/explanation/numerics.md). auto: half for training and prompts if the connection is "
+            "them (docs/explanation/numerics.md), and an executor that gives wrong answers can test guesses "
+            "of rows. auto: half for training and prompts if the connection is "
             "slower than 4 Gbit/s, otherwise exact.",
             choices=ANSWERS,
             unit="WHICH",

@@ -40,8 +40,7 @@ class ReadingOptions:
         Option(
             _DATA,
             "Tokens in a block of plain text, and maximum number of tokens in a record. Longer records with "
-            "`text` are split, and other longer records are left out; both are reported. If memory is short, "
-            "a training computes long sequences in windows (parts of a sequence).",
+            "`text` are split, and other longer records are left out; both are reported.",
             least=2,
             unit="TOKENS",
         ),
@@ -212,8 +211,9 @@ class TrainingOptions(ReadingOptions):
         float | None,
         TrainingOption(
             _TRAINING,
-            "Memory that this process may use. Default: the memory in use when the training begins, plus "
-            "80 % of the free memory.",
+            "Memory that this process may use. If it is short, long sequences are computed in windows (parts "
+            "of a sequence). Default: the memory in use when the training begins, plus 80 % of the free "
+            "memory.",
             least=0,
             above=True,
             unit="GIB",
