@@ -25,8 +25,8 @@ from shared.launching import Program, free_port
 _ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS, ANSWER_SECONDS = 600.0, 120.0  # vLLM takes minutes to import where others compute
 NO_GATEWAY = (
-    "no environment with vLLM was found: make one with `make gateway`, which is .venv-gateway in the "
-    "project's folder, or name another one's python with --gateway"
+    "--no-gateway was given, or no environment with vLLM was found: make one with `make gateway`, which is "
+    ".venv-gateway in the project's folder, or name another one's python with --gateway"
 )
 
 

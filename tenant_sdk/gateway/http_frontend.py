@@ -164,7 +164,10 @@ class HttpFrontend:
         client = self._authenticator.admit(scope["headers"])
         # Before anything is answered: refusals, too, take time of the thread of all clients.
         owner = client if isinstance(client, str) else scope.get("extensions", {}).get(OWNER)
-        await (self._arrival_turns.wait(owner) if owner else self._stranger_turns.wait(STRANGERS))
+        if owner is None:
+            await self._stranger_turns.wait(STRANGERS)
+        else:
+            await self._arrival_turns.wait(owner)
         if path in PUBLIC_PATHS and (self._authenticator.keys or isinstance(client, str)):
             return await self._serve_public(scope["method"], path, send)
         if self._served.ending():

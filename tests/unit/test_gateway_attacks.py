@@ -196,7 +196,7 @@ def test_without_a_gateway_nothing_passes() -> None:
     assert len(words) == 10
     for told in words.values():
         assert (told.word, told.holds, told.refuted) == ("skipped", False, False)
-        assert told.figure.startswith("skipped: no environment with vLLM")
+        assert told.figure.startswith("skipped: --no-gateway was given, or no environment with vLLM")
         assert "--gateway" in told.figure
     assert not any(claim.verdict(result).skipped for claim in CLAIMS if claim.identity not in words)
 
