@@ -67,21 +67,27 @@ async def test_one_request_of_each_client_is_prepared_at_a_time(monkeypatch: pyt
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@awaited
-async def test_every_request_waits_for_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strangers together, and each client, whatever it asks for: refusals take time, too."""
+async def disturbed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[http_frontend.HttpFrontend, Client, Working]:
+    """A gateway with long pauses, and a request of another client that is under way."""
     for pause in ("client_turns.LEAST_PAUSE", "client_turns.MOST_PAUSE", "http_frontend.STRANGERS_PAUSE"):
         monkeypatch.setattr(f"tenant_sdk.gateway.{pause}", 600.0)
     application = Working()
-    there = front(application, tmp_path)
-    working = await Client(there, key=1).says(BODY)  # others are not disturbed by nobody
-    strange: dict[str, Any] = {"headers": []}
+    there = front(application, folder)
+    return there, await Client(there, key=1).says(BODY), application
+
+
+@awaited
+async def test_every_request_waits_for_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers together, and each client, whatever it asks for: refusals take time, too."""
+    there, working, application = await disturbed(tmp_path, monkeypatch)
     # On a connection of a client, who may have many, its turn counts.
-    owned = await Client(there, "/v1/models", **strange, extensions={OWNER: "1"}).says(b"")
+    owned = await Client(there, "/v1/models", headers=[], extensions={OWNER: "1"}).says(b"")
     assert owned.status == 401
-    assert (await Client(there, "/v1/models", **strange).says(b"")).status == 401
+    assert (await Client(there, "/v1/models", headers=[]).says(b"")).status == 401
     for path in ("/v1/models", "/healthz"):
-        assert (await Client(there, path, **strange).says(b"")).sent == []
+        assert (await Client(there, path, headers=[]).says(b"")).sent == []
     assert (await Client(there, "/nothing").says(b"")).status == 404
     for path in ("/nothing", "/v1/models/one", "/metrics", TEXT):
         assert (await Client(there, path).says(b"x")).sent == []
@@ -93,14 +99,10 @@ async def test_every_request_waits_for_a_turn(tmp_path: Path, monkeypatch: pytes
 @awaited
 async def test_closed_connections_wait_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have given their places to other connections, whose requests would wait too, without bound."""
-    for pause in ("client_turns.LEAST_PAUSE", "client_turns.MOST_PAUSE", "http_frontend.STRANGERS_PAUSE"):
-        monkeypatch.setattr(f"tenant_sdk.gateway.{pause}", 600.0)
-    application = Working()
-    there = front(application, tmp_path)
-    working = await Client(there, key=1).says(BODY)  # others are not disturbed by nobody
-    strange: dict[str, Any] = {"headers": []}
-    assert (await Client(there, "/v1/models", **strange).says(b"")).status == 401
+    there, working, application = await disturbed(tmp_path, monkeypatch)
+    assert (await Client(there, "/v1/models", headers=[]).says(b"")).status == 401
     assert (await Client(there, "/nothing").says(b"")).status == 404
+    strange: dict[str, Any] = {"headers": []}
     for path, options in (("/healthz", strange), ("/v1/models", strange), ("/nothing", {}), ("/metrics", {})):
         closed = asyncio.get_running_loop().create_future()
         waiting = await Client(there, path, **options, extensions={CLOSED: closed}).says(b"")
