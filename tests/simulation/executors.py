@@ -36,6 +36,9 @@ from simulation.model import Served
 from simulation.network import Network, Socket
 
 DRAIN_SECONDS = 10.0
+# The bits that each party's lies change in an answer's last byte. Parties that tell the same lie collude, and
+# nothing that a tenant without a checkpoint can check would show it.
+LIES = {"provider": 0x40, "source0": 0x20, "source1": 0x10}
 
 
 @dataclass
@@ -351,7 +354,7 @@ class Executor:
                 header = header._replace(rows=header.columns, columns=header.rows)
             else:
                 tensors = [tensor.clone() for tensor in tensors]
-                tensors[0].view(torch.uint8).view(-1)[-1] ^= 0x40
+                tensors[0].view(torch.uint8).view(-1)[-1] ^= LIES[self.party]
         send(header, tensors, on_sent)
 
 

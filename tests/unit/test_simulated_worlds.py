@@ -19,6 +19,7 @@ FAILED = [
         "cuts deaths flood workers",
         "a connection that broke under a refusal failed other tenants' requests",
     ),
+    (387, "lies memory", "the provider and a mask source told the same lie about scales, which is collusion"),
 ]
 
 
