@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from safetensors import SafetensorError, safe_open
 
-from shared.encoded import UNREADABLE
+from shared.encoded import UNREADABLE, decode_json
 from shared.errors import CheckpointError
 
 # Keys by which transformers finds something to load or to run. Numbers under such names are harmless.
@@ -117,7 +116,7 @@ def quantisation_of(folder: Path) -> Mapping[str, Any] | None:
         CheckpointError: it is no configuration.
     """
     try:
-        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
+        config = decode_json((folder / "config.json").read_bytes(), dict[str, Any])
     except (OSError, *UNREADABLE) as error:
         raise CheckpointError(f"{folder}/config.json cannot be used: {error}") from error
     for part in (config, config.get("text_config")):

@@ -7,11 +7,13 @@ import re
 import stat
 import tomllib
 from pathlib import Path
+from typing import Any, TypeVar, overload
 
 import msgspec
 
 from shared.errors import ConfigurationError
 
+T = TypeVar("T")
 # What decoding raises of text that is none, of another encoding, or nested without an end.
 UNREADABLE = (msgspec.DecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError)
 
@@ -19,14 +21,48 @@ UNREADABLE = (msgspec.DecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError, 
 OF_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
 _ALWAYS_READ = ("config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json")
 _LARGEST_TEXT = 64 << 20
-DIGITS = 20  # in a row; making a number of them takes the square of their count
-# Nothing that was matched is tried again, so this takes as long as the text is.
-_SHORT = re.compile(rb'(?s)(?:[^"0-9]++|"(?:[^"\\]++|\\.)*+"|[0-9]{1,%d}+(?![0-9]))*+' % DIGITS)
+# Making an integer takes the square of its digits. Some files have `model_max_length`, of 31 digits.
+DIGITS, _DIGITS_OF_FILES = 20, 40
+UNFIT = f"a number has more than {DIGITS} digits in a row, or an exponent beyond 199"
+# Floats near the largest or the smallest one take a thousand times as long to decode as others.
+_EXPONENT = rb"[eE][-+]?+[01]?[0-9]{1,2}(?![0-9])"
+_SUSPICIOUS = re.compile(rb"[0-9][eE][-+]?[0-9]{3}|[0-9]{%d}" % (DIGITS + 1))
+
+
+def _fitting(digits: int) -> re.Pattern[bytes]:
+    # Nothing that was matched is tried again, so this takes as long as the text is.
+    number = rb"[0-9]{1,%d}+(?:%s|(?![0-9eE]))" % (digits, _EXPONENT)
+    return re.compile(rb'(?s)(?:[^"0-9]++|"(?:[^"\\]++|\\.)*+"|%s)*+' % number)
+
+
+_OF_REQUESTS, _OF_FILES = _fitting(DIGITS), _fitting(_DIGITS_OF_FILES)
 
 
 def numbers_fit(text: bytes) -> bool:
-    """Whether no number of a text that is JSON has more than ``DIGITS`` digits in a row."""
-    return _SHORT.fullmatch(text) is not None
+    """Whether all numbers of a text that is JSON are quick to decode: if not, ``UNFIT`` says why."""
+    return _SUSPICIOUS.search(text) is None or _OF_REQUESTS.fullmatch(text) is not None
+
+
+@overload
+def decode_json(text: bytes | str) -> Any: ...
+@overload
+def decode_json(text: bytes | str, kind: type[T]) -> T: ...
+def decode_json(text: bytes | str, kind: Any = Any) -> Any:
+    """A JSON text that anybody may have written, as ``msgspec.json.decode`` does.
+
+    Without the check, some megabytes of numbers would take minutes, in which no other thread runs.
+
+    Raises:
+        msgspec.DecodeError: it is not JSON, or a number takes long to decode.
+        msgspec.ValidationError: it is of another kind.
+        UnicodeEncodeError: a str has half a surrogate pair.
+    """
+    encoded = text.encode() if isinstance(text, str) else text
+    if _SUSPICIOUS.search(encoded) is not None and _OF_FILES.fullmatch(encoded) is None:
+        raise msgspec.DecodeError(
+            f"a number has over {_DIGITS_OF_FILES} digits in a row, or an exponent beyond 199"
+        )
+    return msgspec.json.decode(encoded, type=kind)
 
 
 def read_within(path: Path, max_bytes: int, *, pipes: bool = False) -> bytes:

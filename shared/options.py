@@ -284,6 +284,9 @@ def check_options(options: Mapping[str, Any], kinds: Mapping[str, Any], where: s
             msgspec.convert(value, kinds[key])
         except msgspec.ValidationError as error:
             raise ConfigurationError(f"{where}: {key}: {error}") from error
+        texts = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)]
+        if any("\0" in each for each in texts):  # no system call takes such a path
+            raise ConfigurationError(f"{where}: {key}: a character of it has the value 0")
 
 
 def _meant(key: str, kinds: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from shared.encoded import UNREADABLE, read_within
+from shared.encoded import UNREADABLE, decode_json, read_within
 from shared.errors import ConfigurationError, ModelMismatch, OptionText
 from tenant_sdk.drafts.options import CARD
 from tenant_sdk.storage import ADAPTER_CONFIG
@@ -70,7 +70,7 @@ def read_card(folder: Path) -> DraftCard:
             raise ConfigurationError(
                 OptionText("{} holds an adapter and no draft: give it with {adapter}", str(folder))
             )
-        card = msgspec.json.decode(read_within(folder / CARD, _CARD_BYTES), type=DraftCard)
+        card = decode_json(read_within(folder / CARD, _CARD_BYTES), DraftCard)
     except FileNotFoundError as error:
         raise ConfigurationError(f"{folder} holds no draft: there is no {CARD} in it") from error
     except (OSError, *UNREADABLE) as error:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from shared.encoded import UNREADABLE
+from shared.encoded import UNREADABLE, decode_json
 from tenant_sdk.gateway.completions import GenerationRequest, RequestSize
 from tenant_sdk.gateway.constraints import (
     Constraint,
@@ -209,7 +209,7 @@ def invalid_chat_reason(
     for message in messages:
         for call in given(message.tool_calls) or []:
             try:
-                arguments = msgspec.json.decode(call.function.arguments or "{}")
+                arguments = decode_json(call.function.arguments or "{}")
             except UNREADABLE:
                 arguments = None
             if not isinstance(arguments, dict):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from shared.encoded import DIGITS, UNREADABLE, numbers_fit
+from shared.encoded import UNFIT, UNREADABLE, numbers_fit
 
 SPEC_BYTES = 32 << 10  # of a schema or a grammar
 PATTERN_BYTES = 4 << 10
@@ -212,12 +212,12 @@ def _check(checked: Constraint) -> None:
         if len(choices) > CHOICES or longest > CHOICE_BYTES or "" in choices:
             raise ConstraintRefused(f"choice has at most {CHOICES} texts of 1 to {CHOICE_BYTES} bytes")
     if checked.kind == "json":
+        if not numbers_fit(checked.text.encode()):
+            raise ConstraintRefused(f"the schema is not taken: {UNFIT}")
         try:
             schema = msgspec.json.decode(checked.text)
         except UNREADABLE as error:
             raise ConstraintRefused("the schema is not JSON") from error
-        if not numbers_fit(checked.text.encode()):
-            raise ConstraintRefused(f"a number of the schema has more than {DIGITS} digits in a row")
         if not isinstance(schema, dict):
             raise ConstraintRefused("a schema is an object")
         _check_schema(schema)

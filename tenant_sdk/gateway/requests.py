@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from shared.encoded import DIGITS, UNREADABLE, numbers_fit
+from shared.encoded import UNFIT, UNREADABLE, numbers_fit
 from tenant_sdk.gateway.admission import Refusal
 from tenant_sdk.gateway.chats import ChatRequest, Messages, TemplateVariables, Tools, invalid_chat_reason
 from tenant_sdk.gateway.completions import CompletionRequest
@@ -117,7 +117,7 @@ def parse_request(path: str, body: bytes, context: int) -> ParsedRequest | Refus
         ]:
             return _refused(f"this gateway does not take the field {min(others)[:80]!r} at {path}")
         if not numbers_fit(body):
-            return _refused(f"a number of the body has more than {DIGITS} digits in a row")
+            return _refused(f"the body is not taken: {UNFIT}")
         request = msgspec.json.decode(body, type=kind)
         if wrong := request.invalid_reason(context):
             return _refused(wrong)

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import transformers
 from transformers import AutoConfig, GenerationConfig, LevitConfig, PreTrainedConfig
 
@@ -31,7 +30,7 @@ from shared.configuration import (
     label,
     number,
 )
-from shared.encoded import UNREADABLE
+from shared.encoded import UNREADABLE, decode_json
 from shared.errors import ConfigurationError, ModelMismatch
 from shared.options import closest
 from shared.wire.messages import Manifest
@@ -227,7 +226,7 @@ class _Limits:
 
 def _object(data: bytes, name: str, whose: str = "the executor's ") -> dict[str, Any]:
     try:
-        return msgspec.json.decode(data, type=dict[str, Any])
+        return decode_json(data, dict[str, Any])
     except UNREADABLE as error:
         raise ModelMismatch(f"{whose}{name} is refused: {str(error)[:200]}") from error
 

@@ -14,7 +14,7 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from shared.encoded import UNREADABLE
+from shared.encoded import UNREADABLE, decode_json
 from shared.errors import ModelMismatch
 from tenant_sdk.model.tokenizer_file import MAX_TOKEN, check_letters, safe_tokenizer
 
@@ -126,7 +126,7 @@ def build_tokenizer(files: Mapping[str, bytes]) -> Any:
 
 def _read(files: Mapping[str, bytes], name: str, kind: type[S]) -> S:
     try:
-        return msgspec.json.decode(files.get(name, b"{}"), type=kind)
+        return decode_json(files.get(name, b"{}"), kind)
     except UNREADABLE as error:
         raise ModelMismatch(f"the executor's {name} is refused: {str(error)[:200]}") from error
 

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from shared.encoded import UNREADABLE
+from shared.encoded import UNREADABLE, decode_json
 from shared.errors import ModelMismatch
 
 # How many characters, and in the end tokens, one character of text may become. Of the tokenizers in use
@@ -257,7 +257,7 @@ def safe_tokenizer(data: bytes) -> str:
             longer, or one that is random.
     """
     try:
-        file = msgspec.json.decode(_with_model_type(data), type=_File)
+        file = decode_json(_with_model_type(data), _File)
     except UNREADABLE as error:
         raise _refused(str(error)[:200]) from error
     _check_vocabulary(file)

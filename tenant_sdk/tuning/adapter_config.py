@@ -16,7 +16,7 @@ from msgspec import Meta
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftConfig, PeftType, TaskType
 from torch import nn
 
-from shared.encoded import UNREADABLE
+from shared.encoded import UNREADABLE, decode_json
 from shared.errors import ConfigurationError
 from tenant_sdk.storage import ADAPTER_CONFIG as FILE
 from tenant_sdk.storage import read_blocks
@@ -95,7 +95,7 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
     """
     try:
         content = b"".join(read_blocks(folder / FILE, MAX_JSON_BYTES))
-        fields = msgspec.json.decode(content, type=dict[str, Any])
+        fields = decode_json(content, dict[str, Any])
     except (OSError, *UNREADABLE) as error:
         raise ConfigurationError(f"cannot read {folder / FILE}: {error}") from error
     if fields.get("peft_type") not in KINDS:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shared.command_line import version
-from shared.encoded import UNREADABLE
+from shared.encoded import UNREADABLE, decode_json
 from shared.errors import ConfigurationError, ModelMismatch, OptionText
 from tenant_sdk.model.naming import Base, plain_name
 
@@ -72,7 +72,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
             ConfigurationError: the file is damaged.
         """
         try:
-            return msgspec.json.decode((folder / RECORD).read_bytes(), type=cls)
+            return decode_json((folder / RECORD).read_bytes(), cls)
         except FileNotFoundError:
             return None
         except (OSError, *UNREADABLE) as error:

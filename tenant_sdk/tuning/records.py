@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from shared.encoded import decode_json
 from shared.errors import ConfigurationError, peer_text
 from tenant_sdk.tuning.message_parts import REASONING
 from tenant_sdk.tuning.parquet import parquet_records
@@ -224,7 +225,7 @@ def holds_records(path: Path, text: str) -> bool:
         return True
     first = text.lstrip().split("\n", 1)[0]
     try:
-        return isinstance(msgspec.json.decode(first), dict)
+        return isinstance(decode_json(first), dict)
     except (msgspec.DecodeError, RecursionError):
         return False
 
@@ -294,10 +295,10 @@ def _describe_keys(record: dict[str, Any]) -> str:
 
 def _decode(line: str, place: str) -> Record:
     try:
-        fields = msgspec.json.decode(line.encode(), type=dict[str, Any])
+        fields = decode_json(line, dict[str, Any])
         record = msgspec.convert(fields, Record)
         if isinstance(record.tools, str):
-            tools = msgspec.json.decode(record.tools.encode() or b"[]", type=list[dict[str, Any]])
+            tools = decode_json(record.tools or "[]", list[dict[str, Any]])
             record = replace(record, tools=tools)
     except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as error:  # which quote no value
         raise ConfigurationError(f"{place}: {error}; a line holds one record, a JSON object") from None
@@ -478,11 +479,7 @@ class _Call(msgspec.Struct):
 
 def _arguments(arguments: Any) -> dict[str, Any]:
     """The arguments of a call, which may be written as JSON."""
-    decoded = (
-        msgspec.json.decode(arguments.encode())
-        if isinstance(arguments, str) and arguments
-        else arguments or {}
-    )
+    decoded = decode_json(arguments) if isinstance(arguments, str) and arguments else arguments or {}
     return msgspec.convert(decoded, dict[str, Any])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from shared.encoded import decode_json
 from shared.errors import ConfigurationError, peer_text
 
 TABLES = (".csv", ".tsv", ".parquet")
@@ -73,7 +74,7 @@ def _cell(name: str, cell: str) -> Any:
     if name not in _NESTED:
         return cell
     try:
-        return msgspec.json.decode(cell)
+        return decode_json(cell)
     except (msgspec.DecodeError, RecursionError):
         return cell
 
