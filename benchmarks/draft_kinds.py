@@ -1,5 +1,7 @@
 """Three kinds of drafts, trained on the same text: tokens a pass, and the time that guesses take.
 
+The last line is the product's draft as it is used: it repeats the text where this is right more often.
+
     python benchmarks/draft_kinds.py --model out/models/SmolLM2-135M-Instruct --data chats.jsonl
 
 The file has chats whose answers the model wrote (``drafts.py --data`` makes such a file). A local copy of the
@@ -34,9 +36,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
-from tenant_sdk.drafts.head import WIDENING, DraftHead, Vocabulary
-from tenant_sdk.drafts.length import tokens_a_pass
-from tenant_sdk.drafts.training import GUESSES, Features, Positions, collect, frequent_tokens
+from tenant_sdk.drafts.head import WIDENING, DraftHead, Guesser, Vocabulary
+from tenant_sdk.drafts.training import (
+    LEARNED,
+    Features,
+    Positions,
+    collect,
+    frequent_tokens,
+    gain,
+    repeated_shares,
+    walked,
+)
 from tenant_sdk.tuning.data import Reader
 from tenant_sdk.tuning.sampling import ends_of
 
@@ -92,7 +102,7 @@ class Recurrent(Kind):
     def guesses(self, batch: Batch) -> Iterator[Tensor]:
         """See Kind."""
         state = batch.hidden
-        for at in range(GUESSES):
+        for at in range(LEARNED):
             state = self.head(state, self.embed(batch.ids, 1 + at))
             yield self.head.read(state)
 
@@ -101,9 +111,9 @@ class Recurrent(Kind):
 
         def run() -> None:
             state, token = hidden[:, -1], ids[:, -1]
-            for _ in range(GUESSES):
+            for _ in range(LEARNED):
                 state = self.head(state, self.vocabulary.embed(token))
-                token = self.vocabulary.likeliest(self.head.read(state))
+                token = self.vocabulary.likeliest(self.head.read(state))[0]
 
         return run
 
@@ -113,7 +123,7 @@ class Heads(Kind):
 
     def __init__(self, width: int, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(GUESSES))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(LEARNED))
         for layer in self.layers:
             nn.init.zeros_(layer.weight)  # so each begins with the model's own next token
 
@@ -171,7 +181,7 @@ class Attention(Kind):
         state, length = batch.hidden, batch.ids.shape[1]
         future = torch.ones(length, length, dtype=torch.bool).triu(1)
         own: list[tuple[Tensor, Tensor]] = []
-        for at in range(GUESSES):
+        for at in range(LEARNED):
             places = torch.arange(length) + at
             query, key, value = self.projected(state, self.embed(batch.ids, 1 + at), places)
             own.append((key, value))
@@ -191,12 +201,12 @@ class Attention(Kind):
 
         def run() -> None:
             state, token, cache = hidden[:, -1:], ids[:, -1:], (keys, values)
-            for at in range(GUESSES):
+            for at in range(LEARNED):
                 place = torch.tensor([hidden.shape[1] + at])
                 query, key, value = self.projected(state, self.vocabulary.embed(token), place)
                 cache = torch.cat([cache[0], key], 2), torch.cat([cache[1], value], 2)
                 state = self.finished(state, functional.scaled_dot_product_attention(query, *cache))
-                token = self.vocabulary.likeliest(self.output_norm(state))
+                token = self.vocabulary.likeliest(self.output_norm(state))[0]
 
         return run
 
@@ -269,25 +279,22 @@ def train(kind: Kind, features: Sequence[Features], epochs: int, title: str) -> 
 
 
 @torch.no_grad()
-def acceptance(kind: Kind, features: Sequence[Features]) -> list[float]:
-    """Shares of places at which the first, second, ... guess and all before are the model's choice.
-
-    Only places count whose text is the model's choice, as in ``tenant_sdk.drafts.training.acceptance``.
-    """
-    right, counted = torch.zeros(GUESSES), torch.zeros(GUESSES)
-    for batch in batches(features, range(len(features))):
-        chosen = kind.vocabulary.likeliest(batch.hidden)
+def tokens_a_pass(kind: Kind, features: Sequence[Features]) -> float:
+    """Of greedy writing of some texts, as ``gain`` finds it for the product's kind."""
+    written, runs = list[bool](), list[int]()
+    for text in features:
+        batch = next(batches([text], [0]))
+        chosen = kind.vocabulary.chosen(batch.hidden)
         agrees = functional.pad(batch.ids[:, 1:] == chosen[:, :-1], (1, 0))
-        kept = batch.reach > 0
+        right, run = batch.reach > 0, torch.zeros_like(batch.ids)
         for at, state in enumerate(kind.guesses(batch)):
             ahead, more = 1 + at, (0, 1 + at)
-            kept = kept & (batch.reach > at) & functional.pad(agrees[:, ahead:], more)
-            found = kept & (kind.vocabulary.likeliest(state) == functional.pad(chosen[:, ahead:], more))
-            counted[at] += kept.sum()
-            right[at] += found.sum()
-            kept = found
-    shares: list[float] = (right / counted.clamp(min=1)).cumprod(0).tolist()
-    return shares
+            right &= (batch.reach > at) & functional.pad(agrees[:, ahead:], more)
+            right &= kind.vocabulary.likeliest(state)[0] == functional.pad(chosen[:, ahead:], more)
+            run += right
+        written += (text.learned & agrees[0]).tolist()
+        runs += run[0].tolist()
+    return walked(written, runs)
 
 
 def timed(kinds: dict[str, Kind], width: int) -> dict[str, float]:
@@ -334,32 +341,32 @@ def main() -> None:
         torch.manual_seed(0)
         kinds[kind.__name__.lower()] = kind(width, vocabulary)
     seconds = {title: train(kind, learned, options.epochs, title) for title, kind in kinds.items()}
-    shares = {title: acceptance(kind, held_out) for title, kind in kinds.items()}
+    gains = {title: tokens_a_pass(kind, held_out) for title, kind in kinds.items()}
     milliseconds = timed(kinds, width)
     count = sum(int(each.learned.sum()) for each in learned)
-    table = Table(title=f"{count:,} tokens learned, {options.epochs} times; {GUESSES} guesses")
-    for heading in (
-        "kind",
-        "tokens a pass",
-        "shares of right guesses",
-        "million parameters",
-        "ms",
-        "minutes",
-    ):
+    table = Table(title=f"{count:,} tokens learned, {options.epochs} times; {LEARNED} guesses")
+    for heading in ("kind", "tokens a pass", "million parameters", "ms", "minutes"):
         table.add_column(heading, justify="right")
     found = {}
     for title, kind in kinds.items():
         size = sum(each.numel() for each in kind.parameters()) / 1e6
-        gain = tokens_a_pass(shares[title])
         found[title] = {
-            "tokens_a_pass": gain, "shares": shares[title], "million_parameters": size,
+            "tokens_a_pass": gains[title], "million_parameters": size,
             "milliseconds": milliseconds[title], "training_seconds": seconds[title],
         }  # fmt: skip
-        row = " ".join(f"{each:.2f}" for each in shares[title])
-        table.add_row(
-            *(title, f"{gain:.2f}", row, f"{size:.1f}", f"{milliseconds[title]:.2f}"),
+        figures = (
+            f"{gains[title]:.2f}",
+            f"{size:.1f}",
+            f"{milliseconds[title]:.2f}",
             f"{seconds[title] / 60:.1f}",
         )
+        table.add_row(title, *figures)
+    recurrent = kinds["recurrent"]
+    assert isinstance(recurrent, Recurrent)
+    for title, repeats in (("alone", ()), ("with repetitions", repeated_shares(learned))):
+        guesser = Guesser(recurrent.head, vocabulary, repeats)
+        found[title] = {"tokens_a_pass": gain(guesser, Positions(held_out)).tokens_a_pass}
+        table.add_row(f"recurrent, 8 guesses, {title}", f"{found[title]['tokens_a_pass']:.2f}")
     console.print(table)
     save(options.output / "draft_kinds.json", {"learned": count, "epochs": options.epochs, "kinds": found})
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tenant_sdk.drafts.decoding import Draft
-from tenant_sdk.drafts.head import DraftHead, Vocabulary
+from tenant_sdk.drafts.head import DraftHead, Guesser, Vocabulary
 from tenant_sdk.drafts.length import DraftLength
 from tenant_sdk.tuning.adapters import METHODS, AdapterOptions
 
@@ -19,13 +19,13 @@ def guessing(model: Any, guesses: int = 4, **options: Any) -> Draft:
     return Draft(*_parts(model, guesses), **options)
 
 
-def _parts(model: Any, guesses: int) -> tuple[DraftHead, Vocabulary, DraftLength]:
+def _parts(model: Any, guesses: int) -> tuple[Guesser, DraftLength]:
     width = model.get_input_embeddings().weight.shape[1]
     torch.manual_seed(0)
     head = DraftHead(width, width)
     torch.nn.init.normal_(head.down.weight)
     vocabulary = Vocabulary.of(model, torch.arange(model.get_output_embeddings().weight.shape[0]))
-    return head, vocabulary, DraftLength((0.5,) * guesses, guesses, guesses)
+    return Guesser(head, vocabulary), DraftLength((0.5,) * guesses, guesses, guesses)
 
 
 class Knowing(Draft):
@@ -39,7 +39,7 @@ class Knowing(Draft):
         super().__init__(*_parts(model, guesses))
         self._text, self._begin = text, begin
 
-    def _guess(self, state: Tensor, token: Tensor, size: int) -> Tensor:
+    def _guess(self, state: Tensor, ids: Tensor, size: int) -> Tensor:
         at = self._begin + self.tokens
         known = torch.nn.functional.pad(self._text, (0, size))[:, at : at + size].clone()
         wrong = self.passes % (size + 1)

@@ -11,6 +11,7 @@ import msgspec
 from shared.encoded import UNREADABLE, decode_json, read_within
 from shared.errors import ConfigurationError, ModelMismatch, OptionText
 from tenant_sdk.drafts.options import CARD
+from tenant_sdk.drafts.repeats import LONGEST
 from tenant_sdk.storage import ADAPTER_CONFIG
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ class DraftCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     ``weights`` is the manifest's digest of the base's linear layers, and ``adapter`` that of the adapter's
     parameters (``adapter_digest``), or empty. ``acceptance``: of the first, second, ... guess: the share of
-    places in held-out text where this guess and all before it were right.
+    places in held-out text where this guess and all before it were right. ``repeats``: see ``Guesser``.
     """
 
     symbiosis: str  # version of this SDK
@@ -34,6 +35,7 @@ class DraftCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     width: int
     hidden: int
     acceptance: tuple[float, ...]
+    repeats: tuple[float, ...] = ()
     learned_tokens: int
     held_out_tokens: int
 
@@ -76,10 +78,14 @@ def read_card(folder: Path) -> DraftCard:
     except (OSError, *UNREADABLE) as error:
         raise ConfigurationError(f"{folder / CARD} is damaged: {error}. Train the draft again") from error
     shares = card.acceptance
-    if len(shares) > _MOST_GUESSES or not all(0 <= share <= 1 for share in shares):
+    if len(shares) > _MOST_GUESSES or not all(0 <= share <= 1 for share in (*shares, *card.repeats)):
         raise ConfigurationError(
-            f"{folder / CARD} is damaged: `acceptance` has {_MOST_GUESSES} shares at most, each from 0 to 1. "
-            "Train the draft again"
+            f"{folder / CARD} is damaged: `acceptance` has at most {_MOST_GUESSES} shares, and shares are "
+            "from 0 to 1. Train the draft again"
+        )
+    if len(card.repeats) not in (0, LONGEST):
+        raise ConfigurationError(
+            f"{folder / CARD} is damaged: `repeats` has {LONGEST} shares, or none. Train the draft again"
         )
     return card
 

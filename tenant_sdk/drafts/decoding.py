@@ -24,9 +24,10 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from shared.errors import ConfigurationError
-from tenant_sdk.drafts.head import DraftHead, Vocabulary, guess, trunks_of
+from tenant_sdk.drafts.head import Guesser, trunks_of
 from tenant_sdk.drafts.length import DraftLength
 from tenant_sdk.drafts.passes import Passes
+from tenant_sdk.drafts.repeats import WINDOW
 
 _RECENT_PASSES = 5  # passes whose time is kept
 _LATE_SHARE = 0.1  # of the time between two passes
@@ -51,8 +52,7 @@ class Draft:
     Several sequences go on together: a pass counts for as many tokens as are right in each of them.
 
     Args:
-        head: the network.
-        vocabulary: of the model.
+        guesser: makes the guesses.
         length: how many tokens are guessed.
         pace: of passes; default: as fast as they go, and as many as the text needs.
         clock: seconds; only differences count.
@@ -66,15 +66,14 @@ class Draft:
 
     def __init__(
         self,
-        head: DraftHead,
-        vocabulary: Vocabulary,
+        guesser: Guesser,
         length: DraftLength,
         *,
         pace: DraftPace | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._head, self._vocabulary, self._length = head, vocabulary, length
+        self._guesser, self._length = guesser, length
         self._pace, self._clock, self._sleep = pace, clock, sleep
         self.passes = self.tokens = self.late = 0
         self._due = 0.0  # when the next pass shall begin
@@ -158,7 +157,7 @@ class Draft:
         """Guess, check, and go on; returns the hidden state before the newest token."""
         self._keep_pace()
         started, size = self._clock(), min(self._length.next, passes.room)
-        guesses = self._guess(state, text.ids[:, -1], size)
+        guesses = self._guess(state, text.ids, size)
         logits = passes.logits(torch.cat([text.ids, guesses], 1), size + 1)
         taken = text.accept(logits, guesses)
         passes.keep(taken)
@@ -175,7 +174,7 @@ class Draft:
         """
         self._keep_pace()
         size = min(self._length.next, passes.room)
-        guesses = self._guess(state, text.ids[:, -1], size)
+        guesses = self._guess(state, text.ids, size)
         passes.logits(torch.cat([text.ids, guesses], 1), size + 1)
         passes.keep(0)
         self.passes += 1
@@ -192,8 +191,8 @@ class Draft:
             self._due = self._clock()
         self._due += self._pace.seconds
 
-    def _guess(self, state: Tensor, token: Tensor, size: int) -> Tensor:
-        return guess(self._head, self._vocabulary, state, token, size)
+    def _guess(self, state: Tensor, ids: Tensor, size: int) -> Tensor:
+        return self._guesser(state, list(ids[:, -WINDOW:].cpu().numpy()), size)
 
 
 class _GeneratedText:

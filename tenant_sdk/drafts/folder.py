@@ -23,7 +23,7 @@ from shared.errors import ConfigurationError, ModelMismatch, OptionText
 from shared.wire.messages import Manifest
 from tenant_sdk.drafts.card import DraftCard, check_adapter, read_card
 from tenant_sdk.drafts.decoding import Draft, DraftPace
-from tenant_sdk.drafts.head import DraftHead, Vocabulary, head_of
+from tenant_sdk.drafts.head import DraftHead, Guesser, Vocabulary, head_of
 from tenant_sdk.drafts.length import DraftLength
 from tenant_sdk.drafts.options import CARD
 from tenant_sdk.drafts.passes import check_supported
@@ -65,8 +65,7 @@ def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 def save_draft(
     folder: Path,
-    head: DraftHead,
-    tokens: Tensor,
+    guesser: Guesser,
     model: Any,
     session: Session,
     *,
@@ -77,9 +76,9 @@ def save_draft(
     """Write a draft into a folder that exists.
 
     Args:
-        tokens: int64 ``[S]``: ids that it guesses.
         model: that it was trained for, with its adapter.
     """
+    head, tokens = guesser.head, guesser.vocabulary.tokens
     card = DraftCard(
         symbiosis=version(),
         model=plain_name(session.manifest.model),
@@ -88,6 +87,7 @@ def save_draft(
         width=head.width,
         hidden=head.hidden,
         acceptance=tuple(round(share, 4) for share in acceptance),
+        repeats=tuple(round(share, 4) for share in guesser.repeats),
         learned_tokens=learned_tokens,
         held_out_tokens=held_out_tokens,
     )
@@ -128,7 +128,8 @@ def load_draft(
     if guesses is not None and not 0 <= guesses <= most:
         raise ConfigurationError(f"guesses={guesses}: this draft makes from 0 to {most}")
     length = DraftLength(card.acceptance, most, guesses)
-    return Draft(head.to(weight.device), Vocabulary.of(base_model(model), tokens), length, pace=pace)
+    vocabulary = Vocabulary.of(base_model(model), tokens)
+    return Draft(Guesser(head.to(weight.device), vocabulary, card.repeats), length, pace=pace)
 
 
 def check_fits(card: DraftCard, folder: Path, manifest: Manifest, digest: str) -> None:

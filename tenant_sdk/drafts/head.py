@@ -8,15 +8,17 @@ token from the state. The network needs no keys and values, so a prompt costs it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
 from shared.errors import ConfigurationError, OptionText
+from tenant_sdk.drafts.repeats import WINDOW, Ids, repeated
 from tenant_sdk.model.remote_weight import RemoteWeight
 
 WIDENING = 2  # width of the hidden layer, in widths of the model
@@ -66,7 +68,7 @@ class Vocabulary:
     def __init__(
         self, embeddings: Callable[[Tensor], Tensor], weight: Tensor, bias: Tensor | None, tokens: Tensor
     ) -> None:
-        self._embeddings = embeddings
+        self._embeddings, self._whole = embeddings, (weight, bias)
         self.tokens = tokens.to(weight.device)
         self._weight = weight[self.tokens].float()
         self._bias = None if bias is None else bias[self.tokens].float()
@@ -95,19 +97,58 @@ class Vocabulary:
         """Of the tokens that are guessed: ``[..., S]`` float32, from ``[..., width]``."""
         return functional.linear(hidden, self._weight, self._bias)
 
-    def likeliest(self, hidden: Tensor) -> Tensor:
-        """Int64 ``[...]``: the likeliest token of those that are guessed."""
-        return self.tokens[self.logits(hidden).argmax(-1)]
+    def likeliest(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest token of those that are guessed, int64 ``[...]``, and its probability among them."""
+        probability, at = self.logits(hidden).softmax(-1).max(-1)
+        return self.tokens[at], probability
+
+    def chosen(self, hidden: Tensor) -> Tensor:
+        """Int64 ``[...]``: the model's own choice, of all its tokens."""
+        weight, bias = self._whole
+        return functional.linear(hidden.to(weight.dtype), weight, bias).argmax(-1)
 
 
-def guess(head: DraftHead, vocabulary: Vocabulary, state: Tensor, token: Tensor, size: int) -> Tensor:
-    """The likeliest tokens, int64 ``[B, size]``, after a hidden state ``[B, width]`` and its next token."""
-    state, guesses = state.float(), list[Tensor]()
-    for _ in range(size):
-        state = head(state, vocabulary.embed(token))
-        token = vocabulary.likeliest(head.read(state))
-        guesses.append(token)
-    return torch.stack(guesses, 1) if guesses else token.new_empty(len(token), 0)
+class Guesser:
+    """Guesses tokens: the draft's likeliest one, or the text's own repetition where this is right more often.
+
+    Args:
+        head: the network.
+        vocabulary: of the model.
+        repeats: by the number of newest tokens that stood before (``repeated``), how often the token behind
+            them was the same again; empty: nothing is repeated.
+    """
+
+    def __init__(self, head: DraftHead, vocabulary: Vocabulary, repeats: Sequence[float] = ()) -> None:
+        self.head, self.vocabulary, self.repeats = head, vocabulary, tuple(repeats)
+
+    def __call__(self, state: Tensor, texts: Sequence[Ids], size: int) -> Tensor:
+        """The next tokens of texts, int64 ``[B, size]``.
+
+        Args:
+            state: ``[B, width]``: the model's last hidden state before the newest token of each text.
+            texts: their ids, int64 ``[T]`` each, with the newest one.
+            size: how many tokens.
+        """
+        texts = [text[-WINDOW:] for text in texts]
+        token = torch.tensor([int(text[-1]) for text in texts], device=self.vocabulary.device)
+        state, guesses = state.float(), list[Tensor]()
+        for _ in range(size):
+            state = self.head(state, self.vocabulary.embed(token))
+            token, probability = self.vocabulary.likeliest(self.head.read(state))
+            if self.repeats:
+                token = self._or_repeated(texts, token, probability)
+            guesses.append(token)
+        return torch.stack(guesses, 1) if guesses else token.new_empty(len(token), 0)
+
+    def _or_repeated(self, texts: list[Ids], likeliest: Tensor, probability: Tensor) -> Tensor:
+        """The better guess for each text, which then ends with it."""
+        tokens = likeliest.tolist()
+        for at, (text, sure) in enumerate(zip(texts, probability.tolist(), strict=True)):
+            length, token = repeated(text)
+            if length and self.repeats[length - 1] > sure:
+                tokens[at] = token
+            texts[at] = np.append(text, tokens[at])
+        return torch.tensor(tokens, device=likeliest.device)
 
 
 def trunks_of(model: Any) -> list[PreTrainedModel]:

@@ -178,16 +178,14 @@ def make_draft(
             callbacks.notify(
                 f"only {count} tokens are held out, so the shares of right guesses are uncertain"
             )
-        places = Positions(trained)
-        epochs = options.epochs or default_epochs(len(places.starts))
-        trainer = Trainer(vocabulary, places, epochs=epochs, seed=options.seed, progress=callbacks.training)
+        epochs = options.epochs or default_epochs(len(Positions(trained).starts))
+        trainer = Trainer(vocabulary, trained, epochs=epochs, seed=options.seed, progress=callbacks.training)
         result = trainer.train(Positions(held_out))
-        report = _measure_passes(model, result, vocabulary, examples[0], session)
+        report = _measure_passes(model, result, examples[0], session)
         with disk_errors(output, "the draft", "Then run again."), atomic_folder(output) as folder:
             save_draft(
                 folder,
-                result.head,
-                vocabulary.tokens,
+                result.guesser,
                 model,
                 session,
                 acceptance=result.gain.acceptance,
@@ -266,17 +264,15 @@ def _split(features: Sequence[Features], seed: int) -> tuple[list[Features], lis
     return mixed[held_out:], mixed[:held_out]
 
 
-def _measure_passes(
-    model: Any, result: TrainingResult, vocabulary: Vocabulary, example: Example, session: Session
-) -> DraftReport:
+def _measure_passes(model: Any, result: TrainingResult, example: Example, session: Session) -> DraftReport:
     """Time passes with and without guesses."""
     ids = torch.tensor([example["input_ids"][:_TIMED_PROMPT]], device=model.device)
-    head, seconds, requests = result.head.to(model.device), dict[int, float](), 0.0
+    seconds, requests = dict[int, float](), 0.0
     acceptance = result.gain.acceptance
     most = len(acceptance)
     for guesses in (0, most):
         length = DraftLength(acceptance, GUESSES, guesses)
-        draft = Draft(head, vocabulary, length)
+        draft = Draft(result.guesser, length)
         options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None}
         tokens = 1 + _TIMED_PASSES * (1 + guesses)
         model.generate(input_ids=ids, custom_generate=draft, max_new_tokens=tokens, **options)

@@ -22,13 +22,15 @@ from torch.nn import functional
 
 from shared.atomic import atomic_file
 from shared.errors import ConfigurationError
-from tenant_sdk.drafts.head import WIDENING, DraftHead, Vocabulary, trunks_of
+from tenant_sdk.drafts.head import WIDENING, DraftHead, Guesser, Vocabulary, trunks_of
+from tenant_sdk.drafts.repeats import LONGEST, WINDOW, Ids, repeated
 from tenant_sdk.storage import UNREADABLE_TENSORS
 from tenant_sdk.trust.attestation import base_model
 from tenant_sdk.tuning.conversations import IGNORE_INDEX, Example
 from tenant_sdk.tuning.data import collate
 
-GUESSES = 5  # that a draft learns to make
+GUESSES = 8  # of a draft at most
+LEARNED = 5  # guesses that the network learns; more are right seldom, unless the text repeats itself
 _FADING = 0.8  # weight of each guess's loss, in those of the one before
 _VOCABULARY = 8192  # tokens that are guessed at most
 _THINNING = 0.5  # of the places of a guess, the part at which the next one is learned
@@ -117,6 +119,19 @@ def frequent_tokens(features: Sequence[Features], vocabulary: int) -> Tensor:
     return found[counts[found] > 0]
 
 
+def repeated_shares(features: Sequence[Features]) -> tuple[float, ...]:
+    """How often the learned tokens of texts repeat what stands before: see ``Guesser``."""
+    right, counted = [0] * LONGEST, [0] * LONGEST
+    for each in features:
+        ids = each.ids.numpy()
+        for at in each.learned.nonzero().flatten().tolist():
+            length, token = repeated(ids[:at]) if at else (0, 0)
+            if length:
+                counted[length - 1] += 1
+                right[length - 1] += token == int(ids[at])
+    return tuple(one / max(1, all_) for one, all_ in zip(right, counted, strict=True))
+
+
 class Positions:
     """The places of several texts from which guesses can begin, one after the other.
 
@@ -128,6 +143,7 @@ class Positions:
         hidden: bfloat16 ``[N, width]``.
         learned: bool ``[N]``.
         reach: int64 ``[N]``: how many tokens behind the next one can be guessed from here.
+        begin: int64 ``[N]``: the first place of the own text.
     """
 
     def __init__(self, features: Sequence[Features]) -> None:
@@ -135,6 +151,8 @@ class Positions:
             torch.cat([getattr(each, name) for each in features]) for name in ("ids", "hidden", "learned")
         )
         self.reach = torch.cat([_reach(each.learned) for each in features])
+        sizes = torch.tensor([len(each.ids) for each in features])
+        self.begin = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
 
     @property
     def starts(self) -> Tensor:
@@ -144,6 +162,11 @@ class Positions:
     def states(self, at: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Hidden states of some places, float32, where the vocabulary is."""
         return self.hidden[at].to(vocabulary.device).float()
+
+    def text(self, at: int) -> Ids:
+        """Ids of the text up to the token behind a place, the newest ``WINDOW`` of them."""
+        end = at + 2
+        return self.ids[max(int(self.begin[at]), end - WINDOW) : end].numpy()
 
 
 def _reach(learned: Tensor) -> Tensor:
@@ -177,7 +200,7 @@ class TrainingResult:
         gain: in held-out text.
     """
 
-    head: DraftHead
+    guesser: Guesser
     gain: DraftGain
 
 
@@ -186,7 +209,7 @@ class Trainer:
 
     Args:
         vocabulary: of the model.
-        places: to learn from.
+        features: to learn from.
         epochs: passes over them.
         seed: of the network and of the order.
         progress: called with the steps that are done, all of them, and the loss of the first guess.
@@ -195,13 +218,14 @@ class Trainer:
     def __init__(
         self,
         vocabulary: Vocabulary,
-        places: Positions,
+        features: Sequence[Features],
         *,
         epochs: int,
         seed: int,
         progress: Callable[[int, int, float], None] = lambda *_: None,
     ) -> None:
-        self._vocabulary, self._places, self._epochs = vocabulary, places, epochs
+        self._vocabulary, self._features, self._epochs = vocabulary, features, epochs
+        self._places = places = Positions(features)
         self._random, self._progress = torch.Generator().manual_seed(seed), progress
         width = places.hidden.shape[1]
         with torch.random.fork_rng():
@@ -231,7 +255,8 @@ class Trainer:
                 step += 1
                 self._progress(step, steps, guessed[0].item())
         self._head.eval().requires_grad_(False)
-        return TrainingResult(self._head, gain(self._head, self._vocabulary, held_out))
+        guesser = Guesser(self._head, self._vocabulary, repeated_shares(self._features))
+        return TrainingResult(guesser, gain(guesser, held_out))
 
     def _losses(self, at: Tensor) -> list[Tensor]:
         """Cross entropy of each guess with the model's own distribution, from some places.
@@ -240,7 +265,7 @@ class Trainer:
         """
         places, vocabulary, losses = self._places, self._vocabulary, list[Tensor]()
         state = places.states(at, vocabulary)
-        for guess in range(GUESSES):
+        for guess in range(LEARNED):
             kept = places.reach[at] > guess
             if guess:
                 kept &= torch.rand(len(at), generator=self._random) < _THINNING
@@ -256,47 +281,44 @@ class Trainer:
 
 
 @torch.no_grad()
-def gain(head: DraftHead, vocabulary: Vocabulary, places: Positions) -> DraftGain:
-    """What a network makes of texts that the model would write.
+def gain(guesser: Guesser, places: Positions) -> DraftGain:
+    """What a draft makes of texts that the model would write.
 
-    The model's choice is its most likely token behind the text. Positions behind a token that is not its
-    choice do not count: greedy text does not have them.
+    Positions behind a token that is not the model's choice do not count: greedy text does not have them.
 
     Raises:
         ConfigurationError: there is no place that counts.
     """
-    everywhere = torch.arange(len(places.ids))
+    vocabulary, everywhere = guesser.vocabulary, torch.arange(len(places.ids))
     chosen = torch.cat(
-        [vocabulary.likeliest(places.states(at, vocabulary)).cpu() for at in everywhere.split(BATCH)]
+        [vocabulary.chosen(places.states(at, vocabulary)).cpu() for at in everywhere.split(BATCH)]
     )
     agrees = functional.pad(places.ids[1:] == chosen[:-1], (1, 0))  # the token is the model's choice
     right, counted = torch.zeros(GUESSES), torch.zeros(GUESSES)
     run = torch.zeros(len(places.ids), dtype=torch.int64)  # right guesses from a place, one after the other
     for at in places.starts.split(BATCH):
-        state = places.states(at, vocabulary)
+        texts = [places.text(place) for place in at.tolist()]
+        guesses = guesser(places.states(at, vocabulary), texts, GUESSES).cpu()
+        going = torch.ones(len(at), dtype=torch.bool)  # all guesses so far are right
         for guess in range(GUESSES):
-            # Behind another token than the model's choice stands another text than the model's.
-            kept = (places.reach[at] > guess) & agrees[at + 1 + guess]
-            at, state = at[kept], state[kept]
-            if not len(at):
-                break
-            state = head(state, vocabulary.embed(places.ids[at + 1 + guess]))
-            found = vocabulary.likeliest(head.read(state)).cpu() == chosen[at + 1 + guess]
-            counted[guess] += len(at)
-            right[guess] += found.sum()
-            at, state = at[found], state[found]
-            run[at] += 1
+            going &= places.reach[at] > guess
+            ahead = (at + 2 + guess).clamp(max=len(places.ids) - 1)
+            going &= agrees[ahead]
+            counted[guess] += going.sum()
+            going &= guesses[:, guess] == places.ids[ahead]
+            right[guess] += going.sum()
+            run[at] += going
     if not counted[0]:
         raise ConfigurationError(
             "a draft needs held-out text that the model would write itself: answers of the model, or texts "
             "that the adapter has learned"
         )
     acceptance = tuple((right / counted.clamp(min=1)).cumprod(0).tolist())
-    return DraftGain(acceptance, _tokens_a_pass((places.learned & agrees).tolist(), run.tolist()))
+    return DraftGain(acceptance, walked((places.learned & agrees).tolist(), run.tolist()))
 
 
-def _tokens_a_pass(written: Sequence[bool], run: Sequence[int]) -> float:
-    """The mean of a walk through texts, from pass to pass.
+def walked(written: Sequence[bool], run: Sequence[int]) -> float:
+    """The tokens of a pass: the mean of a walk through texts, from pass to pass.
 
     Args:
         written: by token: it belongs to a text that is walked through. A text's first token is its prompt's.

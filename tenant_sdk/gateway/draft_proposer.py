@@ -6,31 +6,23 @@ import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.drafts.card import DraftCard, draft_folders, read_card
 from tenant_sdk.drafts.folder import check_base, digest_of_tensors, read_weights
-from tenant_sdk.drafts.head import DraftHead, Vocabulary, guess
+from tenant_sdk.drafts.head import Guesser, Vocabulary
 from tenant_sdk.gateway.connection import session_here
 from tenant_sdk.storage import ADAPTER_WEIGHTS, UNREADABLE_TENSORS
 
 FOLDER = "draft"  # in vLLM's ``additional_config``
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class _Draft:
-    """One that guesses."""
-
-    head: DraftHead
-    vocabulary: Vocabulary
 
 
 class Proposer:
@@ -53,7 +45,7 @@ class Proposer:
         self._runner: Any = None
         # Weights of drafts take memory, so those that were used last are kept.
         self._most = 1 + (config.lora_config.max_loras if config.lora_config else 0)
-        self._drafts = OrderedDict[tuple[str, int], Future[_Draft | None]]()
+        self._drafts = OrderedDict[tuple[str, int], Future[Guesser | None]]()
         self._reader = ThreadPoolExecutor(1, "drafts")
 
     def load_model(self, model: Any) -> None:
@@ -85,14 +77,18 @@ class Proposer:
         return self._compute(hidden, *more)
 
     @torch.no_grad()
-    def propose(self, sampled: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
+    def propose(
+        self, sampled: list[list[int]], lengths: NDArray[Any], texts: NDArray[Any], **_: Any
+    ) -> list[list[int]]:
         """Guesses for each sequence; none for those that have no token of this step, or no draft.
 
         Args:
             sampled: new tokens of each sequence: the right guesses, and one more.
+            lengths: of the sequences' texts, with these tokens.
+            texts: their ids, a row for each sequence.
         """
         names, first, changed = self._runner.input_batch.req_ids, 0, self._changed()
-        guesses, writing = [list[int]() for _ in sampled], defaultdict[_Draft, list[tuple[int, int]]](list)
+        guesses, writing = [list[int]() for _ in sampled], defaultdict[Guesser, list[tuple[int, int]]](list)
         for at, tokens in enumerate(sampled):
             if tokens and (draft := self._draft_of(names[at], changed)) is not None:
                 writing[draft].append((at, first + len(tokens) - 1))
@@ -100,9 +96,8 @@ class Proposer:
         if self._hidden is None:
             return guesses
         for draft, places in writing.items():
-            newest = torch.tensor([sampled[at][-1] for at, _ in places], device=self._hidden.device)
             hidden = self._hidden[[row for _, row in places]]
-            found = guess(draft.head, draft.vocabulary, hidden, newest, self._guesses)
+            found = draft(hidden, [texts[at, : lengths[at]] for at, _ in places], self._guesses)
             for (at, _row), its in zip(places, found.tolist(), strict=True):
                 guesses[at] = its
         return guesses
@@ -114,14 +109,14 @@ class Proposer:
         except OSError:
             return 0
 
-    def _draft_of(self, sequence: str, changed: int) -> _Draft | None:
+    def _draft_of(self, sequence: str, changed: int) -> Guesser | None:
         """The draft of its adapter, if there is one and it has been read, or the base's."""
         adapter = self._runner.requests[sequence].lora_request
         paths = [""] if adapter is None else [adapter.lora_path, ""]
         drafts = (self._read(path, changed) for path in paths)
         return next((draft.result() for draft in drafts if draft.done() and draft.result()), None)
 
-    def _read(self, adapter: str, changed: int) -> Future[_Draft | None]:
+    def _read(self, adapter: str, changed: int) -> Future[Guesser | None]:
         """The draft for an adapter in a folder (the base: empty), perhaps later; or none."""
         key = (adapter, changed)
         if (draft := self._drafts.get(key)) is None:
@@ -131,7 +126,7 @@ class Proposer:
         self._drafts.move_to_end(key)
         return draft
 
-    def _find(self, adapter: str) -> _Draft | None:
+    def _find(self, adapter: str) -> Guesser | None:
         try:
             tensors = load_file(Path(adapter) / ADAPTER_WEIGHTS) if adapter else {}
         except UNREADABLE_TENSORS:  # the adapter has just been removed
@@ -145,7 +140,7 @@ class Proposer:
                 log.warning("a draft is not used: %s", error)
         return None
 
-    def _load(self, folder: Path, card: DraftCard) -> _Draft:
+    def _load(self, folder: Path, card: DraftCard) -> Guesser:
         check_base(card, folder, session_here().manifest)
         head, tokens = read_weights(folder, card, self._tokens, self._weight.shape[1])
-        return _Draft(head, Vocabulary(self._embed, self._weight, self._bias, tokens))
+        return Guesser(head, Vocabulary(self._embed, self._weight, self._bias, tokens), card.repeats)

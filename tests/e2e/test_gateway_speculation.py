@@ -33,7 +33,7 @@ from raw_peers import eventually
 from transformers import AutoTokenizer
 
 from tenant_sdk.drafts.folder import save_draft
-from tenant_sdk.drafts.head import DraftHead
+from tenant_sdk.drafts.head import DraftHead, Guesser, Vocabulary
 from tenant_sdk.drafts.making import DraftCallbacks, make_draft
 from tenant_sdk.drafts.options import DraftOptions
 from tenant_sdk.tuning.folders import load_adapter
@@ -60,7 +60,8 @@ def make_drafts(provider: Executor, adapter: Path, folder: Path, texts: Path) ->
         model: Any = session.load_model(progress=False)
         shares = {"acceptance": (0.5,) * GUESSES, "learned_tokens": 1, "held_out_tokens": 1}
         head = DraftHead(model.config.hidden_size, 64)
-        save_draft(folder / "base", head, torch.tensor([NEVER]), model, session, **shares)
+        vocabulary = Vocabulary.of(model, torch.tensor([NEVER]))
+        save_draft(folder / "base", Guesser(head, vocabulary), model, session, **shares)
         options = DraftOptions(folder / "one", prompts=[texts], answer_tokens=SIZE, epochs=60)
         adapted = load_adapter(model, adapter, session)
         make_draft(options, adapted, AutoTokenizer.from_pretrained(BASE_MODEL), session, DraftCallbacks())

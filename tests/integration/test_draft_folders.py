@@ -33,7 +33,7 @@ from tenant_sdk.command_line.output import NAMES
 from tenant_sdk.drafts.card import draft_folders
 from tenant_sdk.drafts.decoding import Draft
 from tenant_sdk.drafts.folder import WEIGHTS, load_draft
-from tenant_sdk.drafts.head import Vocabulary
+from tenant_sdk.drafts.head import Guesser, Vocabulary
 from tenant_sdk.drafts.length import DraftLength
 from tenant_sdk.drafts.making import DraftCallbacks, make_draft
 from tenant_sdk.drafts.options import CARD, DraftOptions
@@ -102,14 +102,15 @@ def test_the_promised_gain_is_that_of_writing(
     """Hidden states are kept in bfloat16, so a guess may be another one where two are almost as likely."""
     trained = load_draft(made[0], model, session)
     everything = Vocabulary.of(model, torch.arange(model.get_output_embeddings().weight.shape[0]))
-    draft = Draft(trained._head, everything, DraftLength((0.5,) * GUESSES, GUESSES, GUESSES))
+    guesser = Guesser(trained._guesser.head, everything, trained._guesser.repeats)
+    draft = Draft(guesser, DraftLength((0.5,) * GUESSES, GUESSES, GUESSES))
     examples = []
     for prompt in ("In the morning the king", "And then they went", "He said that his"):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         text = written(model, ids, custom_generate=draft, eos_token_id=None, pad_token_id=0)[0].tolist()
         labels = [IGNORE_INDEX] * ids.shape[1] + text[ids.shape[1] :]
         examples.append({"input_ids": text, "labels": labels})
-    found = gain(trained._head, everything, Positions(collect(model, examples, 1)))
+    found = gain(guesser, Positions(collect(model, examples, 1)))
     assert found.tokens_a_pass == pytest.approx(draft.tokens / draft.passes, rel=0.06)
     assert 1.0 < found.tokens_a_pass < 1 + sum(found.acceptance)
 
@@ -165,6 +166,8 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a wide layer": (lambda folder: edit_card(folder, hidden=1 << 40), "width"),
     "another width": (lambda folder: edit_card(folder, width=7), "width"),
     "absurd shares": (lambda folder: edit_card(folder, acceptance=[2.0]), "shares"),
+    "absurd repeats": (lambda folder: edit_card(folder, repeats=[-1.0] * 4), "shares"),
+    "few repeats": (lambda folder: edit_card(folder, repeats=[0.5]), "repeats"),
     "many guesses": (lambda folder: edit_card(folder, acceptance=[0.5] * 1000), "shares"),
     "a tensor less": (
         lambda folder: edit_weights(folder, lambda each: each.pop("up.weight")),

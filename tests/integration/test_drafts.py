@@ -24,10 +24,11 @@ from provider import serve_in_process
 from shared.errors import ConfigurationError
 from tenant_sdk.drafts import decoding
 from tenant_sdk.drafts.decoding import Draft, DraftPace
-from tenant_sdk.drafts.head import DraftHead, Vocabulary
+from tenant_sdk.drafts.head import DraftHead, Guesser, Vocabulary
 from tenant_sdk.drafts.length import DraftLength
 from tenant_sdk.drafts.making import DraftCallbacks, make_draft
 from tenant_sdk.drafts.options import DraftOptions
+from tenant_sdk.drafts.repeats import LONGEST
 from tenant_sdk.session.session import Session
 
 TOKENS = 24
@@ -167,7 +168,8 @@ def test_sampled_text_has_the_models_distribution(right: bool, monkeypatch: pyte
         favour_guesses(monkeypatch)
     model, ids, count = small(), torch.tensor([[1, 2]]), 600
     head = DraftHead(16, 16)
-    draft = Draft(head, Vocabulary.of(model, torch.arange(4)), DraftLength((0.5,) * 3, 3, 3))
+    guesser = Guesser(head, Vocabulary.of(model, torch.arange(4)), (0.3,) * LONGEST)
+    draft = Draft(guesser, DraftLength((0.5,) * 3, 3, 3))
     texts = torch.tensor(list(product(range(4), repeat=4)))
     with torch.no_grad():
         logits = model(torch.cat([ids.expand(len(texts), -1), texts], 1)).logits[:, 1:-1]

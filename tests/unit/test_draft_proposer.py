@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,6 +27,7 @@ from tenant_sdk.storage import ADAPTER_WEIGHTS
 
 KNOWN, ROWS, WIDTH = 2000, 2048, 8  # tokens of the model, and rows of vLLM's head, which fills up a block
 GUESSES = 2
+TEXTS = np.full(5, 4), np.array([[9, 7, 3, 7, 0, 0]] * 5)  # of each sequence four tokens
 MANIFEST: Any = SimpleNamespace(weights="w", model="m")
 
 
@@ -35,7 +37,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tenant_sdk.gateway.draft_proposer.session_here", lambda: found)
 
 
-def write_draft(folder: Path, *tokens: int, adapter: str = "") -> None:
+def write_draft(folder: Path, *tokens: int, adapter: str = "", repeats: tuple[float, ...] = ()) -> None:
     """A draft that guesses the first of these tokens."""
     folder.mkdir(exist_ok=True)
     head = DraftHead(WIDTH, WIDTH)
@@ -48,6 +50,7 @@ def write_draft(folder: Path, *tokens: int, adapter: str = "") -> None:
         width=WIDTH,
         hidden=WIDTH,
         acceptance=(0.5,),
+        repeats=repeats,
         learned_tokens=1,
         held_out_tokens=1,
     )
@@ -91,7 +94,7 @@ def guessed(proposer: Proposer, model: Any, hidden: Tensor, **adapters: Path | N
     for _ in range(2):  # the first step has the drafts read
         proposer.begin(runner, {})
         model.compute_logits(hidden)
-        guesses = proposer.propose([[7] for _ in adapters])
+        guesses = proposer.propose([[7] for _ in adapters], *TEXTS)
         wait(proposer._drafts.values())
     return guesses
 
@@ -114,6 +117,14 @@ def test_each_sequence_has_the_draft_of_its_adapter(tmp_path: Path) -> None:
     sequences = {"a": one, "b": None, "c": two, "d": one, "e": tmp_path / "removed"}
     expected = [[6, 6], [5, 5], [5, 5], [6, 6], [5, 5]]
     assert guessed(*loaded(drafts), torch.randn(5, WIDTH), **sequences) == expected
+
+
+def test_a_text_that_repeats_itself(tmp_path: Path) -> None:
+    """The draft finds each of two tokens as likely as the other; its text ends with 7, after which came 3."""
+    write_draft(tmp_path, 5, 6, repeats=(0.6,) * 4)
+    assert guessed(*loaded(tmp_path), torch.randn(1, WIDTH), a=None) == [[3, 7]]
+    write_draft(tmp_path, 5, 6, repeats=(0.4,) * 4)
+    assert guessed(*loaded(tmp_path), torch.randn(1, WIDTH), a=None) == [[5, 5]]
 
 
 def test_drafts_that_are_added_while_it_serves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -156,7 +167,7 @@ def test_no_step_waits_for_a_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in adapters:
         proposer.begin(SimpleNamespace(input_batch=SimpleNamespace(req_ids=[name]), requests=requests), {})
         model.compute_logits(torch.randn(1, WIDTH))
-        assert proposer.propose([[7]]) == [[5, 5]]
+        assert proposer.propose([[7]], *TEXTS) == [[5, 5]]
     go.set()
     proposer._reader.shutdown()
     # One of the others may have begun: the first, if its thread was there in time.
