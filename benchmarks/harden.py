@@ -70,10 +70,10 @@ ROWS = (
         "benchmarks/kills.py --kills 60",
     ),
     Row(
-        "crossings",
+        "cross-talk",
         "no tenant gets another tenant's answer",
-        "benchmarks/crossings.py --replies 50000",
-        "benchmarks/crossings.py --replies 1000000",
+        "benchmarks/cross_talk.py --replies 50000",
+        "benchmarks/cross_talk.py --replies 1000000",
     ),
     Row(
         "randomness",

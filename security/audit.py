@@ -283,7 +283,7 @@ class Audit:
 
     def active(self, parties: Parties) -> None:
         """Attacks that send or answer."""
-        with self.stage("answers that lie, checked and unchecked"):
+        with self.stage("wrong answers, checked and unchecked"):
             self._lies(parties)
         with self.stage("weights copied by a tenant"):
             for mode in {PLAIN, ONE_TIME}.intersection(self.plan.modes):

@@ -19,6 +19,7 @@ from tenant_sdk.tuning.sampling import Sampling
 _INTRODUCTION = """# Options
 
 `python tests/option_reference.py` prints this page from the fields of the options.
+Commands that are not on this page print their options with `--help`.
 
 ## Of a session
 

@@ -63,10 +63,10 @@ class Poison:
         direction: of those.
     """
 
-    name: ClassVar[str] = "altered answers"
-    goal: ClassVar[str] = "make a tenant use wrong products"
+    name: ClassVar[str] = "wrong answers"
+    goal: ClassVar[str] = "make a tenant use wrong answers"
     sees: ClassVar[str] = "everything that a malicious provider sees"
-    metric: ClassVar[str] = "lies that were noticed"
+    metric: ClassVar[str] = "wrong answers that were noticed"
     source: ClassVar[str] = "Tramer and Boneh, Slalom, arXiv 1806.03287; Freivalds, 1977"
 
     LIES = ("one bit", "one layer poisoned", "rows swapped", "an old answer")

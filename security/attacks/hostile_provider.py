@@ -42,7 +42,7 @@ class AbortOracle:
 
     name: ClassVar[str] = "abort oracle"
     goal: ClassVar[str] = "which of two chosen rows a request hides"
-    sees: ClassVar[str] = "how many requests follow a wrong answer; for half of the lies also the row"
+    sees: ClassVar[str] = "how many requests follow a wrong answer; for half of these answers also the row"
     metric: ClassVar[str] = "rows told apart by who stops"
     source: ClassVar[str] = "Bleichenbacher, 1998; Vaudenay, 2002: padding oracles, reaction attacks"
 

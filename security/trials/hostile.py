@@ -63,7 +63,7 @@ class HostileProvider:
         """Add what was found; to add an attack, add its method here."""
         self.trials.perform(
             {
-                "lies to watch who stops": self.abort_oracle,
+                "wrong answers to watch who stops": self.abort_oracle,
                 "parameters made to give tokens away": self.imprints,
                 "numbers of rows with and without speculation": self.speculation,
                 "passes of known texts, with a draft": self.known_texts,
@@ -103,7 +103,7 @@ class HostileProvider:
             HostileFinding(
                 AbortOracle.name,
                 "every product is checked as integers, and a wrong one always stops the session",
-                f"{len(observed)} lies about one of two rows that the provider chose, in the answer or in "
+                f"{len(observed)} wrong answers to one of two rows that the provider chose, or in "
                 f"a fingerprint while it was made: {stopped} times nothing followed{followed}. "
                 f"Of a tenant that checks after rounding, with a tolerance, {stopped_control} of "
                 f"{len(observed_control)} sessions stopped, and {control.hits} of "
@@ -272,7 +272,7 @@ class HostileProvider:
             ONE_TIME: lambda *_: {},
             f"{ONE_TIME}, prompt lookup": lambda *_: {"prompt_lookup_num_tokens": LOOKED_UP},
             f"{ONE_TIME}, draft": drafted,
-            f"{ONE_TIME}, draft with pace": paced,
+            f"{ONE_TIME}, draft with --pace": paced,
         }
         found, seen, apart = dict[str, Finding](), set[tuple[int, ...]](), 0.0
         for mode, how in ways.items():

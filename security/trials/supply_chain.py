@@ -153,9 +153,10 @@ class SupplyAttacks:
             HostileFinding(
                 attack.name,
                 "files that the mask source does not list are refused before any row is sent",
-                f"A tokenizer that adds filler to texts with the word “{WORD}”, and {len(secrets)} prompts, "
-                f"half of them with it. A tenant with an honest mask source, which lists another tokenizer, "
-                f"sent {sum(seen[0])} rows of them. In {PLAIN}, where nobody attests files, "
+                "A tokenizer that adds filler (tokens without meaning) to texts with the word "
+                f"“{WORD}”, and {len(secrets)} prompts, half of them with it. A tenant with an honest mask "
+                f"source, which lists another tokenizer, sent {sum(seen[0])} rows of them. In {PLAIN}, where "
+                "nobody attests files, "
                 f"{control.hits} of {control.success.trials} were told by their rows.",
                 defended,
                 control,

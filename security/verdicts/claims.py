@@ -52,10 +52,8 @@ _JUDGES: dict[str, Callable[[AuditResult], tuple[bool, str]]] = {
     "one-time-uniform": uniform,
     "one-time-separation": separated,
     "one-time-mask-source": seeds_fresh,
-    "verified": succeeds(f"{ONE_TIME}, verify=always", "malicious provider", "altered answers", 1.0),
-    "verified-effects": succeeds(
-        f"{ONE_TIME}, verify=always", "malicious mask source", "altered answers", 1.0
-    ),
+    "verified": succeeds(f"{ONE_TIME}, verify=always", "malicious provider", "wrong answers", 1.0),
+    "verified-effects": succeeds(f"{ONE_TIME}, verify=always", "malicious mask source", "wrong answers", 1.0),
     "abort-oracle": same_for_all("abort oracle"),
     "imprinted-parameters": at_chance(ONE_TIME, MALICIOUS, IMPRINTS),
     "no-speculation": same_for_all("speculation"),

@@ -363,7 +363,7 @@ def steps_vary(result: AuditResult) -> tuple[bool, str]:
 
 def none_noticed(result: AuditResult) -> tuple[bool, str]:
     """Judges whether no lie was noticed."""
-    findings = _select(result, f"{ONE_TIME}, verify=off", "malicious provider", ("altered answers",))
+    findings = _select(result, f"{ONE_TIME}, verify=off", "malicious provider", ("wrong answers",))
     return bool(findings) and findings[0].success.value == 0, _figure(
         findings[0]
     ) if findings else "not measured"

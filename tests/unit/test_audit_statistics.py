@@ -136,8 +136,8 @@ def test_figures_as_text(attack: str, measured: str) -> None:
     """With a count wherever something was counted, and enough digits."""
     success = rate(3, 4032, 0.99923)
     assert Finding(attack, "m", "s", "t", success, 0.00074).measured.startswith(measured)
-    assert "chance" not in Finding("altered answers", "m", "s", "t", success, None).measured
-    assert not Finding("altered answers", "m", "s", "t", success, None).beats_chance
+    assert "chance" not in Finding("wrong answers", "m", "s", "t", success, None).measured
+    assert not Finding("wrong answers", "m", "s", "t", success, None).beats_chance
 
 
 def test_a_model_card(tmp_path: Path) -> None:

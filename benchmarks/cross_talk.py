@@ -1,6 +1,6 @@
 """A million replies to tenants at once, each checked: does anybody ever get another's answer?
 
-    python benchmarks/crossings.py --replies 1000000
+    python benchmarks/cross_talk.py --replies 1000000
 
 Every request of every tenant holds a number that no other has, in one place of its row, so that its right
 answer, a column of the weight times that number modulo 2^32, is known exactly and nobody else's. Requests go
