@@ -130,10 +130,11 @@ def next_admissions(
 ) -> list[str]:
     """Names of the waiting sequences that may begin now, in order; the others wait for another step.
 
-    The client that has the fewest sequences comes first. A part of both counts stays free for each
-    client (``Reservations``). If there are several clients, nothing of a client begins while a prompt of it
-    is read (but several may begin in one step, see ``second_prompts``), and what begins stays within its
-    client's equal share of the memory, or is the only one that the client has.
+    The client that has the fewest sequences comes first, and of several the one that stays within its share
+    of the memory. A part of both counts stays free for each client (``Reservations``). If there are several
+    clients, nothing of a client begins while a prompt of it is read (but several may begin in one step, see
+    ``second_prompts``), and what begins stays within its client's equal share of the memory, or is the only
+    one that the client has.
 
     Args:
         running: sequences that have begun, in the order in which they did.
@@ -160,15 +161,18 @@ def next_admissions(
             queues.pop(client, None)
     used, share = _used(running), _share((*running, *waiting), memory)
     free = memory.free - sum(each.blocks_needed for each in running) if memory else 0
+
+    def exceeds(client: str) -> bool:
+        return share is not None and used[client] + queues[client][0].blocks_needed > share
+
     admitted = []
     while queues:
-        client = min(
-            queues, key=lambda client: counts[client]
-        )  # of those that have as many, the first that came
+        # Of those that have as many, the first that came.
+        client = min(queues, key=lambda client: (counts[client], exceeds(client)))
+        too_much = exceeds(client) and counts[client] > 0
         each = queues[client].popleft()
-        within_share = share is None or used[client] + each.blocks_needed <= share or not counts[client]
         if (
-            not within_share
+            too_much
             or (share is not None and each.blocks_needed > free)
             or not for_sequences.reserve(client, 1)
         ):
@@ -193,7 +197,8 @@ def next_preemptions(
     """Names of the running sequences whose keys and values make room, to be computed again later.
 
     Clients with more than an equal share give up their newest, if what runs could not go on otherwise, or
-    the next sequence of a client could not begin that has room in its share, or no other sequence.
+    the next sequence of a client could not begin that has room in its share. For a client whose only sequence
+    exceeds its share, they give up none that is their only one: the two would stop each other for ever.
 
     Args:
         running: sequences that have begun, in the order in which they came.
@@ -204,16 +209,21 @@ def next_preemptions(
     if share is None:
         return []
     missing = sum(each.blocks_needed for each in running) - memory.free
+    exceeding = 0  # missing beside, for those that exceed a share
     prefilling = {each.client for each in running if each.prefilling}
     for client in {each.client for each in waiting} - prefilling:
         first = next(each for each in waiting if each.client == client)
-        missing += (
-            first.blocks_needed if used[client] + first.blocks_needed <= share or not used[client] else 0
-        )
+        if used[client] + first.blocks_needed <= share:
+            missing += first.blocks_needed
+        elif not used[client]:
+            exceeding += first.blocks_needed
+    counts = Counter(each.client for each in running)
     preempted = []
     for each in reversed(running):
-        if missing > 0 and used[each.client] > share:
+        wanted = missing > 0 or (missing + exceeding > 0 and counts[each.client] > 1)
+        if wanted and used[each.client] > share:
             preempted.append(each.name)
+            counts[each.client] -= 1
             used[each.client] -= each.blocks + each.blocks_needed
             missing -= each.blocks + each.blocks_needed
     return preempted

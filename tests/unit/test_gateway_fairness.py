@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -207,6 +208,87 @@ def test_what_runs_never_lacks_memory_beside_others(
         admitted = next_admissions(left, waiting, 99, 0, 3, memory=memory, several=False)
         begun = [each for each in waiting if each.name in admitted]
         assert sum(each.blocks_needed for each in (*left, *begun)) <= memory.free
+
+
+@dataclass
+class Generation:
+    """A sequence of a simulated gateway, whose text takes a block with every token."""
+
+    name: str
+    client: str
+    prompt: int
+    answer: int
+    tokens: int = 0
+    blocks: int = 0
+    running: bool = False
+
+    @property
+    def info(self) -> SequenceInfo:
+        needed = self.prompt + self.tokens + 1 - self.blocks
+        return SequenceInfo(self.name, self.client, blocks=self.blocks, blocks_needed=needed)
+
+    def stop(self) -> None:
+        """The next time, all of its text is read again."""
+        self.running, self.blocks = False, 0
+
+
+READ = 4  # blocks of a prompt in a step
+
+
+def unfinished(generations: list[Generation], blocks: int, steps: int) -> list[Generation]:
+    """Sequences that have not ended after so many steps."""
+    for _ in range(steps):
+        going = [each for each in generations if each.tokens < each.answer]
+
+        def free() -> int:
+            return blocks - sum(each.blocks for each in generations)
+
+        def infos(*, running: bool, of: list[Generation] = going) -> list[SequenceInfo]:
+            return [each.info for each in of if each.running == running]
+
+        stopped = next_preemptions(infos(running=True), infos(running=False), Memory(blocks, free()))
+        for each in going:
+            if each.name in stopped:
+                each.stop()
+        running, waiting, memory = infos(running=True), infos(running=False), Memory(blocks, free())
+        admitted = next_admissions(running, waiting, 32, 16, 3, memory=memory)
+        for each in going:
+            each.running |= each.name in admitted
+            if not each.running:
+                continue
+            more = min(READ, each.info.blocks_needed)
+            for last in reversed(going):  # vLLM stops the last one, whoever's it is
+                if free() < more and last is not each:
+                    last.stop()
+            if free() >= more:
+                each.blocks += more
+                if not each.info.blocks_needed:
+                    each.tokens += 1
+            if each.tokens == each.answer:
+                each.stop()
+    return [each for each in generations if each.tokens < each.answer]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "prompts"), [(7, (3, 3)), (100, (59, 44)), (100, (54, 54)), (100, (39, 29, 31))]
+)
+def test_sequences_of_clients_do_not_stop_each_other_for_ever(blocks: int, prompts: tuple[int, ...]) -> None:
+    """One of two may exceed its share, or both."""
+    for order in (1, -1):
+        clients = list(zip("abc", prompts, strict=False))[::order]
+        assert not unfinished([Generation(name, name, prompt, 3) for name, prompt in clients], blocks, 100)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(1, 15), st.integers(1, 5)), min_size=1, max_size=8
+    ),
+    st.integers(20, 40),
+)
+def test_every_sequence_ends(sequences: list[tuple[str, int, int]], blocks: int) -> None:
+    """That fits into the memory alone."""
+    generations = [Generation(f"{at}", *each) for at, each in enumerate(sequences)]
+    assert not unfinished(generations, blocks, 40 * len(sequences))
 
 
 def test_a_clients_sequences_are_sampled_a_few_at_a_time() -> None:
