@@ -28,15 +28,11 @@ def before_torch() -> None:
             _late.set()
 
 
-def library_in(maps: str) -> str:
-    """The absolute path of libgomp in a process's ``/proc/PID/maps``.
-
-    Raises:
-        StopIteration: it is not there.
-    """
+def libraries_in(maps: str) -> set[str]:
+    """Absolute paths in ``/proc/PID/maps`` of each libgomp: several packages have their own."""
     # The sixth field is the whole path, also if it has spaces.
-    paths = (fields[5] for line in maps.splitlines() if len(fields := line.split(maxsplit=5)) == 6)
-    return next(path for path in paths if path[0] == "/" and Path(path).name.startswith("libgomp"))
+    paths = {fields[5] for line in maps.splitlines() if len(fields := line.split(maxsplit=5)) == 6}
+    return {path for path in paths if path[0] == "/" and Path(path).name.startswith("libgomp")}
 
 
 def stop_spinning() -> None:
@@ -45,21 +41,24 @@ def stop_spinning() -> None:
         return
     _late.clear()
     try:
-        path = library_in(Path("/proc/self/maps").read_text())
         # Nothing is loaded that is not there already.
-        gomp = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        # A function that does nothing, in each thread of the team.
+        libraries = [
+            ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            for path in libraries_in(Path("/proc/self/maps").read_text())
+        ]
+        # A function that does nothing, in each thread of a team.
         nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)
-        parallel = gomp.GOMP_parallel
-    except (OSError, StopIteration, AttributeError) as error:
+        parallels = [each.GOMP_parallel for each in libraries]
+    except (OSError, AttributeError) as error:
         log.info("threads of OpenMP spin while they wait: %r", error)
         return
     event = threading.Event()
 
-    def team() -> None:
-        parallel(nothing, None, (os.cpu_count() or 1) + 1, 0)
+    def teams() -> None:
+        for parallel in parallels:
+            parallel(nothing, None, (os.cpu_count() or 1) + 1, 0)
         event.set()
-        threading.Event().wait()  # the team lasts as long as this thread
+        threading.Event().wait()  # the teams last as long as this thread
 
-    threading.Thread(target=team, name="symbiosis-spinning", daemon=True).start()
+    threading.Thread(target=teams, name="symbiosis-spinning", daemon=True).start()
     event.wait()
