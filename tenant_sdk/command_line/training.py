@@ -62,7 +62,9 @@ class ShownTraining:
         shown = now.held_out is not None and (self._new or STATUS.is_terminal)
         held_out = f"held-out {now.held_out:.4f}" if shown else ""
         speed = f"{now.tokens_per_second:,.0f} tokens/s, {now.bytes_per_second / 1e6:,.1f} MB/s"
-        left = "" if now.seconds_left is None else f"{timedelta(seconds=round(now.seconds_left))} left"
+        # Behind the last step come a measurement and answers.
+        seconds = now.seconds_left if now.step < now.steps else None
+        left = "" if seconds is None else f"{timedelta(seconds=round(seconds))} left"
         text = ", ".join(filter(None, (self._loss, held_out, speed, left)))
         self._bar.update(self._evaluations, visible=False)
         self._bar.update(self._steps, completed=now.step, total=now.steps, visible=True, told=text)

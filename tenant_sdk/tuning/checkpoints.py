@@ -120,8 +120,9 @@ class TrainingCheckpoints:
         other = [name for name, value in self._settings.items() if before.get(name) != value]
         if other:
             changes = (f"{name} was {before.get(name)}, now {self._settings[name]}" for name in other)
+            counted = "; steps follow from {epochs}, {batch_size} and the data" if "steps" in other else ""
             raise ConfigurationError(
-                "{resume} needs the options of the interrupted training; these differ: {}",
+                "{resume} needs the options of the interrupted training; these differ: {}" + counted,
                 ", ".join(changes),
                 resume=True,
             )

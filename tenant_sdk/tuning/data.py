@@ -188,7 +188,8 @@ class ReadFile:
 
     ``unread``: names of its records' keys that are not read. ``passed``: names of its messages' keys that the
     chat template alone may read. ``tokens``: of a plain text, with a last block that is too short. ``lost``:
-    characters that the tokenizer does not keep, in words.
+    characters that the tokenizer does not keep, in words. ``as_is``: the model has a chat template, and there
+    are records that are learned without it.
     """
 
     path: Path
@@ -197,6 +198,7 @@ class ReadFile:
     passed: tuple[str, ...] = ()
     tokens: int = 0
     lost: str = ""
+    as_is: bool = False
 
     @property
     def examples(self) -> list[Example]:
@@ -243,6 +245,15 @@ class ReadFile:
                 "token, or the chat template leaves it out of what it marks as the answer"
             )
         lines += lost
+        if self.as_is:
+            lines.append(
+                OptionText(
+                    "{}: records without `messages` are learned as they are, without the model's chat "
+                    "template. Ask with {raw} then, or write the records as `messages`",
+                    str(self.path),
+                    raw=True,
+                )
+            )
         if self.unread:
             lines.append(f"{self.path}: these keys of its records are not read: {', '.join(self.unread)}")
         if self.passed:
@@ -329,7 +340,9 @@ class Reader:
             return ReadFile(path, tuple(entries), tokens=len(tokens), lost=lost)
         unread: set[str] = set()
         passed: set[str] = set()
+        as_is = False
         for line, record in records_of(path, text):
+            as_is |= record.messages is None and has_chat_template(self.tokenizer)
             unread |= {*record.unread}
             passed |= {*record.passed}
             note_first_lines(first, record.characters(), line)
@@ -343,7 +356,9 @@ class Reader:
                 check_token_ids(self.tokenizer, example["input_ids"], self.embeddings, where(path, line))
                 entries += self._fit_length(example, line)
         lost = lost_characters_text(self.tokenizer, first)
-        return ReadFile(path, tuple(entries), tuple(sorted(unread)), tuple(sorted(passed)), lost=lost)
+        return ReadFile(
+            path, tuple(entries), tuple(sorted(unread)), tuple(sorted(passed)), lost=lost, as_is=as_is
+        )
 
     def _fit_length(self, example: Example, line: int) -> list[Entry]:
         learned = [label for label in example["labels"] if label != IGNORE_INDEX]

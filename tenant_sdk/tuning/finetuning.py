@@ -178,6 +178,9 @@ def _with_answers(
     callbacks: TrainingCallbacks,
 ) -> TrainingReport:
     """With how many held-out prompts base and adapter answer to the letter."""
+    callbacks.notify(
+        f"the adapter is saved; it and the base answer up to {training.samples} held-out prompts"
+    )
     try:
         samples = compare(model, tokenizer, examples, training.samples)
     except Exception as error:  # the adapter is saved, and good

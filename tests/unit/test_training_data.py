@@ -215,6 +215,16 @@ def test_other_forms_of_conversations(
     assert tokenizer.decode(example["input_ids"]) == f"{text}</s>"
     assert learned(example, tokenizer) == text.rpartition("|")[2] + "</s>"
     assert said[-1].endswith("data.jsonl: these keys of its records are not read: id")
+    assert "chat template" not in "".join(said)
+
+
+def test_records_without_messages_for_a_model_with_a_chat_template(
+    chat: Callable[[str], Any], write: Write
+) -> None:
+    said: list[str] = []
+    reader = Reader(chat("{% for m in messages %}{{ m.content }}{% endfor %}"), 64, notify=said.append)
+    reader.read([write({"prompt": "Who?", "completion": " I."})])
+    assert "without the model's chat template" in said[-1]
 
 
 ALL = (
