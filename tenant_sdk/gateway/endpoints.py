@@ -186,6 +186,7 @@ class Endpoints:
         vllm_patches.bound_parsers(state)
         vllm_patches.tokenize_in_turns(engine_client)
         vllm_patches.tell_of_requests(engine_client)
+        vllm_patches.answer_each_alone(engine_client)
         await self._try_constraints(engine_client)
         redact_library_logs()  # requests come from now on
         if self._settings.adapters is not None:

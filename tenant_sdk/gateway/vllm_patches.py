@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 import signal
 import time
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 _SERVER_FIRST_SECONDS = 0.2
+
+log = logging.getLogger(__name__)
 
 # -- in the server's process -----------------------------------------------------------------------
 
@@ -156,6 +159,30 @@ def tell_of_requests(engine: EngineClient) -> None:
         return added
 
     engine.add_request = add_request
+
+
+def answer_each_alone(engine: EngineClient) -> None:
+    """An error in one answer would end all requests, and log-probabilities would stop all for seconds."""
+    from vllm.v1.engine import logprobs
+
+    from tenant_sdk.gateway.outputs import TokenTexts, bounded_corrections, each_alone
+
+    tokenizer, convert = engine.renderer.get_tokenizer(), logprobs.convert_ids_list_to_tokens
+
+    def text_of(token: int) -> str:
+        # A model may have more tokens than its tokenizer.
+        known = tokenizer.convert_ids_to_tokens(token) is not None
+        return convert(tokenizer, [token])[0] if known else ""
+
+    def failed(error: Exception) -> None:
+        log.error("an answer could not be made: %s", type(error).__name__)
+
+    logprobs.convert_ids_list_to_tokens = TokenTexts(text_of)
+    kind, processor = logprobs.LogprobsProcessor, engine.output_processor
+    kind._correct_decoded_token, kind.update_from_output = bounded_corrections(
+        kind._correct_decoded_token, kind.update_from_output
+    )
+    processor.process_outputs = each_alone(processor, failed)
 
 
 def leave_constraints_alone() -> None:

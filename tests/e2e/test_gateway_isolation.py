@@ -297,6 +297,11 @@ def test_items_of_responses_are_not_compared_with_all_types() -> None:
     assert ran("response_items.py") == [True, "ResponseFunctionToolCall", True]
 
 
+def test_a_token_that_the_tokenizer_does_not_know_has_no_text() -> None:
+    """In vLLM it would end all clients' requests."""
+    assert ran("unknown_tokens.py") == ["TypeError", [" a", "a", ""]]
+
+
 def test_calls_are_found_as_without_bounds() -> None:
     said = ran("tool_calls.py")
     assert all(said["streams"].values()), said
