@@ -153,7 +153,7 @@ def print_stats(session: Session, config: SessionConfig, to: Console) -> None:
     checked = f"{verified} of {stats.rows:,} rows" if stats.verified_rows else "nothing"
     if others and stats.verified_rows and config.when_verified == "always":
         checked = f"all {verified} rows that were used; "
-        checked += f"{others:,} others: sent for fingerprints, lost, or refused"
+        checked += f"the other {others:,} made fingerprints, or were lost or refused"
     to.print(
         f"session: {counted(stats.requests, 'request')}, {counted(stats.rows, 'row')}, "
         f"{stats.bytes_sent / 1e6:.1f} MB sent, {stats.bytes_received / 1e6:.1f} MB received, "

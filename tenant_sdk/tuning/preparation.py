@@ -38,8 +38,8 @@ from tenant_sdk.tuning.trackers import check_reports, where_reports_go
 
 _PROBE_TOKENS = 32  # tokens that show how a model attends
 _NO_BASE = OptionText(
-    "the adapter's card will not say where its base is found; {base} records that, and so does "
-    "`base_model_name_or_path` in the adapter's adapter_config.json, which you can edit later",
+    "the adapter's files will not say where its base is found. To have it recorded, give {base}, or edit "
+    "`base_model_name_or_path` in the adapter's adapter_config.json later",
     base=Metavar("FOLDER|hub:NAME[@REVISION]"),
 )
 _EVALUATIONS = 5  # of the held-out loss in a training, unless another number is given
@@ -206,7 +206,7 @@ def _traffic(session: Session, learned: float, measured: int) -> str:
     step, evaluation = session.token_bytes(training=True), session.token_bytes(training=False)
     if not any(step):
         return "all frozen layers are kept here: a token takes nothing of the network"
-    held_out = f" and {measured:,} of held-out data, forward alone," if measured else ""
+    held_out = f", and {measured:,} of held-out data (without a backward pass)," if measured else ""
     up, down = (learned * step[at] + measured * evaluation[at] for at in range(2))
     return (
         f"a token takes {step.said()}, at most {step.tokens_per_second(1):,.3g} tokens/s at 1 Gbit/s; "

@@ -22,7 +22,7 @@ from tenant_sdk.command_line import main as cli
 from tenant_sdk.command_line.main import app
 from tenant_sdk.session.options import SessionConfig
 
-OTHERS = "others: sent for fingerprints, lost, or refused"
+OTHERS = "made fingerprints, or were lost or refused"
 
 
 def test_from_certificates_to_a_generated_text(
@@ -78,7 +78,7 @@ def test_from_certificates_to_a_generated_text(
     assert re.search(
         r"masked: every row, each under a mask of its own \(1 mask source; [\d,]+ rows multiplied there", out
     )
-    both = re.search(rf"checked: all ([\d,]+) rows that were used; ([\d,]+) {OTHERS}", out).groups()  # type: ignore[union-attr]
+    both = re.search(rf"checked: all ([\d,]+) rows that were used; the other ([\d,]+) {OTHERS}", out).groups()  # type: ignore[union-attr]
     assert all(int(each.replace(",", "")) > 0 for each in both)
     assert "step 1 of 8: loss" in err
     assert json.loads((adapter / "adapter_config.json").read_text())["peft_type"] == "LORA"

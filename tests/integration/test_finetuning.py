@@ -122,7 +122,7 @@ def test_a_training(session: tenant_sdk.Session, text: Path) -> None:
     assert record["training"]["last_loss"] == pytest.approx(report.last_loss, rel=1e-3)
     assert record["training"]["perplexity_after"] == pytest.approx(report.perplexity_after, rel=1e-3)
     assert "data" not in record["training"]
-    assert any(line.startswith("the adapter's card will not say where its base is found") for line in said)
+    assert any(line.startswith("the adapter's files will not say where its base is found") for line in said)
     for path in training.output.iterdir():
         assert b"terrier" not in path.read_bytes()
     with pytest.raises(ConfigurationError, match="exists already"):
