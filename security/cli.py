@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -99,6 +100,18 @@ def stage(what: str) -> Iterator[None]:
     )
 
 
+def _check_packages() -> None:
+    """That the packages of the extra ``audit`` are there.
+
+    Raises:
+        ConfigurationError: one is not.
+    """
+    if missing := [name for name in ("scipy", "matplotlib", "jinja2") if find_spec(name) is None]:
+        raise ConfigurationError(
+            f"the audit needs {' and '.join(missing)}: pip install '.[audit]' in a checkout of this project"
+        )
+
+
 def _check_writable(folder: Path) -> None:
     """Before minutes of work, that their report can be written; the folder is made.
 
@@ -133,6 +146,7 @@ def run(options: AuditOptions) -> None:
     succeeded or was weak. 1: a claim does not hold, or a control failed. If a control failed, the failure of
     the other attacks proves nothing. 2: an error; nothing is known.
     """
+    _check_packages()
     _check_writable(options.report)
     with stage("loading"), imports.without_gc():
         import transformers
@@ -261,6 +275,7 @@ def attack(
     """
     if with_ is not None and view != Party.PROVIDER:
         raise ConfigurationError("--with names what the mask source recorded, so --view is the provider's")
+    _check_packages()
     with stage("reading"):
         from security.recordings.transcript import check_served, newest, read_transcript
 
