@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor, Future
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -120,8 +120,15 @@ class FairLock:
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
-        """Wait for the client's turn, and hold it in this block."""
-        async with self._client_locks.setdefault(client, asyncio.Lock()), self._all:
+        """Wait for the client's turn, and hold it in this block.
+
+        Raises:
+            ClientGone: the client has hung up before.
+        """
+        async with AsyncExitStack() as held:
+            with _while_connected():
+                await held.enter_async_context(self._client_locks.setdefault(client, asyncio.Lock()))
+                await held.enter_async_context(self._all)
             yield
 
 

@@ -14,9 +14,11 @@ from test_gateway_front import BODY, TEXT, Client, Working, awaited, front, sett
 
 from tenant_sdk.gateway import client_turns, http_frontend
 from tenant_sdk.gateway.client_turns import (
+    ClientGone,
     FairLock,
     FairThreadPool,
     PreparationTurns,
+    connection_closed,
     current_client,
     given_to_engine,
 )
@@ -167,6 +169,31 @@ async def test_turns_alternate() -> None:
     held.set()
     await asyncio.gather(*waiting)
     assert order[:3] in (["a", "b", "a"], ["a", "a", "b"])
+
+
+@awaited
+async def test_a_client_that_hangs_up_waits_no_longer() -> None:
+    """Whether another client has the turn, or itself."""
+    turns, held, begun = FairLock(), asyncio.Event(), list[str]()
+
+    async def wait(client: str, closed: asyncio.Future[None]) -> None:
+        connection_closed.set(closed)
+        async with turns.turn(client):
+            begun.append(client)
+            await held.wait()
+
+    closed = {client: asyncio.get_running_loop().create_future() for client in "abcd"}
+    waiting = {client: asyncio.create_task(wait(client[0], closed[client])) for client in "ab"}
+    waiting["c"] = asyncio.create_task(wait("b", closed["c"]))
+    waiting["d"] = asyncio.create_task(wait("b", closed["d"]))
+    await settled()
+    for client in "bc":
+        closed[client].set_result(None)
+        with pytest.raises(ClientGone):
+            await waiting[client]
+    held.set()
+    await asyncio.gather(waiting["a"], waiting["d"])
+    assert begun == ["a", "b"]
 
 
 @awaited
