@@ -155,9 +155,11 @@ class Draft:
         self, text: _GeneratedText, passes: Passes, state: Tensor, hidden: Callable[[], Tensor]
     ) -> Tensor:
         """Guess, check, and go on; returns the hidden state before the newest token."""
-        self._keep_pace()
-        started, size = self._clock(), min(self._length.next, passes.room)
+        began, size = self._clock(), min(self._length.next, passes.room)
         guesses = self._guess(state, text.ids, size)
+        guessing = self._clock() - began  # depends on the text, so it is over when the pass begins
+        self._keep_pace()
+        started = self._clock() - guessing
         logits = passes.logits(torch.cat([text.ids, guesses], 1), size + 1)
         taken = text.accept(logits, guesses)
         passes.keep(taken)
@@ -168,13 +170,10 @@ class Draft:
         return hidden()[:, taken - 1]
 
     def _filler_pass(self, text: _GeneratedText, passes: Passes, state: Tensor) -> None:
-        """A pass after the end of a text, which looks like those before.
-
-        It guesses too: without the time that this takes, its requests would come early.
-        """
-        self._keep_pace()
+        """A pass after the end of a text, which looks like those before."""
         size = min(self._length.next, passes.room)
         guesses = self._guess(state, text.ids, size)
+        self._keep_pace()
         passes.logits(torch.cat([text.ids, guesses], 1), size + 1)
         passes.keep(0)
         self.passes += 1
