@@ -56,7 +56,7 @@ def stop_spinning() -> None:
 
     def teams() -> None:
         for parallel in parallels:
-            parallel(nothing, None, (os.cpu_count() or 1) + 1, 0)
+            parallel(nothing, None, len(os.sched_getaffinity(0)) + 1, 0)
         event.set()
         threading.Event().wait()  # the teams last as long as this thread
 

@@ -39,7 +39,8 @@ OK, UNAVAILABLE = "200 OK", "503 Service Unavailable"
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - and where those are found here
 CONNECTIONS, MAX_CONNECTIONS = 16, 64
 REQUEST_SECONDS = 5.0  # for a request to arrive and be answered
-REST = 9  # times as long as an answer took to make, in which no other one is made
+REST, MAX_REST = 9, 0.5  # times as long as an answer took to make, and seconds; no other one is made then
+MAX_WAITING = 4  # for an answer; probes need the other connections
 
 
 class _AdminWSGIServer(ThreadingMixIn, WSGIServer):
@@ -107,8 +108,8 @@ class _QuietHandler(WSGIRequestHandler):
 class FreshAnswer:
     """Makes an answer for all who have asked by then, and then rests: no other Python code runs meanwhile.
 
-    So a flood of requests takes a tenth of the time from the loop that answers tenants, and each answer is of
-    a time after its request.
+    So a flood of requests takes a tenth of the time from the loop that answers tenants. Each answer is of a
+    time after its request, unless ``MAX_WAITING`` wait already.
 
     Args:
         make: makes it.
@@ -125,11 +126,20 @@ class FreshAnswer:
         self._make, self._clock, self._sleep = make, clock, sleep
         self._lock, self._rests_until = threading.Lock(), -math.inf
         self._begun = self._made = 0  # the number of the newest one
-        self._answer = b""
+        self._answer, self._places = b"", threading.Semaphore(MAX_WAITING)
 
     def __call__(self) -> bytes:
         """The answer."""
         begun = self._begun
+        if not self._places.acquire(blocking=not self._made):
+            return self._answer
+        try:
+            return self._fresh(begun)
+        finally:
+            self._places.release()
+
+    def _fresh(self, begun: int) -> bytes:
+        """One that was begun later than this."""
         with self._lock:
             if self._made > begun:  # another thread has begun and made one since
                 return self._answer
@@ -139,7 +149,7 @@ class FreshAnswer:
             began = self._clock()
             self._answer, self._made = self._make(), self._begun
             ended = self._clock()
-            self._rests_until = ended + REST * (ended - began)
+            self._rests_until = ended + min(MAX_REST, REST * (ended - began))
             return self._answer
 
 
@@ -204,7 +214,7 @@ class AdminServer:
         def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
             path, plain = environ["PATH_INFO"], [("Content-Type", "text/plain")]
             # Another site's page in a browser that reaches the port may have a name of its own for it.
-            if not _by_address(environ.get("HTTP_HOST", host), host):
+            if not _by_address(environ.get("HTTP_HOST", in_url(host)), host.lower()):
                 start_response("403 Forbidden", plain)
                 return [b"ask for an address, such as 127.0.0.1, or for localhost\n"]
             if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):

@@ -73,7 +73,7 @@ class GatheredLane(WorkerLane):
         return [each.result() for each in futures]
 
     def restart_assignment(self, worker: WorkerProcess) -> Assignment:
-        """See ``provider.workers.process.Owner``: the first one that comes back ends all others."""
+        """See ``provider.workers.process.WorkerOwner``: the first one that comes back ends all others."""
         with self._lock:
             if worker in self._meeting:
                 self._meeting.clear()

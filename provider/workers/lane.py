@@ -212,7 +212,7 @@ class WorkerLane:
     # -- called by the workers' attendants ---------------------------------------------------------
 
     def done(self, worker: WorkerProcess, what: Done) -> None:
-        """See ``provider.workers.process.Owner``."""
+        """See ``provider.workers.process.WorkerOwner``."""
         batch = self._under_way[what.memory]
         batch.owing.discard(worker)
         batch.failures |= what.failures
@@ -229,7 +229,7 @@ class WorkerLane:
                 worker.fail(error)
 
     def lost(self, worker: WorkerProcess) -> None:
-        """See ``provider.workers.process.Owner``."""
+        """See ``provider.workers.process.WorkerOwner``."""
         for number, batch in list(self._under_way.items()):
             batch.owing.discard(worker)
             if not batch.owing:
@@ -240,11 +240,11 @@ class WorkerLane:
         self._changed()
 
     def restart_assignment(self, worker: WorkerProcess) -> Assignment:
-        """See ``provider.workers.process.Owner``."""
+        """See ``provider.workers.process.WorkerOwner``."""
         return worker.assignment
 
     def back(self, worker: WorkerProcess) -> None:
-        """See ``provider.workers.process.Owner``."""
+        """See ``provider.workers.process.WorkerOwner``."""
         self._changed()
 
     def _unavailable(self, count: int) -> BatchResult:

@@ -75,7 +75,7 @@ class Draft:
     ) -> None:
         self._guesser, self._length = guesser, length
         self._pace, self._clock, self._sleep = pace, clock, sleep
-        self.passes = self.tokens = self.late = 0
+        self.passes = self.tokens = self.late = self._fillers = 0
         self._due = 0.0  # when the next pass shall begin
         self._seconds = deque[float](maxlen=_RECENT_PASSES)
 
@@ -88,7 +88,7 @@ class Draft:
         """A line about the passes so far."""
         if not self.passes:
             return "draft: no pass of the model yet"
-        each = self.tokens / self.passes
+        each = self.tokens / max(1, self.passes - self._fillers)
         late = f"; {self.late} of them began later than the pace wants" if self.late else ""
         passes = f"{self.passes} pass{'es'[: 2 * (self.passes != 1)]}"
         return f"draft: {each:.2f} tokens a pass, in {passes} of the model after prompts{late}"
@@ -174,9 +174,12 @@ class Draft:
         size = min(self._length.next, passes.room)
         guesses = self._guess(state, text.ids, size)
         self._keep_pace()
+        started = self._clock()
         passes.logits(torch.cat([text.ids, guesses], 1), size + 1)
         passes.keep(0)
-        self.passes += 1
+        # While the number of guesses is chosen, it changes from pass to pass, also behind a text.
+        self._length.observe(size, self._clock() - started)
+        self.passes, self._fillers = self.passes + 1, self._fillers + 1
 
     def _keep_pace(self) -> None:
         """Wait until the next pass is due."""

@@ -178,7 +178,9 @@ def make_draft(
             callbacks.notify(
                 f"only {count} tokens are held out, so the shares of right guesses are uncertain"
             )
-        epochs = options.epochs or default_epochs(len(Positions(trained).starts))
+        if not (places := len(Positions(trained).starts)):
+            raise ConfigurationError("there is nothing to guess: the texts are too short for a draft")
+        epochs = options.epochs or default_epochs(places)
         trainer = Trainer(vocabulary, trained, epochs=epochs, seed=options.seed, progress=callbacks.training)
         result = trainer.train(Positions(held_out))
         report = _measure_passes(model, result, examples[0], session)

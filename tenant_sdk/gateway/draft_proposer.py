@@ -15,12 +15,14 @@ from safetensors.torch import load_file
 
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.drafts.card import DraftCard, draft_folders, read_card
-from tenant_sdk.drafts.folder import check_base, digest_of_tensors, read_weights
+from tenant_sdk.drafts.folder import WEIGHTS, check_base, digest_of_tensors, read_weights
 from tenant_sdk.drafts.head import Guesser, Vocabulary
+from tenant_sdk.drafts.options import CARD
 from tenant_sdk.gateway.connection import session_here
 from tenant_sdk.storage import ADAPTER_WEIGHTS, UNREADABLE_TENSORS
 
 FOLDER = "draft"  # in vLLM's ``additional_config``
+_FILES = (CARD, WEIGHTS)
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +105,13 @@ class Proposer:
         return guesses
 
     def _changed(self) -> int:
-        """When a draft was added to the folder or removed, in a unit of its own."""
+        """Another number when a draft was added to the folder, changed or removed.
+
+        A copy is written file by file, and the time of the folder around it stays as it is then.
+        """
         try:
-            return self._folder.stat().st_mtime_ns
+            files = [self._folder, *(each / name for each in draft_folders(self._folder) for name in _FILES)]
+            return hash(tuple((str(each), each.stat().st_mtime_ns) for each in files))
         except OSError:
             return 0
 
@@ -138,9 +144,12 @@ class Proposer:
                     return self._load(folder, card)
             except SymbiosisError as error:
                 log.warning("a draft is not used: %s", error)
+            except (MemoryError, RuntimeError) as error:  # or each step would fail, for all clients
+                log.warning("a draft is not used: %s", type(error).__name__)
         return None
 
     def _load(self, folder: Path, card: DraftCard) -> Guesser:
         check_base(card, folder, session_here().manifest)
         head, tokens = read_weights(folder, card, self._tokens, self._weight.shape[1])
+        head.to(self._weight.device)
         return Guesser(head, Vocabulary(self._embed, self._weight, self._bias, tokens), card.repeats)

@@ -241,6 +241,32 @@ def test_a_pace_hides_how_many_passes_a_text_needs(opened: Opened) -> None:
     assert draft.late == 0
 
 
+def test_sizes_of_paced_passes_do_not_show_where_a_text_ends(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the number of guesses is chosen, passes with and without guesses alternate."""
+    _, model = opened("llama")
+    now, sizes = [0.0], list[list[int]]()
+
+    def clock() -> float:
+        now[0] += 0.01
+        return now[0]
+
+    for tokens in (2, 3, 6):
+        draft = guessing(model, pace=DraftPace(1.0, 16), clock=clock, sleep=lambda _: None)
+        draft._length = DraftLength((0.5,) * 4, 4)
+        seen, guess = list[int](), draft._guess
+        monkeypatch.setattr(
+            draft, "_guess", lambda s, i, n, seen=seen, guess=guess: seen.append(n) or guess(s, i, n)
+        )
+        options = {"max_new_tokens": tokens, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
+        model.generate(PROMPT, custom_generate=draft, attention_mask=torch.ones_like(PROMPT), **options)
+        sizes.append(seen)
+    assert [len(each) for each in sizes] == [16] * 3
+    assert sizes[0][:6] == sizes[1][:6] == sizes[2][:6]
+    assert {0, 4} == {*sizes[0][:6]}
+
+
 def test_passes_that_are_slower_than_the_pace_are_counted(opened: Opened) -> None:
     _, model = opened("llama")
     now = [0.0]

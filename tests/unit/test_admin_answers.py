@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from provider.observe.admin import REST, FreshAnswer
+from provider.observe.admin import MAX_WAITING, REST, FreshAnswer
 
 
 class Clock:
@@ -28,13 +28,13 @@ def test_it_rests_after_each_answer() -> None:
     clock, made = Clock(), list[bytes]()
 
     def make() -> bytes:
-        clock.now += 0.5
+        clock.now += 0.01
         made.append(b"%d" % len(made))
         return made[-1]
 
     answer = FreshAnswer(make, clock, clock.sleep)
     assert [answer(), answer()] == [b"0", b"1"]
-    assert clock.slept == [REST * 0.5]
+    assert clock.slept == pytest.approx([REST * 0.01])
     clock.now += 100.0
     assert answer() == b"2"
     assert len(clock.slept) == 1
@@ -61,6 +61,27 @@ def test_who_asks_meanwhile_has_the_next_one() -> None:
     # Those who asked while the first one was made have a later one.
     assert b"0" not in later
     assert len(made) <= 5
+
+
+def test_only_few_wait() -> None:
+    """Others have the newest one, since probes need connections too."""
+    go, made = threading.Event(), list[bytes]()
+
+    def make() -> bytes:
+        if made:
+            go.wait()
+        made.append(b"%d" % len(made))
+        return made[-1]
+
+    answer = FreshAnswer(make, sleep=lambda _: None)
+    assert answer() == b"0"
+    with ThreadPoolExecutor(MAX_WAITING) as threads:
+        waiting = [threads.submit(answer) for _ in range(MAX_WAITING)]
+        while answer._places.acquire(blocking=False):  # until all wait
+            answer._places.release()
+        assert answer() == b"0"
+        go.set()
+        assert b"0" not in {each.result() for each in waiting}
 
 
 def test_an_error_is_nobodys_answer() -> None:

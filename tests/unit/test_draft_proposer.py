@@ -143,6 +143,21 @@ def test_drafts_that_are_added_while_it_serves(tmp_path: Path, caplog: pytest.Lo
     assert guessed(*serving, hidden, **sequences) == [[6, 6], [5, 5], [8, 8]]
 
 
+def test_a_draft_that_is_copied_file_by_file(tmp_path: Path) -> None:
+    drafts, one = tmp_path / "drafts", tmp_path / "one"
+    (drafts / "new").mkdir(parents=True)
+    write_draft(tmp_path / "made", 6, adapter=write_adapter(one, 1.0))
+    serving, hidden = loaded(drafts), torch.randn(1, WIDTH)
+    for name in (CARD, WEIGHTS):
+        assert guessed(*serving, hidden, a=one) == [[]]
+        (drafts / "new" / name).write_bytes((tmp_path / "made" / name).read_bytes())
+    assert guessed(*serving, hidden, a=one) == [[6, 6]]
+    write_draft(
+        drafts / "new", 7, adapter=msgspec.json.decode((drafts / "new" / CARD).read_bytes())["adapter"]
+    )
+    assert guessed(*serving, hidden, a=one) == [[7, 7]]
+
+
 def test_no_step_waits_for_a_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until it is there, the base's guesses; and those that nobody waits for any more are not read."""
     drafts, go = tmp_path / "drafts", threading.Event()
