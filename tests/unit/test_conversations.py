@@ -269,7 +269,7 @@ def test_no_end_is_told(tmp_path: Path) -> None:
     assert "2 of 2 records end without a token that stops `generate`" in said[1]
     marked = with_template(BARE_TAGS)
     Reader(marked, 64, notify=said.append).read([path])
-    assert "1 of 2 records end without a token that stops `generate`" in said[3]
+    assert "1 of 2 records end without a token that stops `generate`" in said[4]
 
 
 def answer(content: str = "", **other: Any) -> dict[str, Any]:
