@@ -31,7 +31,7 @@ def test_records_are_learned(tmp_path: Path, serve: Callable[..., Executor]) -> 
     assert "Fields:⟦ name: Jonah; kind: horse; owner: Mrs Field; trouble: belly; again: ten days</s>⟧" in err
     assert re.search(r"tokens in \d+ blocks of 96", err)
     assert re.search(r"estimate: 6 more steps in about [\d.]+ seconds, [\d.]+ GB up and [\d.]+ GB down", err)
-    figures = r"[\d,]+ tokens/s, [\d,.]+ MB/s, 0:00:\d\d left\n"
+    figures = r"[\d,]+ tokens/s, [\d,.]+ MB/s(?:, 0:00:\d\d left)?\n"
     assert re.search(rf"step 10 of 10: loss [\d.]+, (held-out [\d.]+, )?{figures}", err)
     shown = re.findall(rf"step \d+ of 10: loss [\d.]+, held-out ([\d.]+), {figures}", err)
     assert len(shown) == len(set(shown)) > 3, "each measurement is told once"
