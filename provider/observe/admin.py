@@ -108,8 +108,8 @@ class _QuietHandler(WSGIRequestHandler):
 class FreshAnswer:
     """Makes an answer for all who have asked by then, and then rests.
 
-    While an answer is made, no other Python code runs. With the rest, a flood of requests takes a tenth of the
-    time from the loop that answers tenants. Each answer is made after its request has come, unless
+    While an answer is made, no other Python code runs. With the rest, a flood of requests takes a tenth of
+    the time from the loop that answers tenants. Each answer is made after its request has come, unless
     ``MAX_WAITING`` requests wait already: then it is the newest one.
 
     Args:
