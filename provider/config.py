@@ -237,8 +237,8 @@ class ServeConfig(WorkerOptions):
         float,
         Option(
             _LIMITS,
-            "Maximum age of a session, varied by up to 10 %. When a session reaches it, the "
-            "executor answers the requests that have arrived, reads no others, and ends the session. The "
+            "Maximum age of a connection, varied by up to 10 %. When a connection reaches it, the "
+            "executor answers the requests that have arrived, reads no others, and ends the connection. The "
             "tenant's SDK connects again, perhaps to another replica. 0: no maximum.",
             least=0,
         ),
