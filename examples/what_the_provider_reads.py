@@ -1,4 +1,4 @@
-"""A chat as the provider reads it, in each privacy mode: the audit's first attack, in words.
+"""A chat as the provider reads it, in each privacy mode, with the attack known-mask subtraction.
 
     python examples/what_the_provider_reads.py MODEL [--text TEXT] [--output FILE.png]
 
