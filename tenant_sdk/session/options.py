@@ -307,8 +307,8 @@ class SessionConfig:
             VERIFICATION,
             "File that symbiosis-tenant fingerprint made from weights that you trust. Default: fingerprints "
             "are computed by the mask source local:... if there is one, and otherwise by the executors, "
-            "under masks. Fingerprints that executors compute show every answer that does not fit their first "
-            "weights, but not whether these weights are right.",
+            "under masks. Fingerprints that executors compute show every answer that does not fit their "
+            "first weights, but not whether these weights are right.",
             unit="FILE",
             belongs_to=NOBODY,
             decides_trust=True,
