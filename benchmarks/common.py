@@ -145,10 +145,19 @@ def forget_peak_memory(pid: int) -> None:
 
 def pss_mib(pid: int | None = None) -> float:
     """Memory of a process in MiB, with what it shares divided among those who share it."""
+    return _memory_mib(pid, "Pss")
+
+
+def anonymous_mib(pid: int | None = None) -> float:
+    """Memory of a process in MiB that belongs to no file, so other programs do not change it."""
+    return _memory_mib(pid, "Anonymous")
+
+
+def _memory_mib(pid: int | None, kind: str) -> float:
     for line in Path(f"/proc/{pid or os.getpid()}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
+        if line.startswith(f"{kind}:"):
             return int(line.split()[1]) / 1024
-    raise SystemExit("no Pss: the memory figures need Linux")
+    raise SystemExit(f"no {kind}: the memory figures need Linux")
 
 
 def cpu_seconds(pid: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import socket
@@ -39,6 +40,7 @@ OK, UNAVAILABLE = "200 OK", "503 Service Unavailable"
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - and where those are found here
 CONNECTIONS, MAX_CONNECTIONS = 16, 64
 REQUEST_SECONDS = 5.0  # for a request to arrive and be answered
+HEAD_BYTES = 16 << 10  # of a request: its parser takes a time that grows with the square of them
 REST, MAX_REST = 9, 0.5  # times as long as an answer took to make, and seconds; no other one is made then
 MAX_WAITING = 4  # for an answer; probes need the other connections
 
@@ -100,7 +102,33 @@ def _cut(request: socket.socket) -> None:
         pass  # it has ended
 
 
-class _QuietHandler(WSGIRequestHandler):
+class _Head(io.BufferedReader):
+    """What a client sends, up to ``HEAD_BYTES``; the standard parser reads megabytes."""
+
+    _left = HEAD_BYTES
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        """See ``io``.
+
+        Raises:
+            ConnectionAbortedError: the head is too long, or a line has another end in it. For the parser it
+                would be many lines.
+        """
+        line = super().readline(self._left + 1)
+        self._left -= len(line)
+        if self._left < 0 or b"\r" in line.removesuffix(b"\r\n"):
+            raise ConnectionAbortedError
+        return line
+
+
+class _Handler(WSGIRequestHandler):
+    rbufsize = 0  # the buffer is that of ``_Head``
+
+    def setup(self) -> None:
+        """See ``socketserver``."""
+        super().setup()
+        self.rfile: Any = _Head(self.rfile)
+
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are not worth a log line each."""
 
@@ -231,7 +259,7 @@ class AdminServer:
         server = _AdminWSGIServer6 if ":" in host else _AdminWSGIServer
         try:
             self._server: WSGIServer = make_server(
-                host, port, app, server_class=server, handler_class=_QuietHandler
+                host, port, app, server_class=server, handler_class=_Handler
             )
         except OSError as error:
             where = "" if host == "127.0.0.1" else f" of admin_host={host}"

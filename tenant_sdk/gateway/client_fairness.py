@@ -130,11 +130,12 @@ def next_admissions(
 ) -> list[str]:
     """Names of the waiting sequences that may begin now, in order; the others wait for another step.
 
-    The client that has the fewest sequences comes first, and of several the one that stays within its share
-    of the memory. A part of both counts stays free for each client (``Reservations``). If there are several
-    clients, nothing of a client begins while a prompt of it is read (but several may begin in one step, see
-    ``second_prompts``), and what begins stays within its client's equal share of the memory, or is the only
-    one that the client has.
+    Clients that stay within their share of the memory come first, and of these the one that has the fewest
+    sequences. (If one that exceeds its share came first, it would take what was freed for another one, and be
+    stopped again in the next step.) A part of both counts stays free for each client (``Reservations``). If
+    there are several clients, nothing of a client begins while a prompt of it is read (but several may begin
+    in one step, see ``second_prompts``), and what begins stays within its client's equal share of the memory,
+    or is the only one that the client has.
 
     Args:
         running: sequences that have begun, in the order in which they did.
@@ -168,7 +169,7 @@ def next_admissions(
     admitted = []
     while queues:
         # Of those that have as many, the first that came.
-        client = min(queues, key=lambda client: (counts[client], exceeds(client)))
+        client = min(queues, key=lambda client: (exceeds(client), counts[client]))
         too_much = exceeds(client) and counts[client] > 0
         each = queues[client].popleft()
         if (

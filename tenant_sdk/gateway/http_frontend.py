@@ -276,6 +276,8 @@ class HttpFrontend:
 
         try:
             await self._application(scope, receive, tell)
+        except ClientGone:
+            raise
         except Exception as error:
             if begun and scope["path"] != RESPONSES:
                 raise

@@ -12,9 +12,9 @@ from typing import Any
 from shared.log_rate_limit import LogRateLimiter
 
 OURS = ("tenant_sdk", "shared")  # whose words hold no text of a client
-PLACE_SECONDS = (
-    60.0  # between two lines of one place: clients may have it fail at each request, or each token
-)
+# Clients may have one place log at each request, or each token: it may do so once in so many seconds, and a
+# place of this project, each of whose lines tells something else, so many times.
+PLACE_SECONDS, OUR_LINES = 60.0, 20
 
 
 def redact_library_logs(clock: Callable[[], float] = time.monotonic) -> None:
@@ -24,11 +24,14 @@ def redact_library_logs(clock: Callable[[], float] = time.monotonic) -> None:
 
     def record_of(*arguments: Any, **options: Any) -> logging.LogRecord:
         record = make(*arguments, **options)
-        if record.name.partition(".")[0] in OURS:
-            return record
-        place = places.setdefault((record.pathname, record.lineno), LogRateLimiter(PLACE_SECONDS))
+        ours = record.name.partition(".")[0] in OURS
+        key, times = (record.pathname, record.lineno), OUR_LINES if ours else 1
+        place = places.setdefault(key, LogRateLimiter(PLACE_SECONDS, times))
         if not place.due(clock()):
             record.levelno = logging.NOTSET - 1  # below the level of any handler
+            return record
+        if ours:
+            record.msg = f"{record.msg}{place.more()}"
             return record
         record.msg, record.args = _described(record) + place.more(), ()
         record.exc_info = record.exc_text = record.stack_info = None

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 from vllm.v1.core.sched.scheduler import Scheduler as Base
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
@@ -75,6 +76,7 @@ class Scheduler(Base):  # type: ignore[misc]
                 self.vllm_config, tokenizer=manager.tokenizer, vocab_size=vocabulary
             )
             compile_by_client(manager, client_of)
+        self._warn_of_little_memory()
 
     def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
         """See vLLM; clients take turns. What a step does is remembered, since clients hang up."""
@@ -136,6 +138,19 @@ class Scheduler(Base):  # type: ignore[misc]
     def _memory(self) -> Memory:
         pool = self.kv_cache_manager.block_pool
         return Memory(pool.num_gpu_blocks - 1, pool.get_num_free_blocks())  # one holds nothing
+
+    def _warn_of_little_memory(self) -> None:
+        config = self.kv_cache_config
+        longest = config.num_blocks / get_max_concurrency_for_kv_cache_config(self.vllm_config, config)
+        fitting, clients = self._memory().blocks / longest, self.vllm_config.additional_config["clients"]
+        if fitting < clients > 1:
+            log.warning(
+                "the memory for keys and values holds %.1f sequences of the whole context, and there are %d "
+                "keys: clients with long sequences may wait for others. Provide more memory, or a shorter "
+                "context",
+                fitting,
+                clients,
+            )
 
     def _make_room(self) -> None:
         """Take memory from clients that have more than their share, if others wait for it."""

@@ -47,8 +47,9 @@ from tenant_sdk.tuning.adapter_config import MAX_JSON_BYTES, read_adapter_config
 from tenant_sdk.tuning.adapters import without_false_warnings
 from tenant_sdk.tuning.provenance import RECORD
 
-_HEADER_BYTES = 16 << 20  # of a file of weights: what it has beside numbers
-_FLOATS = ("F64", "F32", "F16", "BF16")
+# Of a file of weights what it has beside numbers: for each tensor its name, type, shape and place.
+_HEADER_BYTES, _ENTRY_BYTES = 1 << 16, NAME_LENGTH + 256
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _WIDEST = 8  # bytes of a number
 # PEFT's names for the base model's layers inside of its own.
 _INNER = frozenset({"base_layer", "original_module"})
@@ -132,12 +133,15 @@ class _MetaAdapter:
     expected: dict[str, Tensor]
 
     @property
+    def max_header_bytes(self) -> int:
+        """The most bytes that the file can have beside its numbers."""
+        return _HEADER_BYTES + _ENTRY_BYTES * (len(self.expected) + len(self.state))
+
+    @property
     def max_file_bytes(self) -> int:
         """The most bytes that the file can have, with what it may repeat of the base's."""
-        held = [
-            each for each in self.state.values() if not each.is_meta and not isinstance(each, RemoteWeight)
-        ]
-        return _WIDEST * sum(each.numel() for each in (*self.expected.values(), *held)) + _HEADER_BYTES
+        numbers = sum(each.numel() for each in self.expected.values())
+        return _WIDEST * (numbers + sum(map(_held_numbers, self.state.values()))) + self.max_header_bytes
 
     def is_base(self, name: str) -> bool:
         """Whether a name of a file is that of a tensor of the base model, to which PEFT would write."""
@@ -207,28 +211,35 @@ def _with_meta_adapter(model: nn.Module, config: PeftConfig, source: Path) -> It
             each.requires_grad_(requires)
 
 
+def _held_numbers(tensor: Tensor) -> int:
+    """Numbers of a tensor that are in this process, where an expanded one has few."""
+    if tensor.is_meta or isinstance(tensor, RemoteWeight):
+        return 0
+    return min(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.element_size())
+
+
 def _check_weights(file: Path, meta_adapter: _MetaAdapter, own_modules: Collection[str]) -> set[str]:
     """Refuse weights other than those that PEFT expects and would place; see ``CheckedAdapter``."""
-    _check_header(file)
+    _check_header(file, meta_adapter.max_header_bytes)
     named = base_model(meta_adapter.model).named_parameters()
     base = {_base_name(name): each for name, each in named if not each.is_meta}
     tensors, overwritten, biases = dict[str, Tensor](), set[str](), set[str]()
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118
-                values, place, known = (
-                    _read_tensor(opened, name, file),
-                    _base_name(name),
-                    name in meta_adapter.expected,
-                )
+                described = _describe_tensor(opened, name, file)
+                place, known = _base_name(name), name in meta_adapter.expected
                 if known and meta_adapter.is_base(name):
+                    shape, right = list(described.shape), list(meta_adapter.expected[name].shape)
+                    if shape != right:
+                        raise _other_base_error(file, f"size mismatch for {name}: {shape}, not {right}")
                     biases.add(name)
-                elif place in own_modules or (not known and _is_unchanged(base.get(place), values)):
+                elif place in own_modules or (not known and _is_unchanged(base.get(place), opened, name)):
                     overwritten.add(place)
                 elif meta_adapter.is_base(name):
                     raise _unexpected_tensor_error(file, name)
                 else:
-                    tensors[name] = torch.empty_like(values, device="meta")
+                    tensors[name] = described
     except UNREADABLE_TENSORS as error:
         raise ConfigurationError(f"cannot read {file}: {error}") from error
     extra, missing = meta_adapter.dry_run(tensors, file)
@@ -237,42 +248,53 @@ def _check_weights(file: Path, meta_adapter: _MetaAdapter, own_modules: Collecti
         raise _unexpected_tensor_error(file, extra[0])
     if missing:
         raise ConfigurationError(f"{file} lacks {_name_in_file(missing[0])!r}, which {CONFIG} asks for")
+    _check_finite(file)
     return overwritten | set(map(_base_name, biases))
 
 
-def _check_header(file: Path) -> None:
-    """Refuse a file whose description of its tensors is larger than that of any adapter."""
+def _check_header(file: Path, max_bytes: int) -> None:
+    """Refuse a file whose description of its tensors is larger than that of this adapter can be."""
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
-    if size > _HEADER_BYTES:
+    if size > max_bytes:
         raise ConfigurationError(
-            f"cannot read {file}: its header has {size} bytes; {_HEADER_BYTES} are the most of an adapter's"
+            f"cannot read {file}: its header has {size} bytes; {max_bytes} are the most of this adapter's"
         )
 
 
-def _read_tensor(opened: Any, name: str, file: Path) -> Tensor:
-    """A tensor of a file.
+def _describe_tensor(opened: Any, name: str, file: Path) -> Tensor:
+    """A tensor of a file, on the meta device: its numbers are not read.
 
     Raises:
-        ConfigurationError: it is not of finite floats.
+        ConfigurationError: it is not of floats.
     """
     if len(name) > NAME_LENGTH:
         raise ConfigurationError(
             f"{file} has {name[:80]!r}..., a name of {len(name)} characters; {NAME_LENGTH} are the most"
         )
-    if opened.get_slice(name).get_dtype() not in _FLOATS:
+    described = opened.get_slice(name)
+    if (kind := described.get_dtype()) not in _FLOATS:
         raise ConfigurationError(f"{name} in {file} holds no plain floats")
-    values: Tensor = opened.get_tensor(name)
-    if not values.isfinite().all():
-        raise ConfigurationError(f"{name} in {file} holds NaN or infinity")
-    return values
+    return torch.empty(described.get_shape(), dtype=_FLOATS[kind], device="meta")
 
 
-def _is_unchanged(held: Tensor | None, values: Tensor) -> bool:
-    """Whether values are those that a parameter holds already; a remote one is not looked at."""
-    if held is None or isinstance(held, RemoteWeight) or held.shape != values.shape:
+def _check_finite(file: Path) -> None:
+    """Refuse a file with NaN or infinity, whose tensors fit."""
+    with safe_open(file, framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118
+            if not opened.get_tensor(name).isfinite().all():
+                raise ConfigurationError(f"{name} in {file} holds NaN or infinity")
+
+
+def _is_unchanged(held: Tensor | None, opened: Any, name: str) -> bool:
+    """Whether a tensor of a file is one that the model holds already; a remote one is not looked at."""
+    if (
+        held is None
+        or isinstance(held, RemoteWeight)
+        or list(held.shape) != opened.get_slice(name).get_shape()
+    ):
         return False
-    return torch.equal(values.to(held), held)
+    return torch.equal(opened.get_tensor(name).to(held), held)
 
 
 def _base_name(name: str) -> str:

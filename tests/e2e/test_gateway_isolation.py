@@ -389,6 +389,9 @@ def test_layers_with_a_window_need_no_more_than_it() -> None:
     assert max(blocks) <= more[0] <= 300  # three layers of four have the window: 976 with all tokens in each
     assert all(have + need <= more[0] for have, need in zip(blocks, more, strict=True))
     assert blocks[-1] == 299 - found["free"]
+    alone, beside = found["warnings"]
+    assert alone == ""
+    assert "holds 1.1 sequences of the whole context, and there are 2 keys" in beside
 
 
 def test_clients_hear_that_the_server_ends() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import pty
@@ -20,7 +21,7 @@ from conftest import Executor
 from raw_peers import eventually
 
 from provider.observe import admin as admin_port
-from provider.observe.admin import CONNECTIONS, AdminServer
+from provider.observe.admin import CONNECTIONS, HEAD_BYTES, AdminServer
 from provider.observe.metrics import Metrics
 from provider.serve.certificates import write_certificates
 
@@ -133,6 +134,22 @@ def test_a_client_that_sends_a_byte_now_and_then_is_cut(monkeypatch: pytest.Monk
         with socket.create_connection(("127.0.0.1", admin.port), timeout=800) as slow:
             slow.sendall(b"GET /")
             assert slow.recv(1) == b""
+    finally:
+        admin.close()
+
+
+@pytest.mark.parametrize("header", [b"a" * HEAD_BYTES, b"x: a:\ra:\ra:"])
+def test_a_head_that_takes_long_to_parse_is_cut(header: bytes) -> None:
+    """The standard parser takes minutes for some megabytes, and ends lines where HTTP does not."""
+    admin = AdminServer(Metrics(), 0, HEALTHY)
+    try:
+        for more in (b"Accept: */*", header):
+            with socket.create_connection(("127.0.0.1", admin.port), timeout=800) as client:
+                client.sendall(b"GET /healthz HTTP/1.0\r\n" + more + b"\r\n\r\n")
+                answered = False
+                with contextlib.suppress(ConnectionResetError):  # what it did not read
+                    answered = bool(client.recv(1))
+                assert answered == (more != header)
     finally:
         admin.close()
 

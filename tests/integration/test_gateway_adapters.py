@@ -78,6 +78,14 @@ def test_other_content_is_another_copy(own: Path, copies: Path, manifest: Manife
     assert before.folder.is_dir()
 
 
+def test_a_file_is_as_large_as_an_adapter(own: Path, copies: Path, manifest: Manifest) -> None:
+    """It could have a size that only a copy of the base's weights has, which are not here."""
+    numbers = sum(group.inputs * member.outputs for group in manifest.groups for member in group.members)
+    save_file(load_file(own / WEIGHTS) | {"x": torch.zeros(numbers, dtype=torch.float64)}, own / WEIGHTS)
+    with pytest.raises(ConfigurationError, match=r"has more than \d+ bytes"):
+        import_adapter(own, copies, manifest)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

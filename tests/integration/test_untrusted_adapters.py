@@ -203,6 +203,9 @@ def renamed(weights: Weights, before: str, after: str) -> Weights:
         (lambda w: {n: each for n, each in w.items() if n != QUERY}, r"lacks 'model\.layers\.0\..*lora_A"),
         (lambda w: {**w, QUERY: w[QUERY] * float("nan")}, "holds NaN or infinity"),
         (lambda w: {**w, QUERY: w[QUERY].to(torch.int8)}, "holds no plain floats"),
+        # The numbers of what does not fit are not read: they may be many.
+        (lambda w: {**w, "x": torch.full((3,), float("nan"))}, "no part of"),
+        (lambda w: {**w, QUERY: torch.full((3,), float("nan"))}, "another base model"),
         (lambda w: {**w, "a." * 500: torch.ones(0)}, "a name of 1000 characters"),
     ],
 )
@@ -218,7 +221,7 @@ def test_weights_that_are_not_the_adapters(
     assert torch.equal(fixed_result(model, token_ids()), before)
 
 
-@pytest.mark.parametrize("size", [1 << 40, 100 << 20])
+@pytest.mark.parametrize("size", [1 << 40, 1 << 20])
 def test_a_file_that_begins_with_a_large_header(size: int, session: tenant_sdk.Session, saved: Path) -> None:
     """It would be read, and taken apart, before anything else."""
     (saved / "adapter_model.safetensors").write_bytes(size.to_bytes(8, "little") + b"{")

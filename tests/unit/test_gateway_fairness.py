@@ -221,6 +221,7 @@ class Generation:
     tokens: int = 0
     blocks: int = 0
     running: bool = False
+    stops: int = 0
 
     @property
     def info(self) -> SequenceInfo:
@@ -229,7 +230,7 @@ class Generation:
 
     def stop(self) -> None:
         """The next time, all of its text is read again."""
-        self.running, self.blocks = False, 0
+        self.running, self.blocks, self.stops = False, 0, self.stops + 1
 
 
 READ = 4  # blocks of a prompt in a step
@@ -387,3 +388,11 @@ def test_a_client_that_used_more_than_it_had_waits() -> None:
     for _ in range(2):
         time_budget.step()
     assert time_budget.overdrawn() == set()
+
+
+def test_a_sequence_above_its_share_is_stopped_once_for_each_that_begins() -> None:
+    """It took the memory that was freed for another client's, and was stopped again in each step."""
+    long, large = Generation("long", "h", 20, 15), Generation("large", "v", 58, 6)
+    short = [Generation(f"short{number}", "h", 12, 2) for number in range(3)]
+    assert not unfinished([long, large, *short], 100, 200)
+    assert large.stops <= 1 + len(short)

@@ -18,6 +18,7 @@ import pytest
 
 from tenant_sdk.gateway import client_turns, http_frontend
 from tenant_sdk.gateway.admission import Authenticator, Refusal, SequenceLimit
+from tenant_sdk.gateway.client_turns import ClientGone
 from tenant_sdk.gateway.constraint_checks import REMEMBERED as KEPT
 from tenant_sdk.gateway.constraint_checks import ConstraintChecker
 from tenant_sdk.gateway.constraints import Constraint
@@ -30,7 +31,7 @@ from tenant_sdk.gateway.http_frontend import (
     HttpFrontend,
     _is_server_error,
 )
-from tenant_sdk.gateway.log_redaction import redact_library_logs
+from tenant_sdk.gateway.log_redaction import OUR_LINES, redact_library_logs
 from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.requests import parse_request
 from tenant_sdk.gateway.status import REMEMBERED, SequenceErrors
@@ -525,6 +526,32 @@ def test_a_place_of_a_library_says_once_in_a_while_that_it_fails(
     assert lines == {"vllm.something": 4, "tenant_sdk.gateway": 3}
     assert caplog.text.count("(199 more since the last line)") == 1
     assert caplog.text.count("(1 more since the last line)") == 1
+
+
+def test_a_place_of_ours_says_some_times_in_a_minute_what_happened(
+    quiet: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each line may tell something else, but a client can have any number of its requests fail."""
+    for seconds in (0.0, 59.0, 61.0):
+        quiet[0] = seconds
+        for number in range(100):
+            logging.getLogger("tenant_sdk.gateway").warning("failure %d", number)
+    assert len(caplog.records) == 2 * OUR_LINES
+    assert "failure 1\n" in caplog.text
+    assert caplog.text.count("failure 0 (180 more since the last line)") == 1
+
+
+@awaited
+async def test_a_client_that_hangs_up_is_no_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Or its requests fill the disk with tracebacks."""
+
+    async def gone(*_: Any) -> None:
+        raise ClientGone
+
+    client = await Client(front(gone, tmp_path), "/v1/models").says(b"")
+    assert client.task.done()
+    assert client.sent == []
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
