@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from shared.atomic import atomic_file
 from shared.errors import ConfigurationError
-from tenant_sdk.drafts.head import WIDENING, DraftHead, Guesser, Vocabulary, trunks_of
+from tenant_sdk.drafts.head import MAX_TOKENS, WIDENING, DraftHead, Guesser, Vocabulary, trunks_of
 from tenant_sdk.drafts.repeats import LONGEST, WINDOW, Ids, repeated
 from tenant_sdk.storage import UNREADABLE_TENSORS
 from tenant_sdk.trust.attestation import base_model
@@ -32,7 +32,6 @@ from tenant_sdk.tuning.data import collate
 GUESSES = 8  # of a draft at most
 LEARNED = 5  # guesses that the network learns; more are right seldom, unless the text repeats itself
 _FADING = 0.8  # weight of each guess's loss, in those of the one before
-_VOCABULARY = 8192  # tokens that are guessed at most
 _THINNING = 0.5  # of the places of a guess, the part at which the next one is learned
 _RATE, _WARMUP, _DECAY = 1e-3, 50, 0.01
 BATCH = 256  # places
@@ -115,7 +114,7 @@ def frequent_tokens(features: Sequence[Features], vocabulary: int) -> Tensor:
     counts = torch.zeros(vocabulary, dtype=torch.int64)
     for each in features:
         counts += torch.bincount(each.ids[each.learned], minlength=vocabulary)
-    found = counts.argsort(descending=True)[:_VOCABULARY]
+    found = counts.argsort(descending=True)[:MAX_TOKENS]
     return found[counts[found] > 0]
 
 

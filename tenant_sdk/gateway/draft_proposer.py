@@ -109,11 +109,8 @@ class Proposer:
 
         A copy is written file by file, and the time of the folder around it stays as it is then.
         """
-        try:
-            files = [self._folder, *(each / name for each in draft_folders(self._folder) for name in _FILES)]
-            return hash(tuple((str(each), each.stat().st_mtime_ns) for each in files))
-        except OSError:
-            return 0
+        files = [self._folder, *(each / name for each in draft_folders(self._folder) for name in _FILES)]
+        return hash(tuple((str(each), _modified(each)) for each in files))
 
     def _draft_of(self, sequence: str, changed: int) -> Guesser | None:
         """The draft of its adapter, if there is one and it has been read, or the base's."""
@@ -153,3 +150,11 @@ class Proposer:
         head, tokens = read_weights(folder, card, self._tokens, self._weight.shape[1])
         head.to(self._weight.device)
         return Guesser(head, Vocabulary(self._embed, self._weight, self._bias, tokens), card.repeats)
+
+
+def _modified(file: Path) -> int:
+    """When, or 0 if it is not there: a copy may lack a file."""
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return 0

@@ -194,7 +194,8 @@ class Scheduler(Base):  # type: ignore[misc]
 
     def _sequence_info(self, request: Request) -> SequenceInfo:
         name, computed = request.request_id, request.num_computed_tokens
-        tokens, blocks, blocks_needed = request.num_tokens + 1 + self.num_spec_tokens, 0, 0
+        tokens = min(request.num_tokens + 1 + self.num_spec_tokens, self.max_model_len)
+        blocks = blocks_needed = 0
         for group in self.kv_cache_manager.coordinator.single_type_managers:
             allocated = sum(not block.is_null for block in group.req_to_blocks.get(name, ()))
             # A window's layers give up what has left it, and so need no more than it and a step.

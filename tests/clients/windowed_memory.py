@@ -25,7 +25,7 @@ groups = [
 pool = KVCacheConfig(num_blocks=300, kv_cache_tensors=[], kv_cache_groups=groups)
 manager = KVCacheManager(pool, CONTEXT, BLOCK, BLOCK, max_in_flight_tokens=STEP, enable_caching=False)
 request = Request("all.1", [1] * 3900, SamplingParams(max_tokens=9), None)
-this: Any = SimpleNamespace(kv_cache_manager=manager, num_spec_tokens=0)
+this: Any = SimpleNamespace(kv_cache_manager=manager, num_spec_tokens=0, max_model_len=CONTEXT)
 told = [Scheduler._sequence_info(this, request)]
 while request.num_computed_tokens < 3900:
     rows = min(STEP, 3900 - request.num_computed_tokens)

@@ -33,11 +33,12 @@ from tenant_sdk.command_line.output import NAMES
 from tenant_sdk.drafts.card import draft_folders
 from tenant_sdk.drafts.decoding import Draft
 from tenant_sdk.drafts.folder import WEIGHTS, load_draft
-from tenant_sdk.drafts.head import Guesser, Vocabulary
+from tenant_sdk.drafts.head import MAX_TOKENS, Guesser, Vocabulary
 from tenant_sdk.drafts.length import DraftLength
 from tenant_sdk.drafts.making import DraftCallbacks, make_draft
 from tenant_sdk.drafts.options import CARD, DraftOptions
 from tenant_sdk.drafts.training import GUESSES, Positions, collect, gain
+from tenant_sdk.gateway.draft_proposer import Proposer
 from tenant_sdk.session.session import Session
 from tenant_sdk.tuning.conversations import IGNORE_INDEX
 
@@ -179,6 +180,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a foreign token": (lambda folder: edit_weights(folder, lambda each: each["tokens"].fill_(-1)), "ids"),
     "a token twice": (lambda folder: edit_weights(folder, lambda each: each["tokens"].fill_(1)), "twice"),
+    "many tokens": (
+        lambda folder: edit_weights(folder, lambda each: each.update(tokens=torch.arange(MAX_TOKENS + 1))),
+        "at most 8192 token ids",
+    ),
     "tokens as floats": (
         lambda folder: edit_weights(folder, lambda each: each.update(tokens=each["tokens"].float())),
         "token ids",
@@ -200,6 +205,18 @@ def test_folders_that_cannot_be_read_hold_no_draft(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(Path, "is_file", closed)
     assert draft_folders(tmp_path) == [tmp_path / "good"]
+
+
+def test_half_a_copy_hides_no_changes_of_other_drafts(tmp_path: Path) -> None:
+    for name in ("half", "whole"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / CARD).touch()
+    (tmp_path / "whole" / WEIGHTS).touch()
+    proposer: Any = object.__new__(Proposer)
+    proposer._folder = tmp_path
+    before = proposer._changed()
+    os.utime(tmp_path / "whole" / WEIGHTS, (1, 1))
+    assert proposer._changed() != before
 
 
 @pytest.mark.parametrize("fault", DAMAGED)
