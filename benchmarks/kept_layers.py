@@ -135,7 +135,10 @@ def main() -> None:
 
 def plot(found: list[Any], path: Path) -> None:
     """Times as fast as without kept layers, over the distance, and bytes, for each share."""
-    figure, (speed, moved) = pyplot.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
+    tuning = {each[2]: each[6] for each in found if each[0] == "training"}
+    panels = 2 if tuning else 1
+    figure, axes = pyplot.subplots(1, panels, figsize=(5 * panels, 4), constrained_layout=True, squeeze=False)
+    speed, *others = axes.flat
     for share in sorted({each[2] for each in found}):
         decoding = [each for each in found if each[0] == "generation" and each[2] == share]
         ticks = [f"{each[1]:g} ms" for each in decoding]
@@ -152,9 +155,11 @@ def plot(found: list[Any], path: Path) -> None:
     for set_formatter in (speed.yaxis.set_major_formatter, speed.yaxis.set_minor_formatter):
         set_formatter(lambda value, _: f"{value:.3g}")
     speed.legend()
-    tuning = {each[2]: each[6] for each in found if each[0] == "training"}
-    moved.bar([f"{share:.0%}" for share in tuning], list(tuning.values()))
-    moved.set(xlabel="weights that are kept", ylabel="bytes, of those without", title="training", ylim=(0, 1))
+    for moved in others:
+        moved.bar([f"{share:.0%}" for share in tuning], list(tuning.values()))
+        moved.set(
+            xlabel="weights that are kept", ylabel="bytes, of those without", title="training", ylim=(0, 1)
+        )
     figure.savefig(path, dpi=120)
 
 
