@@ -84,14 +84,14 @@ class Hostile:
         )
         self._values = [each + b"[1]]}" for each in many]
 
-    async def _post(self, path: str, body: Any, patience: float = 60.0, method: str = "POST") -> None:
+    async def _post(self, path: str, body: Any, seconds: float = 60.0, method: str = "POST") -> None:
         """Send it, and read the answer, or leave."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[1]}\r\n"
         head += f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
         writer = None
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(seconds):
                 reader, writer = await asyncio.open_connection(*self._address)
                 writer.write(head.encode() + content)
                 await reader.read()

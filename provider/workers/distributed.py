@@ -310,12 +310,12 @@ class DistributedLink(WorkerLink):
             self._end(_lost(self._name, error))
 
     def _put(self, tensor: torch.Tensor) -> None:
-        patience = timedelta(seconds=SILENCE_SECONDS)
+        timeout = timedelta(seconds=SILENCE_SECONDS)
         for piece in tensor.split(_PIECE_BYTES):
-            self._group.send([piece], self._peer, _TAG).wait(patience)  # type: ignore[attr-defined]
+            self._group.send([piece], self._peer, _TAG).wait(timeout)  # type: ignore[attr-defined]
 
     def _get(self, tensor: torch.Tensor) -> torch.Tensor:
-        patience = timedelta(seconds=SILENCE_SECONDS)
+        timeout = timedelta(seconds=SILENCE_SECONDS)
         for piece in tensor.split(_PIECE_BYTES) if tensor.numel() else ():
-            self._group.recv([piece], self._peer, _TAG).wait(patience)  # type: ignore[attr-defined]
+            self._group.recv([piece], self._peer, _TAG).wait(timeout)  # type: ignore[attr-defined]
         return tensor

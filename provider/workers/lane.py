@@ -24,7 +24,7 @@ from shared.wire.protocol import GroupShape
 
 BATCHES = 2  # under way: the next is there when one is done
 # A worker that takes longer than this for a batch has stopped: seconds, and times what was expected.
-MIN_PATIENCE, PATIENCE = 2.0, 20.0
+MIN_TIMEOUT, TIMEOUT_FACTOR = 2.0, 20.0
 MAX_READ = 8  # pieces of memory whose answers are not copied: who does not read them holds more than theirs
 LOOK_SECONDS = 0.5  # between two looks whether something is late
 MIN_RATE = 1.6e6  # bytes a second to and from a worker on another machine
@@ -156,7 +156,7 @@ class WorkerLane:
         began = time.monotonic()
         before = max((each.deadline for each in self._under_way.values()), default=began)
         travels = 0.0 if all(worker.pid for worker in self.workers) else layout.size / MIN_RATE
-        deadline = max(began, before) + travels + max(MIN_PATIENCE, PATIENCE * self._expected(batch))
+        deadline = max(began, before) + travels + max(MIN_TIMEOUT, TIMEOUT_FACTOR * self._expected(batch))
         first = batch[0]
         whole = len(batch) == 1 and first.stop - first.start == first.request.header.rows
         few = self._segments.in_use <= MAX_READ and segment.size <= 4 * (layout.size - layout.first)

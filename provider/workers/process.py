@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 _SECRET = ("_TOKEN", "_SECRET", "_PASSWORD")  # ends of names of variables that no worker needs
 LOAD_SECONDS = 600.0  # without a word from a worker that loads
-PATIENCE_SECONDS = 5.0  # for the rest of a message that has begun
+MESSAGE_SECONDS = 5.0  # for the rest of a message that has begun
 STEADY_SECONDS = 60.0  # after which its next loss is a first one again
 BACK_OFF = (0.0, 0.5, 2.0, 10.0)  # before a worker is started again; the last again and again
 
@@ -90,7 +90,7 @@ class Process:
 
     def __init__(self, stop: threading.Event) -> None:
         ours, theirs = socket.socketpair()
-        self.link: WorkerLink = LocalLink(ours, PATIENCE_SECONDS)
+        self.link: WorkerLink = LocalLink(ours, MESSAGE_SECONDS)
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - this program
                 [sys.executable, "-P", "-m", "provider.workers.local", str(theirs.fileno())],

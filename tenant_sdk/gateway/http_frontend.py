@@ -359,7 +359,7 @@ class HttpFrontend:
             return Refusal(408, "invalid_request_error", why)
 
     def _executors_away(self) -> Refusal | None:
-        """What would be told after the patience, if executors are known to be away."""
+        """What would be told after all retries, if executors are known to be away."""
         status = GatewayStatus.read(self._folder)
         if not status.away:
             return None

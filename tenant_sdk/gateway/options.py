@@ -22,7 +22,7 @@ _SERVER, _MODEL = "Server", "Model and adapters"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory laid out for
 LOOKUP = "prompt-lookup"
 DRAFT_TOKENS = 4
-PATIENCE = 10.0  # seconds; clients wait as long
+DEFAULT_PATIENCE = 10.0  # seconds; clients wait as long
 # Options of its sessions that the gateway decides.
 DECIDED: dict[str, Any] = {"experts": "local", "fill_masks": True}
 

@@ -50,7 +50,7 @@ class GatewayStatus(msgspec.Struct, kw_only=True):
 
     @property
     def away(self) -> bool:
-        """Whether executors are known to be away: requests would wait for the patience in vain."""
+        """Whether executors are known to be away: requests would be retried in vain."""
         return self.failing and self.failure == StepFailure.AWAY
 
     def write(self, folder: Path) -> None:

@@ -164,7 +164,7 @@ class Worker(Base):  # type: ignore[misc]
             return self._failed(error)
 
     def _refuse_while_away(self, *_: object) -> None:
-        """End what waited while a step failed: each further step would wait for the patience again."""
+        """End what waited while a step failed: each further step would retry for as long again."""
         if self._health.away:
             raise _ExecutorsAwayError
 

@@ -74,12 +74,12 @@ class PartyConnector:
         """
         config = self._config
         # In this process it would not come back.
-        patience = config.patience if any(isinstance(target, str) for target in self._targets) else 0.0
+        retry_seconds = config.patience if any(isinstance(target, str) for target in self._targets) else 0.0
         dtype = DTYPE_NAMES[config.wire_dtype]
         # Of mask sources, all of the manifest is compared with the provider's.
         digest = "" if self._is_mask_source else config.digest or ""
         party = url_of(self._targets[0])
-        options = ConnectionOptions(stats, patience, party, digest, self._clock)
+        options = ConnectionOptions(stats, retry_seconds, party, digest, self._clock)
         return RemoteExecutor(self._find, dtype, options)
 
     def probe_replicas(self) -> None:

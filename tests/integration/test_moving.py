@@ -323,7 +323,7 @@ def test_another_model_is_refused_and_named(
         )
         assert "weights, digest" in told
         same.drain(1.0)
-        session.executor.connection.policy.patience = 2.0
+        session.executor.connection.policy.retry_seconds = 2.0
         with pytest.raises(ConnectionLost, match=f"{other.url}: serves something else than {same.url}"):
             product(session)
 

@@ -52,7 +52,7 @@ class Options:
     """
 
     timeout: float = 5.0
-    patience: float = 30.0
+    retry_seconds: float = 30.0
     opening: float = 5.0
     answers: str = "exact"
     verify_rate: float = 1.0
@@ -128,7 +128,7 @@ class Tenant:
         try:
             for number, party in enumerate(self.parties):
                 how = ConnectionOptions(
-                    stats=stats, patience=options.patience, party=party[0].party,
+                    stats=stats, retry_seconds=options.retry_seconds, party=party[0].party,
                     clock=SimulatedClock(self.kernel),
                 )  # fmt: skip
                 remotes.append(RemoteExecutor(partial(self._find, party), options=how))

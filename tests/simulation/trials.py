@@ -257,7 +257,7 @@ def refusals_are_not_repeated() -> Iterator[None]:
 
 
 @trial("are promised", "cuts")
-def a_request_outlives_patience() -> Iterator[None]:
+def a_request_is_retried_for_too_long() -> Iterator[None]:
     def wait(original: Any, self: ReconnectingConnection, until: float) -> None:
         original(self, until + 3000.0)
 
