@@ -125,13 +125,13 @@ class TenantSession:
         self._number = service.transcript.opened(tenant) if service.transcript else 0
         self._closed, self._began, self._answered = False, time.monotonic(), 0
         self.logged = service.log_limits[tenant].due(self._began)
-        self._under_way: set[_AdmittedRequest] = set()  # of those admitted, without an answer
+        self._in_flight: set[_AdmittedRequest] = set()  # of those admitted, without an answer
         self._reads: set[Future[torch.Tensor]] = set()  # that wait for their turn, or are under way
 
     @property
     def in_flight(self) -> int:
         """Requests without an answer."""
-        return len(self._under_way)
+        return len(self._in_flight)
 
     def accept(self, header: Header) -> _AdmittedRequest | None:
         """Check a request's header; nothing has been allocated yet.
@@ -207,7 +207,7 @@ class TenantSession:
                 "tenant %s left after %.0f s, %d products answered", self._tenant, lasted, count, extra=extra
             )
         self._closed = True
-        for request in self._admitted - self._under_way:
+        for request in self._admitted - self._in_flight:
             self._release(request)  # the others hold memory until they are back
         self._service.engine.session_ended(self._tenant, self._identity)
         for read in [*self._reads]:  # nobody waits for them any more
@@ -229,7 +229,7 @@ class TenantSession:
         service, header = self._service, request.header
         if service.transcript:
             service.transcript.request(self._number, header, payload)
-        self._under_way.add(request)
+        self._in_flight.add(request)
         done = partial(self._on_product_done, request)
         service.engine.submit(self._tenant, self._identity, header, payload, done)
 
@@ -251,7 +251,7 @@ class TenantSession:
         answer, read = service.executor.catalog.fetch(decode(tensor_bytes(payload), Fetch), header.request_id)
         size = answer.payload_bytes
         request = message.admitted = self._admit(_AdmittedRequest(header, answer, 0, size), size)
-        self._under_way.add(request)
+        self._in_flight.add(request)
         loop = service.engine.loop
         future = service.downloads.submit_for(self._tenant, read)
         self._reads.add(future)
@@ -269,7 +269,7 @@ class TenantSession:
         self, request: _AdmittedRequest, tensors: list[torch.Tensor], error: BaseException | None = None
     ) -> bool:
         """A request under way is back: answer it, or say why not. Whether it has an answer."""
-        self._under_way.discard(request)
+        self._in_flight.discard(request)
         if self._closed:
             self._release(request)
             return False
@@ -298,7 +298,7 @@ class TenantSession:
         """A request is answered, or never will be; once, or it was never admitted."""
         if request in self._admitted:
             self._admitted.discard(request)
-            self._under_way.discard(request)  # if the engine could not take it
+            self._in_flight.discard(request)  # if the engine could not take it
             self._service.quotas.release(self._tenant, request.rows, request.bytes_in_memory)
 
 

@@ -32,7 +32,7 @@ RESTART_RETRY_SECONDS = 1.0  # after which a tenant asks again for what a worker
 
 
 @dataclass
-class _UnderWay:
+class _BatchInFlight:
     """A batch that the workers have. ``future`` None: it is lost, though some still write its answers."""
 
     layout: BatchLayout
@@ -77,7 +77,7 @@ class WorkerLane:
         self._name, self._expected = name, expected
         first = assignments[0]
         self._shapes = {number: GroupShape.of(info, first.numerics) for number, info in first.groups.items()}
-        self._under_way: dict[int, _UnderWay] = {}  # by the number of its memory
+        self._in_flight: dict[int, _BatchInFlight] = {}  # by the number of its memory
         self._segments = SegmentPool()
         self._changed: Callable[[], None] = lambda: None
         self._loop: Loop | None = None
@@ -115,7 +115,7 @@ class WorkerLane:
             products=done.products,
             rows=done.rows,
             seconds=done.seconds,
-            batches=sum(worker in batch.owing for batch in list(self._under_way.values())),
+            batches=sum(worker in batch.owing for batch in list(self._in_flight.values())),
             waiting=waiting,
             resident_bytes=resident_bytes(worker.pid),
             weight_bytes=weight_bytes(assignment),
@@ -154,17 +154,17 @@ class WorkerLane:
             return future
         layout.write(memory, batch)
         began = time.monotonic()
-        before = max((each.deadline for each in self._under_way.values()), default=began)
+        before = max((each.deadline for each in self._in_flight.values()), default=began)
         travels = 0.0 if all(worker.pid for worker in self.workers) else layout.size / MIN_RATE
         deadline = max(began, before) + travels + max(MIN_TIMEOUT, TIMEOUT_FACTOR * self._expected(batch))
         first = batch[0]
         whole = len(batch) == 1 and first.stop - first.start == first.request.header.rows
         few = self._segments.in_use <= MAX_READ and segment.size <= 4 * (layout.size - layout.first)
         bits = [rows.request.header.answer_bits for rows in batch]
-        under_way = _UnderWay(
+        in_flight = _BatchInFlight(
             layout, order, bits, whole and few, memory, future, began, deadline, set(self.workers)
         )
-        self._under_way[segment.number] = under_way
+        self._in_flight[segment.number] = in_flight
         work = WorkerBatch(
             segment.number, header.group, header.direction, header.members, header.dtype, requests
         )
@@ -204,22 +204,22 @@ class WorkerLane:
         """For batches that are late, as long as there are any."""
         self._looks, now = False, time.monotonic()
         for worker in self.workers:
-            if any(batch.deadline < now and worker in batch.owing for batch in self._under_way.values()):
+            if any(batch.deadline < now and worker in batch.owing for batch in self._in_flight.values()):
                 worker.fail(TimeoutError("it does not answer"))
-        if self._under_way:
+        if self._in_flight:
             self._look_again()
 
     # -- called by the workers' attendants ---------------------------------------------------------
 
     def done(self, worker: WorkerProcess, what: Done) -> None:
         """See ``provider.workers.process.WorkerOwner``."""
-        batch = self._under_way[what.memory]
+        batch = self._in_flight[what.memory]
         batch.owing.discard(worker)
         batch.failures |= what.failures
         batch.processor_seconds += what.processor_seconds
         worker.multiplied.add(batch.layout.ranges()[-1].stop, batch.began, time.monotonic())
         if not batch.owing:
-            del self._under_way[what.memory]
+            del self._in_flight[what.memory]
             if batch.future is not None:
                 batch.future.set_result(_result(batch))
         if worker.link is not None and not all(failure.code for failure in what.failures.values()):
@@ -230,10 +230,10 @@ class WorkerLane:
 
     def lost(self, worker: WorkerProcess) -> None:
         """See ``provider.workers.process.WorkerOwner``."""
-        for number, batch in list(self._under_way.items()):
+        for number, batch in list(self._in_flight.items()):
             batch.owing.discard(worker)
             if not batch.owing:
-                del self._under_way[number]
+                del self._in_flight[number]
             future, batch.future = batch.future, None
             if future is not None:
                 future.set_result(self._unavailable(len(batch.order)))
@@ -256,7 +256,7 @@ class WorkerLane:
         return BatchResult([error] * count)
 
 
-def _result(batch: _UnderWay) -> BatchResult:
+def _result(batch: _BatchInFlight) -> BatchResult:
     terms = [batch.layout.answers(batch.memory, term) for term in range(batch.layout.terms)]
     answers: list[Answer] = [[]] * len(batch.order)
     for index, (number, rows) in enumerate(zip(batch.order, batch.layout.ranges(), strict=True)):

@@ -24,7 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from shared.errors import ConfigurationError
-from tenant_sdk.drafts.head import Guesser, trunks_of
+from tenant_sdk.drafts.head import Guesser, backbones_of
 from tenant_sdk.drafts.length import DraftLength
 from tenant_sdk.drafts.passes import Passes
 from tenant_sdk.drafts.repeats import WINDOW
@@ -292,7 +292,7 @@ def _last_hidden(model: Any) -> Iterator[Callable[[], Tensor]]:
     def keep(_module: Any, _inputs: Any, outputs: Any) -> None:
         states[:] = [outputs[0] if isinstance(outputs, tuple) else outputs.last_hidden_state]
 
-    hooks = [each.register_forward_hook(keep) for each in trunks_of(model)]
+    hooks = [each.register_forward_hook(keep) for each in backbones_of(model)]
     try:
         yield lambda: states[0]
     finally:

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from shared.atomic import atomic_file
 from shared.errors import ConfigurationError
-from tenant_sdk.drafts.head import WIDENING, DraftHead, Guesser, Vocabulary, trunks_of
+from tenant_sdk.drafts.head import WIDENING, DraftHead, Guesser, Vocabulary, backbones_of
 from tenant_sdk.drafts.repeats import LONGEST, WINDOW, Ids, repeated
 from tenant_sdk.storage import UNREADABLE_TENSORS
 from tenant_sdk.trust.attestation import base_model
@@ -78,7 +78,7 @@ def collect(
         hidden = _kept_hidden(kept, part)
         if hidden is None:
             inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-            hidden = trunks_of(base)[-1](**inputs, use_cache=False).last_hidden_state.to(
+            hidden = backbones_of(base)[-1](**inputs, use_cache=False).last_hidden_state.to(
                 "cpu", torch.bfloat16
             )
             _keep_hidden(kept, part, hidden)

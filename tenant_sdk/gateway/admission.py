@@ -128,11 +128,11 @@ class SequenceLimit:
         self._shares = Reservations(self.most, self.clients)
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """Sequences of all clients."""
         return self._shares.total
 
-    def others_under_way(self, client: str) -> bool:
+    def others_in_flight(self, client: str) -> bool:
         """Whether another client than this has sequences under way."""
         return any(count > 0 and name != client for name, count in self._shares.taken.items())
 
@@ -150,7 +150,7 @@ class SequenceLimit:
         return Refusal(
             429,
             "overloaded",
-            f"{self.under_way} sequences are under way or wait, {mine} of them with your key; this gateway "
+            f"{self.in_flight} sequences are under way or wait, {mine} of them with your key; this gateway "
             f"takes {self.most}, and {largest} with one key; try again",
             self.retry_after,
         )

@@ -76,7 +76,7 @@ class GatewaySettings:
         most_rank: of adapters.
         allow_other_base: serve adapters that say they were made for another base.
         authenticator: see ``HttpFrontend``.
-        most_under_way: sequences under way at once, computed or waiting.
+        max_in_flight: sequences under way at once, computed or waiting.
         retry_after: seconds in which a provider that is away may be back.
         about: what the page says at the top.
         address: host and port on which it listens.
@@ -95,7 +95,7 @@ class GatewaySettings:
     most_rank: int
     allow_other_base: bool
     authenticator: Authenticator
-    most_under_way: int
+    max_in_flight: int
     retry_after: int
     about: str
     address: tuple[str, int]
@@ -126,7 +126,7 @@ class Endpoints:
             raise ConfigurationError("start the gateway with `symbiosis-tenant serve`")
         self._settings = self.settings
         self._sequence_limit = SequenceLimit(
-            self._settings.most_under_way, self._settings.authenticator.clients
+            self._settings.max_in_flight, self._settings.authenticator.clients
         )
         self._parser = RequestParser()
         self._constraint_checker: ConstraintChecker | None = None
@@ -311,7 +311,7 @@ class Endpoints:
         """One more point of every line of the page, each second."""
         before, limiter = dict[str, float](), LogRateLimiter(REMIND_SECONDS)
         while True:
-            now = {"time": time.time(), "under_way": float(self._sequence_limit.under_way)}
+            now = {"time": time.time(), "under_way": float(self._sequence_limit.in_flight)}
             try:
                 now |= await asyncio.to_thread(self._counts)
                 if before:

@@ -134,12 +134,12 @@ class HttpFrontend:
         self._folder, self._retry_after, self._clock = folder, retry_after, clock
         self._served = served
         self._arriving = Reservations(BODIES_BYTES, authenticator.clients)
-        self._tokenizing_turns = PreparationTurns(clock, sequence_limit.others_under_way)
-        self._small_body_turns = PreparationTurns(clock, sequence_limit.others_under_way)
-        self._preparation_turns = PreparationTurns(clock, sequence_limit.others_under_way)
-        self._arrival_turns = PreparationTurns(clock, sequence_limit.others_under_way)
-        self._stranger_turns = PreparationTurns(clock, sequence_limit.others_under_way, STRANGERS_PAUSE)
-        self._listing_turns = PreparationTurns(clock, sequence_limit.others_under_way)
+        self._tokenizing_turns = PreparationTurns(clock, sequence_limit.others_in_flight)
+        self._small_body_turns = PreparationTurns(clock, sequence_limit.others_in_flight)
+        self._preparation_turns = PreparationTurns(clock, sequence_limit.others_in_flight)
+        self._arrival_turns = PreparationTurns(clock, sequence_limit.others_in_flight)
+        self._stranger_turns = PreparationTurns(clock, sequence_limit.others_in_flight, STRANGERS_PAUSE)
+        self._listing_turns = PreparationTurns(clock, sequence_limit.others_in_flight)
         self._management = Reservations.per_client_minimum(MAX_MANAGEMENT, authenticator.clients)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:

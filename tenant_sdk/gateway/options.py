@@ -239,7 +239,7 @@ class GatewayOptions:
         return dataclasses.replace(config, **DECIDED)
 
     @property
-    def most_under_way(self) -> int:
+    def max_in_flight(self) -> int:
         """Sequences that are under way at once, computed or waiting."""
         return self.max_sequences + self.max_waiting
 

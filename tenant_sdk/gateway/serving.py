@@ -195,7 +195,7 @@ def _set_environment(options: GatewayOptions, folder: Path) -> None:
     os.environ.pop("VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT", None)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_MAX_N_SEQUENCES", str(options.max_sequences))
-    os.environ.setdefault("VLLM_MAX_COMPLETION_PROMPTS", str(options.most_under_way))
+    os.environ.setdefault("VLLM_MAX_COMPLETION_PROMPTS", str(options.max_in_flight))
 
 
 def _prepare(
@@ -228,7 +228,7 @@ def _prepare(
         most_rank=options.max_rank or (largest_rank(options.adapters) if options.adapters else RANKS[0]),
         allow_other_base=options.allow_other_base,
         authenticator=Authenticator(options.keys),
-        most_under_way=options.most_under_way,
+        max_in_flight=options.max_in_flight,
         retry_after=max(1, math.ceil(config.patience)),
         about=f"{config.privacy} masks, by way of {party_name(config.provider)}",
         address=("127.0.0.1" if options.host == "0.0.0.0" else options.host, options.port),  # noqa: S104

@@ -26,7 +26,7 @@ from tenant_sdk.products.modes import Privacy
 
 log = logging.getLogger(__name__)
 
-PREFETCHES_UNDER_WAY = 2  # ahead: so that a source computes one while the other's answer travels
+PREFETCHES_IN_FLIGHT = 2  # ahead: so that a source computes one while the other's answer travels
 EFFECT_REQUESTS_AT_ONCE = 16  # of what is needed now, such as that of many experts
 
 
@@ -170,7 +170,7 @@ class OneTimeMasks(MaskGenerator):
         self._fill_when_idle, self._clock = fill_when_idle, clock
         self._changed = Condition()  # guards all below
         self._store = MaskStore[_SeedChunk](self._row_bytes, budget_bytes, fill_when_idle=fill_when_idle)
-        self._under_way = 0
+        self._in_flight = 0
         self._paused = True  # until the first request; after a source failed, until the next one
         self._closed = False
         self._warned = not budget_bytes  # users who give none know
@@ -265,14 +265,14 @@ class OneTimeMasks(MaskGenerator):
         again = exact if key.answer_bits < EXACT else None
         chunk = _SeedChunk(rows, [MaskStream(seed) for seed in seeds], effects, again)
         self._store.add(key, chunk)
-        self._under_way += len(effects)
+        self._in_flight += len(effects)
         self._idle = False
         for effect in effects:
             effect.add_done_callback(self._arrived)
 
     def _arrived(self, effect: Future[torch.Tensor]) -> None:
         with self._changed:
-            self._under_way -= 1
+            self._in_flight -= 1
             if effect.cancelled() or effect.exception() is not None:
                 self._paused = True  # users of the effect get the error; do not ask on and on
             self._changed.notify_all()
@@ -280,7 +280,7 @@ class OneTimeMasks(MaskGenerator):
     def _fetch_ahead(self) -> None:
         with self._changed:
             while not self._closed:
-                if not self._paused and self._under_way < PREFETCHES_UNDER_WAY * len(self._sources):
+                if not self._paused and self._in_flight < PREFETCHES_IN_FLIGHT * len(self._sources):
                     prefetch = self._store.next_prefetch(self._clock())
                     self._warn_too_large(self._store.too_large)
                     if prefetch is not None:
@@ -290,7 +290,7 @@ class OneTimeMasks(MaskGenerator):
                         except RuntimeError:
                             return  # the interpreter ends, and its pools take no more work
                         continue
-                    self._idle = self._under_way == 0
+                    self._idle = self._in_flight == 0
                     if self._idle:
                         self._changed.notify_all()
                 self._changed.wait(IDLE_SECONDS if self._fill_when_idle else None)

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from shared.encoded import mostly_hole
+from shared.encoded import is_sparse
 from shared.errors import ConfigurationError, peer_text
 from tenant_sdk.tuning.tables import check_header
 
@@ -47,7 +47,7 @@ def parquet_records(path: Path, known: Sequence[str], used: Collection[str]) -> 
     """
     if importlib.util.find_spec("pyarrow") is None:
         raise ConfigurationError(f"{path}: Parquet files need pyarrow: pip install pyarrow")
-    if mostly_hole(path):  # the limits below are by its size
+    if is_sparse(path):  # the limits below are by its size
         raise ConfigurationError(f"most of {path} is a hole: it was not copied as a whole")
     words = [str(path), ",".join(known), ",".join(used)]
     done = subprocess.run(  # noqa: S603 - this program

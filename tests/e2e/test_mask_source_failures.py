@@ -195,7 +195,7 @@ def test_a_source_that_stalls_is_a_timeout_that_names_it(
 # -- the end --------------------------------------------------------------------------------------
 
 
-def test_closing_while_effects_are_under_way(
+def test_closing_while_effects_are_in_flight(
     executors: ExecutorFactory, proxy: Proxy, threads: ThreadPoolExecutor
 ) -> None:
     """Whoever waits gets an error, close() returns, and soon no thread of the session is left."""

@@ -319,7 +319,7 @@ def test_who_is_in_the_handshake_when_nobody_listens_any_more_is_served(
         executor.connect()
 
 
-def test_draining_answers_what_is_under_way(held: tuple[Executor, Server, Any]) -> None:
+def test_draining_answers_what_is_in_flight(held: tuple[Executor, Server, Any]) -> None:
     executor, server, lane = held
     with ThreadPoolExecutor(4) as threads, executor.connect() as busy, executor.connect() as idle:
         request = threads.submit(ask, busy)

@@ -261,16 +261,16 @@ class World:
         tasks = draw.choice((1, 1, 1, 2, 3))
         if "flood" in self.kinds and tenant is self.tenants[0]:
             tasks = 6
-        under_way = dict.fromkeys(range(tasks))
+        in_flight = dict.fromkeys(range(tasks))
 
         def work(number: int) -> None:
             tenant.work(products, tenant.requests)
-            under_way.pop(number)
+            in_flight.pop(number)
 
         for number in range(1, tasks):
             kernel.spawn(partial(work, number), f"{tenant.name}/{number}")
         work(0)
-        while under_way:
+        while in_flight:
             kernel.sleep(0.5)
         while kernel.now < self.good_since + CALM_AFTER:
             kernel.sleep(1.0)

@@ -126,7 +126,7 @@ def test_sequences_of_a_request_count() -> None:
     assert refusal.status == 429
     sequence_limit.leave("", 1, 6.0)
     sequence_limit.leave("", 3, 6.0)
-    assert (sequence_limit.under_way, sequence_limit.requests) == (0, 0)
+    assert (sequence_limit.in_flight, sequence_limit.requests) == (0, 0)
     assert sequence_limit.enter("", 4) is None
     refusal = sequence_limit.enter("", 1)
     assert refusal is not None

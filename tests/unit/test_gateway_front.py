@@ -131,7 +131,7 @@ async def test_slow_bodies_take_no_places(tmp_path: Path) -> None:
     application.go.set()
     there = front(application, tmp_path)
     slow = [await Client(there).says(b'{"prompt": "', more=True) for _ in range(40)]
-    assert there._sequence_limit.under_way == 0
+    assert there._sequence_limit.in_flight == 0
     for key in (0, 1):
         assert (await Client(there, key=key).says(BODY)).status == 200
     for each in slow:
@@ -205,10 +205,10 @@ async def test_an_answer_has_its_place_until_it_has_left(tmp_path: Path, path: s
     there = front(application, tmp_path)
     client = await Client(there, path, extensions={FLUSHED: left.wait}).says(BODY)
     assert client.status == 200
-    assert there._sequence_limit.under_way + there._management.total == 1
+    assert there._sequence_limit.in_flight + there._management.total == 1
     left.set()
     await client.task
-    assert there._sequence_limit.under_way + there._management.total == 0
+    assert there._sequence_limit.in_flight + there._management.total == 0
 
 
 @awaited
@@ -235,12 +235,12 @@ async def test_a_client_tokenizes_one_text_at_a_time(
     body = BODY if path == "/tokenize" else b'{"tokens": [1]}'
     for key in (0, 0, 0, 1):
         await Client(there, path, key).says(body)
-    assert there._sequence_limit.under_way == 4
+    assert there._sequence_limit.in_flight == 4
     application.go.set()
     await settled()
     assert len(application.scopes) == 4
     assert application.most_at_once == 2
-    assert there._sequence_limit.under_way == 0
+    assert there._sequence_limit.in_flight == 0
 
 
 @awaited
@@ -341,7 +341,7 @@ async def test_a_client_that_leaves_cancels_its_trial(tmp_path: Path) -> None:
     assert checker.asked == [("regex", "a")]
     await client.leaves()
     assert (checker.cancelled, client.sent, application.scopes) == (1, [], [])
-    assert there._sequence_limit.under_way == 0
+    assert there._sequence_limit.in_flight == 0
 
 
 @awaited
@@ -411,7 +411,7 @@ async def test_a_client_that_does_not_read_is_given_up(
     }
     await there(scope, receive, stuck)
     assert heard == [{"type": "http.disconnect"}]
-    assert there._sequence_limit.under_way == 0
+    assert there._sequence_limit.in_flight == 0
 
 
 @awaited
