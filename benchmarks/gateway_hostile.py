@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 KEYS = ("the-key-of-the-plain-client", "the-key-of-the-hostile-client")
 TOKENS = 8
 QUIET_SECONDS = (
-    3.0  # in which what hostile clients have left under way ends, or it would count as undisturbed
+    3.0  # in which what hostile clients have left in flight ends, or it would count as undisturbed
 )
 Times = dict[str, tuple[list[float], list[float]]]
 PLAIN = {"model": "base", "prompt": "And in the beginning", "temperature": 0, "ignore_eos": True}
@@ -237,7 +237,7 @@ class Hostile:
         await self._post("/v1/completions", body)
 
     async def many_adapters(self) -> None:
-        """One under as many names as have places, with two answers under way for each."""
+        """One under as many names as have places, with two answers in flight for each."""
         for at in range(16):
             await self._post("/v1/adapters", {"path": self._adapter, "name": f"name-{at}"})
         bodies = [PLAIN | {"model": f"name-{at}", "max_tokens": 60} for at in range(16)]

@@ -69,10 +69,10 @@ class BrokenLane(ProcessLane):
 
 
 class ShufflingLane(ProcessLane):
-    """Has several batches under way, and multiplies any of them next.
+    """Has several batches in flight, and multiplies any of them next.
 
     Attributes:
-        most: batches that were under way at once.
+        most: batches that were in flight at once.
         parts: of requests that were multiplied in several.
     """
 

@@ -31,7 +31,7 @@ MIN_WEIGHT_LOADS = 4.0
 INTERACTIVE_SECONDS = 2.0  # who waited for a token this recently may soon wait for the next
 MIN_WAIT_SECONDS = 1e-4  # waking up again takes as long
 # Requests of each tenant that a decision scans, decodes and others apart. Else a decision would take the
-# longer the more requests one tenant has under way, and all tenants wait while it is made. Of many tenants it
+# longer the more requests one tenant has in flight, and all tenants wait while it is made. Of many tenants it
 # scans fewer each, but one at least.
 SCAN_LIMIT = 64
 SCAN_LIMIT_TOTAL = 512

@@ -73,7 +73,7 @@ class Connection(ABC):
         """Answer what has arrived, read no more, then say that this executor goes away."""
 
     def revoke(self) -> None:
-        """End the session, whatever is under way: its token is valid no more."""
+        """End the session, whatever is in flight: its token is valid no more."""
         message = "the token of this session was removed or has expired; ask the provider for a new one"
         self._guarded(self._revoke, WireError("unauthorized", message, fatal=True))
 
@@ -134,7 +134,7 @@ class ConnectionLimits(NamedTuple):
     """Limits of an executor's connections, over all transports together.
 
     Attributes:
-        total: how many connections there may be, with those whose handshake is under way; further ones
+        total: how many connections there may be, with those whose handshake is in progress; further ones
             are closed at once.
         per_tenant: how many connections one tenant may have; further ones are turned away.
         seconds: the age at which a connection is drained, so that its tenant comes again, perhaps to

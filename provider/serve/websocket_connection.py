@@ -65,7 +65,7 @@ class WebsocketConnection(Connection):
         peer: where it comes from.
         open_session: makes its session of the tenant, what sends an answer, and ``peer``.
         max_message_bytes: of a payload.
-        max_in_flight: requests under way at most; no more are read until one is answered.
+        max_in_flight: requests in flight at most; no more are read until one is answered.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class WebsocketConnection(Connection):
 
     @property
     def _over_limit(self) -> bool:
-        """Whether as much is under way, or waits for the tenant to read it, as may be."""
+        """Whether as much is in flight, or waits for the tenant to read it, as may be."""
         return self._session.in_flight >= self._max_in_flight or len(self._outgoing) > self._max_in_flight
 
     def _resume_soon(self) -> None:
@@ -207,7 +207,7 @@ class WebsocketConnection(Connection):
     def _all_read(self) -> None:
         """Everything that has arrived is read: if this is draining, close when all of it is answered.
 
-        A tenant that always has a request under way would never be told; it will repeat what it sends now.
+        A tenant that always has a request in flight would never be told; it will repeat what it sends now.
         """
         if self._stage == OPEN or self._reader.mid_message:
             return

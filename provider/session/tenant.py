@@ -103,7 +103,7 @@ class _AdmittedRequest:
 class TenantSession:
     """Answers one tenant's requests: what a connection needs to know of it.
 
-    Requests may be under way together, up to the manifest's ``max_in_flight``; answers go out as they
+    Requests may be in flight together, up to the manifest's ``max_in_flight``; answers go out as they
     complete. All but ``accept`` and ``allocate`` belong to the loop's thread.
 
     Args:
@@ -126,7 +126,7 @@ class TenantSession:
         self._closed, self._began, self._answered = False, time.monotonic(), 0
         self.logged = service.log_limits[tenant].due(self._began)
         self._in_flight: set[_AdmittedRequest] = set()  # of those admitted, without an answer
-        self._reads: set[Future[torch.Tensor]] = set()  # that wait for their turn, or are under way
+        self._reads: set[Future[torch.Tensor]] = set()  # that wait for their turn, or are in flight
 
     @property
     def in_flight(self) -> int:
@@ -212,7 +212,7 @@ class TenantSession:
         self._service.engine.session_ended(self._tenant, self._identity)
         for read in [*self._reads]:  # nobody waits for them any more
             read.cancel()
-        self._send = _ignore  # the connection is over, and this may be needed for what is under way
+        self._send = _ignore  # the connection is over, and this may be needed for what is in flight
         if self._service.transcript:
             self._service.transcript.closed(self._number)
 
@@ -268,7 +268,7 @@ class TenantSession:
     def _on_done(
         self, request: _AdmittedRequest, tensors: list[torch.Tensor], error: BaseException | None = None
     ) -> bool:
-        """A request under way is back: answer it, or say why not. Whether it has an answer."""
+        """A request in flight is back: answer it, or say why not. Whether it has an answer."""
         self._in_flight.discard(request)
         if self._closed:
             self._release(request)

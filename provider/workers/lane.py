@@ -22,7 +22,7 @@ from shared.transport.colocated import SharedMemory
 from shared.wire.header import Direction
 from shared.wire.protocol import GroupShape
 
-BATCHES = 2  # under way: the next is there when one is done
+BATCHES = 2  # in flight: the next is there when one is done
 # A worker that takes longer than this for a batch has stopped: seconds, and times what was expected.
 MIN_TIMEOUT, TIMEOUT_FACTOR = 2.0, 20.0
 MAX_READ = 8  # pieces of memory whose answers are not copied: who does not read them holds more than theirs

@@ -68,7 +68,7 @@ def _wait(worker: subprocess.Popen[bytes], stop: threading.Event, seconds: float
         except subprocess.TimeoutExpired:
             pass
     try:
-        return worker.wait(seconds)  # the executor may have requests under way
+        return worker.wait(seconds)  # the executor may have requests in flight
     except subprocess.TimeoutExpired:
         worker.kill()
         return worker.wait()

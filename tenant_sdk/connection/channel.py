@@ -182,7 +182,7 @@ class Channel(abc.ABC):
         self.wait(pending)
 
     def close(self) -> None:
-        """End the session; later requests, and those under way, raise ConnectionLost."""
+        """End the session; later requests, and those in flight, raise ConnectionLost."""
         if self._fork_guard.in_child:
             return  # it is the parent's, who goes on with it
         with self._lock:
@@ -304,7 +304,7 @@ class Channel(abc.ABC):
         return ConnectionLost(f"{self.peer} closed the connection: {why}", retry_after=CLOSED_RETRY_SECONDS)
 
     def _break(self, error: SymbiosisError) -> None:
-        """Fail everything under way and everything to come."""
+        """Fail everything in flight and everything to come."""
         with self._lock:
             if self._broken is None:
                 self._broken = copy_error(error)  # without the frames of the thread that met it

@@ -81,7 +81,7 @@ class ColocatedChannel(Channel):
         self._max_size = link.opened.max_size
         self._areas = Areas()
         self._places: dict[int, tuple[int, int, int]] = {}  # by request: area, its size, the answer's place
-        self._memory_requests: deque[bool] = deque()  # those under way: True: to grow; False: a ping
+        self._memory_requests: deque[bool] = deque()  # those in flight: True: to grow; False: a ping
         # Not ZeroMQ's own: that looks at the socket each time, which answers of products do not need.
         self._poll, self._sock_fd = QuickPoll(SPIN_SECONDS), int(link.sock.get(zmq.FD))
         for each in (self._sock_fd, self._answers):

@@ -103,10 +103,10 @@ class UnauthenticatedConnections:
 
 @dataclass
 class SequenceLimit:
-    """How many sequences are under way, and when to come back when there are too many.
+    """How many sequences are in flight, and when to come back when there are too many.
 
     Args:
-        most: under way at once, computed or waiting.
+        most: in flight at once, computed or waiting.
         clients: that share them.
 
     Attributes:
@@ -120,7 +120,7 @@ class SequenceLimit:
     period: int = 0
     _periods: Counter[int] = field(
         default_factory=Counter
-    )  # requests under way, by that in which they entered
+    )  # requests in flight, by that in which they entered
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def __post_init__(self) -> None:
@@ -133,7 +133,7 @@ class SequenceLimit:
         return self._shares.total
 
     def others_in_flight(self, client: str) -> bool:
-        """Whether another client than this has sequences under way."""
+        """Whether another client than this has sequences in flight."""
         return any(count > 0 and name != client for name, count in self._shares.taken.items())
 
     def enter(self, client: str, count: int) -> Refusal | None:
@@ -150,7 +150,7 @@ class SequenceLimit:
         return Refusal(
             429,
             "overloaded",
-            f"{self.in_flight} sequences are under way or wait, {mine} of them with your key; this gateway "
+            f"{self.in_flight} sequences are in flight or wait, {mine} of them with your key; this gateway "
             f"takes {self.most}, and {largest} with one key; try again",
             self.retry_after,
         )
@@ -166,7 +166,7 @@ class SequenceLimit:
 
     @property
     def oldest_period(self) -> int:
-        """That in which the first of the requests under way entered; the present one if there is none."""
+        """That in which the first of the requests in flight entered; the present one if there is none."""
         return min(self._periods, default=self.period)
 
     @property

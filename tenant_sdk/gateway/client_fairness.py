@@ -7,12 +7,12 @@ These rules say what one client can take:
 
 - ``connection_limits``: connections, with a key and without; times and sizes of headers; answers that are not
   read.
-- ``http_frontend``: bodies that arrive; requests for adapters and metrics under way. At a time, one small
+- ``http_frontend``: bodies that arrive; requests for adapters and metrics in flight. At a time, one small
   body is read, one text is tokenized, and one request is prepared for the engine (``client_turns``). The next
-  one waits for as long as that took, up to ``MOST_PAUSE``, if other clients have sequences under way. Then
+  one waits for as long as that took, up to ``MOST_PAUSE``, if other clients have sequences in flight. Then
   also each request waits for ``LEAST_PAUSE`` behind the one before, whatever it asks for.
 - ``parsing``: one large body at a time, for ``helper_process.SECONDS`` at most, in turn with other clients.
-- ``admission``: sequences under way (``SequenceLimit``).
+- ``admission``: sequences in flight (``SequenceLimit``).
 - ``request_limits``, ``constraints``: the size of each field of a request, and of an answer.
 - ``grammars``: time and memory for compiling a constraint; ``constraint_checks``: one at a time.
 - ``structured``: compiled constraints that are kept, 64 in all; a further one replaces one of the client that

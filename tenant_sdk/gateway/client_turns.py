@@ -13,7 +13,7 @@ from typing import Any
 from shared.fair_threads import FairThreads
 
 TOKENIZING_THREADS = 2
-# Seconds between two requests of a client that are prepared, if others have requests under way. What the
+# Seconds between two requests of a client that are prepared, if others have requests in flight. What the
 # server does for a request before its turn takes up to a millisecond.
 LEAST_PAUSE, MOST_PAUSE = 0.005, 0.5
 # The client whose request is answered in this context.
@@ -68,7 +68,7 @@ class PreparationTurns:
 
     Args:
         clock: in seconds.
-        others: whether another client than this has requests under way.
+        others: whether another client than this has requests in flight.
         least_pause: seconds; default: ``LEAST_PAUSE``.
     """
 

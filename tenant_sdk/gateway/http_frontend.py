@@ -222,7 +222,7 @@ class HttpFrontend:
     async def _serve_management(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
         """Have a request for adapters or figures answered."""
         if not self._management.reserve(client, 1):
-            why = "too many requests for adapters or figures are under way with your key; try again"
+            why = "too many requests for adapters or figures are in flight with your key; try again"
             return await _refuse(send, Refusal(429, "overloaded", why, 1))
         try:
             if scope["method"] == "GET":

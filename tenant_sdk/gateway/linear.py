@@ -128,7 +128,7 @@ class RemoteLinearMethod(LinearMethodBase):  # type: ignore[misc]
         name: of the layer.
 
     Attributes:
-        meanwhile: done with the rows while the answer is under way.
+        meanwhile: done with the rows while the answer is in flight.
     """
 
     def __init__(self, groups: list[GroupMembers], name: str) -> None:

@@ -98,7 +98,7 @@ class Collector:
             gauge.add_metric([], float(value))
             yield gauge
         refused = CounterMetricFamily(
-            "symbiosis_gateway_refused", "Requests refused because too many sequences were under way."
+            "symbiosis_gateway_refused", "Requests refused because too many sequences were in flight."
         )
         refused.add_metric([], self._sequence_limit.refused)
         yield refused

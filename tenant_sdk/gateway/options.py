@@ -240,7 +240,7 @@ class GatewayOptions:
 
     @property
     def max_in_flight(self) -> int:
-        """Sequences that are under way at once, computed or waiting."""
+        """Sequences that are in flight at once, computed or waiting."""
         return self.max_sequences + self.max_waiting
 
     @property

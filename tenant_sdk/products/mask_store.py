@@ -14,7 +14,7 @@ IDLE_SECONDS = 0.5  # without a request, after which more is fetched than is nee
 
 
 class Chunk(Protocol):
-    """Rows of masks whose effects were requested together. The effects are there or under way."""
+    """Rows of masks whose effects were requested together. The effects are there or in flight."""
 
     @property
     def remaining(self) -> int:
@@ -35,7 +35,7 @@ class MaskStore(Generic[ChunkT]):
 
     Args:
         row_bytes: the size of one row's effects, of all sources together.
-        budget_bytes: what effects in store or under way may take.
+        budget_bytes: what effects in store or in flight may take.
         fill_when_idle: prefetch as much as the budget takes while nothing is asked for.
 
     Attributes:
@@ -82,7 +82,7 @@ class MaskStore(Generic[ChunkT]):
 
     @property
     def stock(self) -> dict[ProductKey, int]:
-        """Rows in store or under way, by kind."""
+        """Rows in store or in flight, by kind."""
         return {key: sum(chunk.remaining for chunk in chunks) for key, chunks in self._chunks.items()}
 
     @property

@@ -77,7 +77,7 @@ def _results(effects: list[Future[torch.Tensor]]) -> list[torch.Tensor]:
     try:
         return [effect.result() for effect in effects]
     except CancelledError:
-        raise ConnectionLost("the session was closed while an effect was under way") from None
+        raise ConnectionLost("the session was closed while an effect was in flight") from None
 
 
 class OneTimeMask:
@@ -143,7 +143,7 @@ class OneTimeMasks(MaskGenerator):
     Args:
         shapes: the provider's groups.
         sources: at least one.
-        budget_bytes: what effects in store or under way may take.
+        budget_bytes: what effects in store or in flight may take.
         entropy: secret random bytes; the operating system's.
         fill_when_idle: fetch as much as the budget takes while nothing is asked for.
     """
@@ -174,7 +174,7 @@ class OneTimeMasks(MaskGenerator):
         self._paused = True  # until the first request; after a source failed, until the next one
         self._closed = False
         self._warned = not budget_bytes  # users who give none know
-        self._idle = False  # nothing under way, and nothing to fetch
+        self._idle = False  # nothing in flight, and nothing to fetch
         self._fork_guard = ForkGuard()
         register_for_fork(self)
         Thread(target=self._fetch_ahead, name="symbiosis-masks", daemon=True).start()
@@ -232,7 +232,7 @@ class OneTimeMasks(MaskGenerator):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way and nothing has to be fetched ahead."""
+        """Whether nothing is in flight and nothing has to be fetched ahead."""
         return self._idle
 
     def _max_rows(self, key: ProductKey) -> int:
@@ -340,6 +340,6 @@ class OneTimeMasks(MaskGenerator):
             self._store.clear()
             self._changed.notify_all()
         for source in self._sources:
-            source.close()  # which ends what is under way
+            source.close()  # which ends what is in flight
         for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)  # one may be opening a connection

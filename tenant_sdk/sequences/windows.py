@@ -78,7 +78,7 @@ class _AttendedLayer:
     """Keys and values [B, H, T, E] of a layer, of as many tokens as were there; and their gradients.
 
     Attributes:
-        span: the window that is under way.
+        span: the window that is in progress.
         gradients: by later windows, of what is before them.
     """
 
@@ -148,7 +148,7 @@ class WindowCache(Cache):
 
     Attributes:
         past: how many tokens were before the window.
-        attended: of the layer that is under way.
+        attended: of the layer that is in progress.
     """
 
     def __init__(self, layers: int) -> None:

@@ -210,7 +210,7 @@ class _Breaker:
             self.asked += 1
             if self.asked % self.every == 0 and pending.done is False:
                 self.broken += 1
-                channel.flush()  # it is under way
+                channel.flush()  # it is in flight
                 channel._break(ConnectionLost("broken for the test"))
             return wait(channel, pending)
 

@@ -1,4 +1,4 @@
-"""Products that are submitted: what may be asked for, and what several under way at once owe each other."""
+"""Products that are submitted: what may be asked for, and what several in flight at once owe each other."""
 
 from __future__ import annotations
 

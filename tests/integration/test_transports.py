@@ -132,7 +132,7 @@ def test_many_threads(
     checkpoint: Callable[[str], Path],
     threads: ThreadPoolExecutor,
 ) -> None:
-    """Of all sizes at once, so that memory grows under those that are under way; no answer changes later."""
+    """Of all sizes at once, so that memory grows under those that are in flight; no answer changes later."""
     weight = Checkpoint(checkpoint("llama")).read("model.layers.0.self_attn.q_proj.weight")
     with llama_everywhere.connect(transport) as session:
 

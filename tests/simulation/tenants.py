@@ -208,7 +208,7 @@ class Tenant:
     # -- requests --------------------------------------------------------------------------------
 
     def work(self, products: RingProducts, requests: int) -> None:
-        """Make requests, of which some are under way together."""
+        """Make requests, of which some are in flight together."""
         draw = self.kernel.random
         while requests > 0 and products._failed is None:
             together = min(requests, draw.choice((1, 1, 2, 3)))

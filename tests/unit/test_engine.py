@@ -382,7 +382,7 @@ def test_two_lanes_have_batches_in_flight_together(ring: BaseExecutor) -> None:
 
 
 class DeepLane(ProcessLane):
-    """Has two batches under way, and multiplies one after the other when it is told to."""
+    """Has two batches in flight, and multiplies one after the other when it is told to."""
 
     depth, inline = 2, False
 

@@ -64,7 +64,7 @@ def test_backlogged_tenants_get_the_same_within_the_bound_of_the_theorem(seed: i
 
 
 def test_whoever_floods_gets_no_more_than_its_share() -> None:
-    """One that has forty decodes under way all the time, beside one that fine-tunes."""
+    """One that has forty decodes in flight all the time, beside one that fine-tunes."""
     flood = Tenant("flood", 16, DECODE, at_once=40)
     tune = Tenant("tune", 512, FINETUNING, at_once=2)
     simulate(Opportunistic(model()), [flood, tune], 20.0)

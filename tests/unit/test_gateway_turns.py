@@ -72,7 +72,7 @@ async def test_one_request_of_each_client_is_prepared_at_a_time(monkeypatch: pyt
 async def disturbed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[http_frontend.HttpFrontend, Client, Working]:
-    """A gateway with long pauses, and a request of another client that is under way."""
+    """A gateway with long pauses, and a request of another client that is in flight."""
     for pause in ("client_turns.LEAST_PAUSE", "client_turns.MOST_PAUSE", "http_frontend.STRANGERS_PAUSE"):
         monkeypatch.setattr(f"tenant_sdk.gateway.{pause}", 600.0)
     application = Working()
@@ -135,7 +135,7 @@ async def test_small_bodies_of_a_client_are_read_in_turns(
     monkeypatch.setattr(http_frontend, "parse_request", slowly)
     application = Working()
     there = front(application, tmp_path, clock=lambda: now[0])
-    other = await Client(there, key=1).says(BODY)  # under way until the application goes on
+    other = await Client(there, key=1).says(BODY)  # in flight until the application goes on
     read.clear()
     async with there._small_body_turns.turn("0"):
         first, second = [Client(there) for _ in range(2)]

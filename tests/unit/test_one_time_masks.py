@@ -74,7 +74,7 @@ def in_store(store: OneTimeMasks, keys: list[ProductKey], rows: int) -> None:
 
 
 def at_rest(store: OneTimeMasks) -> None:
-    """Wait until nothing is under way."""
+    """Wait until nothing is in flight."""
     eventually(lambda: store._in_flight == 0)
 
 
@@ -390,7 +390,7 @@ def test_a_source_that_fails_is_not_asked_on_and_on() -> None:
                 break
         assert failures == takes
         at_rest(store)
-        # What a request needs, and what was under way besides, for each of them.
+        # What a request needs, and what was in flight besides, for each of them.
         assert len(source.requests) - before <= (takes + len(KEYS) * CHUNK_ROWS) * (1 + PREFETCHES_IN_FLIGHT)
         asked = len(source.requests)
         source.error = None

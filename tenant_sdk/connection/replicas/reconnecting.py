@@ -151,7 +151,7 @@ class ReconnectingConnection:
         Args:
             channel: the channel of the first try.
             send: sends the request.
-            first: the future of the first try, if it is under way.
+            first: the future of the first try, if it is in flight.
 
         Raises:
             RequestRefused: for anything else, or overloaded for longer than the timeout.
