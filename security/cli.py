@@ -137,7 +137,7 @@ def run(options: AuditOptions) -> None:
     memory. The audit of three gateways takes three more minutes and needs vLLM. Without vLLM, claims about
     gateways are skipped.
 
-    Recordings are in the folder TMPDIR, and are removed at the end. For a large model they need much room:
+    Recordings are in the folder TMPDIR, and are removed at the end. For a large model they need much space:
     with --quick and a model of 135 million parameters some 20 GB.
 
 

@@ -138,7 +138,7 @@ def folder_of(file: Path) -> Path:
     It takes four bytes for each weight there, and as much as the file has until it is made.
 
     Raises:
-        CheckpointError: see ``write_folder``; or there is no room.
+        CheckpointError: see ``write_folder``; or the disk is full.
     """
     check_gguf(file)
     base = cache_home() / "symbiosis" / "gguf"

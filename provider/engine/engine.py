@@ -218,7 +218,7 @@ class Engine:
     # -- the loop's thread -----------------------------------------------------------------------
 
     def run_once(self) -> float | None:
-        """See ``provider.engine.loop.LoopTask``: decide for every lane that has room, once."""
+        """See ``provider.engine.loop.LoopTask``: decide for every lane that is free, once."""
         wait: float | None = None
         try:
             for number, lane in enumerate(self._lanes):

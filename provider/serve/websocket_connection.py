@@ -48,7 +48,7 @@ class WebsocketConnection(Connection):
 
     It reads and writes in time slices alone (``Loop.run_in_time_slice``), so that a tenant's connections
     share the tenant's time. It asks for a slice when the loop says that the socket is ready, and when the
-    slice before was too short. If a limit made it stop reading, it asks when there is room again
+    slice before was too short. If a limit made it stop reading, it asks when it may read again
     (``_resume_soon``): the socket does not tell of what has been read already.
 
     The loop tells it when the socket can be read (``_reading``):

@@ -219,7 +219,7 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     def _send(self) -> object:
-        """Write what there is room for. Only the leader calls this."""
+        """Write what fits into the buffer. Only the leader calls this."""
 
     @abc.abstractmethod
     def _lead(self, pending: ResponseFuture) -> None:

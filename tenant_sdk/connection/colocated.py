@@ -38,7 +38,7 @@ class Areas:
         self._used: list[tuple[int, int]] = []
 
     def allocate(self, size: int, within: int) -> int | None:
-        """Returns the offset of a new area, or None if there is no room. ``within`` is the memory's size."""
+        """Returns the offset of a new area, or None if none is free. ``within`` is the memory's size."""
         at = 0
         for start, stop in self._used:
             if start - at >= size:
@@ -140,7 +140,7 @@ class ColocatedChannel(Channel):
     # -- writing ---------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        """Write what there is room for."""
+        """Write what fits into the buffer."""
         try:
             self._write_what_fits()
         except BrokenPipeError:
@@ -162,7 +162,7 @@ class ColocatedChannel(Channel):
                     self._outbox.popleft()
 
     def _send_request(self, request: _Request) -> bool:
-        """Send one request; False if it has to wait for room."""
+        """Send one request; False if it has to wait for memory."""
         header, tensors, answer_bytes = request
         in_line = isinstance(tensors, bytes)
         request_bytes = 0 if in_line else aligned(header.payload_bytes)
@@ -271,7 +271,7 @@ class ColocatedChannel(Channel):
                 pong = self._pongs.popleft() if self._pongs else None
             if pong is not None:
                 pong.finish(None, None)
-        elif not self._link.grow(size) and not self._places:  # nothing that could end and make room
+        elif not self._link.grow(size) and not self._places:  # nothing that could end and free some
             with self._lock:
                 request: _Request | None = self._outbox.popleft() if self._outbox else None
             if request is not None:

@@ -155,7 +155,7 @@ class Draft:
         self, text: _GeneratedText, passes: Passes, state: Tensor, hidden: Callable[[], Tensor]
     ) -> Tensor:
         """Guess, check, and go on; returns the hidden state before the newest token."""
-        began, size = self._clock(), min(self._length.next, passes.room)
+        began, size = self._clock(), min(self._length.next, passes.max_guesses)
         guesses = self._guess(state, text.ids, size)
         guessing = self._clock() - began  # depends on the text, so it is over when the pass begins
         self._keep_pace()
@@ -171,7 +171,7 @@ class Draft:
 
     def _filler_pass(self, text: _GeneratedText, passes: Passes, state: Tensor) -> None:
         """A pass after the end of a text, which looks like those before."""
-        size = min(self._length.next, passes.room)
+        size = min(self._length.next, passes.max_guesses)
         guesses = self._guess(state, text.ids, size)
         self._keep_pace()
         started = self._clock()

@@ -72,7 +72,7 @@ class Passes:
         return self._arguments.get(cache_name())
 
     @property
-    def room(self) -> int:
+    def max_guesses(self) -> int:
         """Guesses for which the model has positions, and the same ones as without guesses."""
         if self._positions is None:
             return 1 << 30

@@ -1,4 +1,4 @@
-"""A file with the last record of one writer, written in place: it needs no room on a disk that is full."""
+"""A file with the last record of one writer, written in place: it needs no space on a disk that is full."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Scheduler(Base):  # type: ignore[misc]
     def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
         """See vLLM; clients take turns. What a step does is remembered, since clients hang up."""
         clients = Counter({client_of(each.request_id): 0 for each in (*self.running, *self.waiting)})
-        self._make_room()
+        self._preempt_over_share()
         # A decoding sequence needs one row; prompts get the others.
         self.running.sort(key=lambda each: (_prefilling(each), _arrived(each) if _prefilling(each) else 0.0))
         waiting = {each.request_id: each for each in sorted(self.waiting, key=_arrived)}
@@ -137,7 +137,7 @@ class Scheduler(Base):  # type: ignore[misc]
         pool = self.kv_cache_manager.block_pool
         return Memory(pool.num_gpu_blocks - 1, pool.get_num_free_blocks())  # one holds nothing
 
-    def _make_room(self) -> None:
+    def _preempt_over_share(self) -> None:
         """Take memory from clients that have more than their share, if others wait for it."""
         running, waiting = (
             [self._sequence_info(each) for each in sorted(several, key=_arrived)]

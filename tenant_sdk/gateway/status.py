@@ -57,7 +57,7 @@ class GatewayStatus(msgspec.Struct, kw_only=True):
         """Put it where ``read`` finds it.
 
         Raises:
-            OSError: it is the first, and there is no room.
+            OSError: it is the first, and the disk is full.
         """
         self.error = self.error[:MOST_TEXT]
         write_record(folder / FILE, msgspec.json.encode(self))

@@ -130,7 +130,7 @@ def context_length(model: Any) -> int:
 
 
 def sequence_length(asked: int, model: Any, virtual_tokens: int = 0) -> int:
-    """Tokens of an example, for which the model's context has room.
+    """How many tokens of an example fit into the model's context, at most ``asked``.
 
     Args:
         virtual_tokens: of an adapter that the model is yet to get.
@@ -138,13 +138,13 @@ def sequence_length(asked: int, model: Any, virtual_tokens: int = 0) -> int:
     Raises:
         ConfigurationError: there is none.
     """
-    room = context_length(model) - virtual_tokens
-    if (length := min(asked, room)) < 2:
+    available = context_length(model) - virtual_tokens
+    if (length := min(asked, available)) < 2:
         positions = getattr(model.config, "max_position_embeddings", None) or asked
         raise ConfigurationError(
             "no room for text: the model takes {} positions, {} of them for virtual tokens, and "
             "{sequence_length}",
-            *(positions, max(positions - room, 0)),
+            *(positions, max(positions - available, 0)),
             sequence_length=asked,
         )
     return length

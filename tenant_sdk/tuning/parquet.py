@@ -28,7 +28,7 @@ _MAX_VALUES, _MAX_BYTES = 20_000_000, 2 << 30  # of a file, whose bytes are thos
 # each row, and for so many bytes of text.
 _FEW_ROWS, _FEW_BYTES, _PACKED = 1 << 20, 64 << 20, 100
 _ROWS, _ROWS_BYTES, _MAX_ROWS_VALUES = 8, 256 << 20, 1 << 20  # that are in memory at once
-_ROOM = 3 << 30  # bytes that the process takes, a third of a gigabyte of libraries among them
+_MEMORY_BYTES = 3 << 30  # bytes that the process takes, a third of a gigabyte of libraries among them
 _SAFE = (14, 0, 1)  # of pyarrow
 _LEAST_SECONDS, _SECOND_BYTES = 60, 100_000  # of a processor, and bytes of a file for each second more
 _REFUSED = 3  # the status of a process that has written why it refuses the file
@@ -82,7 +82,7 @@ def main(path: Path, known: Sequence[str], used: Collection[str]) -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the file's text would lie in it
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     try:
-        limit_memory(_ROOM + path.stat().st_size)
+        limit_memory(_MEMORY_BYTES + path.stat().st_size)
         seconds = _seconds(path)
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
         for number, line in enumerate(lines_of(path, known, used)):

@@ -145,13 +145,13 @@ def test_what_is_dropped_is_neither_begun_nor_among_the_last() -> None:
     sent, done = list[bytes](), list[int]()
 
     def send(data: memoryview) -> int:
-        if not room:
+        if not capacity:
             raise ssl.SSLWantWriteError
-        room.pop()
+        capacity.pop()
         sent.append(bytes(data))
         return len(data)
 
-    room = [1]
+    capacity = [1]
     sock: Any = SimpleNamespace(send=send, flush=lambda: 0)
     queue = WriteQueue(sock)
     for number in range(4):
@@ -161,6 +161,6 @@ def test_what_is_dropped_is_neither_begun_nor_among_the_last() -> None:
     queue.drop(1)
     assert done == [1, 2]
     assert len(queue) == 2
-    room += [1] * 3
+    capacity += [1] * 3
     assert queue.write(float("inf"))
     assert (sent, done, len(queue)) == ([b"\0", b"rest", b"\3", b"rest"], [1, 2, 0, 3], 0)
