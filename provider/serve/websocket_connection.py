@@ -33,7 +33,7 @@ from shared.wire.incoming import Incoming
 
 STALL_SECONDS = 60.0  # in which a message, or an answer, does not move on
 STALL_RATE = 16 << 10  # bytes a second, below which it does not
-DISCARDS = 16  # of what arrives at the end, before it is another's turn
+DISCARDS = 16  # of what arrives at the end, before the loop serves another
 TIME_SLICE_SECONDS = 2e-3  # of a round of the loop, for what all connections of a tenant send and are sent
 STEPS = 128  # of parsing, before the time is looked at
 LOOKS = 4  # within the seconds of a stall

@@ -126,7 +126,7 @@ class TenantSession:
         self._closed, self._began, self._answered = False, time.monotonic(), 0
         self.logged = service.log_limits[tenant].due(self._began)
         self._in_flight: set[_AdmittedRequest] = set()  # of those admitted, without an answer
-        self._reads: set[Future[torch.Tensor]] = set()  # that wait for their turn, or are in flight
+        self._reads: set[Future[torch.Tensor]] = set()  # that wait for a thread, or run
 
     @property
     def in_flight(self) -> int:

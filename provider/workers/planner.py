@@ -185,7 +185,7 @@ def _placed(
     )
 
 
-def _in_turns(shapes: Sequence[GroupShape], decisions: dict[int, Decision]) -> dict[int, Decision]:
+def _interleaved(shapes: Sequence[GroupShape], decisions: dict[int, Decision]) -> dict[int, Decision]:
     """The same, groups of one shape exchanged so that lanes have done alike at any place of a pass."""
     counts = Counter(shapes)
     several = [group for group, shape in enumerate(shapes) if counts[shape] > 1]
@@ -193,7 +193,7 @@ def _in_turns(shapes: Sequence[GroupShape], decisions: dict[int, Decision]) -> d
     for group in several:
         left[shapes[group]].append(decisions[group])
         total[decisions[group].lane] += shapes[group].size
-    turns, done, last = dict(decisions), Counter[int](), -1
+    interleaved, done, last = dict(decisions), Counter[int](), -1
     for group in several:
         size, candidates = shapes[group].size, left[shapes[group]]
         at = min(
@@ -204,10 +204,10 @@ def _in_turns(shapes: Sequence[GroupShape], decisions: dict[int, Decision]) -> d
                 at,
             ),
         )
-        turns[group] = candidates.pop(at)
-        last = turns[group].lane
+        interleaved[group] = candidates.pop(at)
+        last = interleaved[group].lane
         done[last] += size
-    return turns
+    return interleaved
 
 
 def place(
@@ -227,7 +227,7 @@ def place(
     lanes_of_groups = _placed(shapes, devices, weight_bytes, stripes)
     if len(lanes_of_groups) < len(shapes):
         raise ConfigurationError(_refusal(shapes, devices, weight_bytes, stripes, len(lanes_of_groups)))
-    lanes_of_groups = _in_turns(shapes, lanes_of_groups)
+    lanes_of_groups = _interleaved(shapes, lanes_of_groups)
     decisions = tuple(lanes_of_groups[group] for group in range(len(shapes)))
     return Placement(tuple(shapes), tuple(devices), weight_bytes, stripes, decisions)
 

@@ -13,7 +13,7 @@ from vllm.lora.request import LoRARequest
 from shared.errors import ConfigurationError
 from tenant_sdk.gateway.adapters import Adapter, files_version, folders_in, import_adapter
 from tenant_sdk.gateway.admission import MAX_ADAPTERS, SequenceLimit
-from tenant_sdk.gateway.client_turns import FairLock, current_client
+from tenant_sdk.gateway.client_locks import FairLock, current_client
 from tenant_sdk.gateway.reservations import Reservations
 from tenant_sdk.gateway.unused_copies import UnusedCopies
 
@@ -76,14 +76,14 @@ class AdapterRegistry:
         """Serve an adapter, in place of the one of this name if its content is another.
 
         Args:
-            renew: only if the name is still served when the client's turn comes.
+            renew: only if the name is still served when the client has the lock.
 
         Raises:
             _RemovedError: it is not.
             SymbiosisError: see ``tenant_sdk.gateway.adapters.import_adapter``.
         """
         settings = self._settings
-        async with self._changing.turn(current_client.get()):
+        async with self._changing.hold(current_client.get()):
             if renew and name not in self.served:
                 raise _RemovedError
             adapter = await asyncio.to_thread(
@@ -132,7 +132,7 @@ class AdapterRegistry:
 
     async def remove(self, name: str) -> bool:
         """Serve it no more; sequences that use it go on. Whether it was served."""
-        async with self._changing.turn(current_client.get()):
+        async with self._changing.hold(current_client.get()):
             return await self._forget(name)
 
     async def _forget(self, name: str) -> bool:
@@ -167,7 +167,7 @@ class AdapterRegistry:
 
     async def remove_unused_copies(self) -> None:
         """Remove copies that no name has, and no request may use any more; to be done each second."""
-        async with self._changing.turn(current_client.get()):
+        async with self._changing.hold(current_client.get()):
             present = [*(self._settings.folder / "adapters").iterdir()]
             used = {adapter.folder for adapter in self.served.values()}
             for folder in self._unused.removable(present, used):
@@ -209,8 +209,8 @@ class AdapterRegistry:
         by_owner: dict[str, list[str]] = {}
         for name in self._outdated:
             by_owner.setdefault(self._owners.get(name, ""), []).append(name)
-        turns = [name for each in zip_longest(*by_owner.values()) for name in each if name is not None]
-        for name in turns[:NAMES_OF_SCAN]:
+        alternating = [name for each in zip_longest(*by_owner.values()) for name in each if name is not None]
+        for name in alternating[:NAMES_OF_SCAN]:
             del self._outdated[name]
             if name in self.served:
                 await self._add_again(self.served[name].source, name, renew=True)
@@ -221,7 +221,7 @@ class AdapterRegistry:
             await self.add(folder, name, renew=renew)
             if name == folder.name:
                 self.refused.pop(name, None)
-        except _RemovedError:  # by its owner, while it waited for its turn: it is nobody's any more
+        except _RemovedError:  # by its owner, while it waited for the lock: it is nobody's any more
             return
         except Exception as error:  # whatever it is, the other folders are served
             if self.refused.get(folder.name) != str(error):

@@ -8,7 +8,7 @@ These rules say what one client can take:
 - ``connection_limits``: connections, with a key and without; times and sizes of headers; answers that are not
   read.
 - ``http_frontend``: bodies that arrive; requests for adapters and metrics in flight. At a time, one small
-  body is read, one text is tokenized, and one request is prepared for the engine (``client_turns``). The next
+  body is read, one text is tokenized, and one request is prepared for the engine (``client_locks``). The next
   one waits for as long as that took, up to ``MOST_PAUSE``, if other clients have sequences in flight. Then
   also each request waits for ``LEAST_PAUSE`` behind the one before, whatever it asks for.
 - ``parsing``: one large body at a time, for ``helper_process.SECONDS`` at most, in turn with other clients.
@@ -18,7 +18,7 @@ These rules say what one client can take:
 - ``structured``: compiled constraints that are kept, 64 in all; a further one replaces one of the client that
   has the most.
 - ``tool_calls``: the part of an answer in which calls of tools are looked for, and how often.
-- ``client_turns``: one at a time of the threads that tokenize, and of those that compile constraints.
+- ``client_locks``: one at a time of the threads that tokenize, and of those that compile constraints.
 - ``adapter_registry``: names of adapters; one change of them at a time.
 - ``reservations``: a part of all that is counted, which stays free for the others.
 - ``step_latency``: the time of a step.

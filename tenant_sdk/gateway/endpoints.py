@@ -184,7 +184,7 @@ class Endpoints:
         vllm_patches.refuse_unknown_tokens(engine_client)
         vllm_patches.count_no_combinations(engine_client)
         vllm_patches.bound_parsers(state)
-        vllm_patches.tokenize_in_turns(engine_client)
+        vllm_patches.tokenize_fairly(engine_client)
         vllm_patches.tell_of_requests(engine_client)
         vllm_patches.answer_each_alone(engine_client)
         await self._try_constraints(engine_client)

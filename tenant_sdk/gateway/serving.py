@@ -24,7 +24,7 @@ from shared.errors import ConfigurationError, OptionText, SymbiosisError
 from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.adapters import largest_rank
 from tenant_sdk.gateway.admission import MAX_ADAPTERS, Authenticator
-from tenant_sdk.gateway.client_turns import TOKENIZING_THREADS
+from tenant_sdk.gateway.client_locks import TOKENIZING_THREADS
 from tenant_sdk.gateway.connection import read, written
 from tenant_sdk.gateway.folder import (
     MARK,
@@ -183,7 +183,7 @@ def _set_environment(options: GatewayOptions, folder: Path) -> None:
         "PYTHONSAFEPATH": "1",  # no module of the working directory, in any process
         # Never empty, or OpenCV appends an empty part, which is the working directory.
         "LD_LIBRARY_PATH": ":".join(filter(None, libraries)) or str(folder),
-        # No limit: it would count the time in which a chat waits for its turn, and end all clients' turns.
+        # No limit: it would count the time in which a chat waits for a thread, and end the fair sharing.
         "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT": "0",
         # Constraints of tools are tried before, as they are here (``constraints.tool_calls_constraint``).
         "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0",

@@ -89,8 +89,8 @@ def test_whoever_always_asks_for_the_first_group_does_not_starve_who_passes_thro
     flood = Stubborn("flood", rows, DECODE, at_once=7)
     simulate(Opportunistic(model()), [person, flood], 10.0)
     # It is served as much as the flood: in requests, as often for one row, and for more rows more often.
-    took_turns = alone / (1 + (FIXED + PER_ROW * rows) / (FIXED + PER_ROW))
-    assert len(person.replies) > 0.4 * took_turns
+    fair_share = alone / (1 + (FIXED + PER_ROW * rows) / (FIXED + PER_ROW))
+    assert len(person.replies) > 0.4 * fair_share
     assert tokens(flood, 1.0, 10.0) <= 1.5 * rows * tokens(person, 1.0, 10.0)
 
 

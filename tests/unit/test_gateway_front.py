@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tenant_sdk.gateway import client_turns, http_frontend
+from tenant_sdk.gateway import client_locks, http_frontend
 from tenant_sdk.gateway.admission import Authenticator, Refusal, SequenceLimit
 from tenant_sdk.gateway.constraint_checks import REMEMBERED as KEPT
 from tenant_sdk.gateway.constraint_checks import ConstraintChecker
@@ -229,7 +229,7 @@ async def test_a_client_tokenizes_one_text_at_a_time(
     tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another client's, which may wait for its turn elsewhere, is not behind them."""
-    monkeypatch.setattr(client_turns, "LEAST_PAUSE", 0.0)
+    monkeypatch.setattr(client_locks, "LEAST_PAUSE", 0.0)
     application = Working()
     there = front(application, tmp_path, most=8, clock=lambda: 0.0)
     body = BODY if path == "/tokenize" else b'{"tokens": [1]}'
@@ -271,7 +271,7 @@ async def test_an_answer_that_is_not_read_lets_others_tokenize(tmp_path: Path) -
 
 @awaited
 async def test_a_body_that_is_tokenized_is_small(tmp_path: Path) -> None:
-    """Also with a long context: its tokens are listed in the thread of all clients."""
+    """Also with a long context: its tokens are listed in the event loop."""
     for context, size in ((64, 6 << 10), (1 << 17, TOKENIZED_BYTES + 1)):
         there = front(Working(), tmp_path, context=context)
         big = await Client(there, "/tokenize").says(b" " * size)
@@ -415,12 +415,12 @@ async def test_a_client_that_does_not_read_is_given_up(
 
 
 @awaited
-async def test_large_bodies_are_read_in_turns(tmp_path: Path) -> None:
+async def test_large_bodies_are_read_one_at_a_time(tmp_path: Path) -> None:
     """A small one does not wait for them."""
     application = Working()
     application.go.set()
     there = front(application, tmp_path)
-    async with there._served.parser._turns.turn("0"):  # type: ignore[attr-defined]
+    async with there._served.parser._lock.hold("0"):  # type: ignore[attr-defined]
         large = await Client(there).says(BODY + b" " * http_frontend.SMALL_BODY_BYTES)
         assert large.sent == []
         assert (await Client(there, key=1).says(BODY)).status == 200
