@@ -86,8 +86,8 @@ def main() -> None:
                 plans: dict[str, list[dict[str, Any]]] = {"split": [], "local": []}
                 for i in range(options.tenants):
                     token = running.tokens.add(f"tenant-{turn}-{i}")
-                    reach = {"url": running.url, "token": token, "ca": str(running.ca)}
-                    plans["split"].append({**common, **reach, "seed": i})
+                    connection = {"url": running.url, "token": token, "ca": str(running.ca)}
+                    plans["split"].append({**common, **connection, "seed": i})
                     plans["local"].append({**common, "folder": str(model), "seed": i})
                 for side in sides:
                     console.print(f"{turn + 1}/{options.rounds}: {side}", highlight=False)

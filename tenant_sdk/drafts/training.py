@@ -142,7 +142,7 @@ class Positions:
         ids: int64 ``[N]``, of all texts.
         hidden: bfloat16 ``[N, width]``.
         learned: bool ``[N]``.
-        reach: int64 ``[N]``: how many tokens behind the next one can be guessed from here.
+        guessable: int64 ``[N]``: how many tokens behind the next one can be guessed from here.
         begin: int64 ``[N]``: the first place of the own text.
     """
 
@@ -150,14 +150,14 @@ class Positions:
         self.ids, self.hidden, self.learned = (
             torch.cat([getattr(each, name) for each in features]) for name in ("ids", "hidden", "learned")
         )
-        self.reach = torch.cat([_reach(each.learned) for each in features])
+        self.guessable = torch.cat([_guessable(each.learned) for each in features])
         sizes = torch.tensor([len(each.ids) for each in features])
         self.begin = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
 
     @property
     def starts(self) -> Tensor:
         """Int64 ``[P]``: places from which one token at least can be guessed."""
-        return (self.reach > 0).nonzero().squeeze(1)
+        return (self.guessable > 0).nonzero().squeeze(1)
 
     def states(self, at: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Hidden states of some places, float32, where the vocabulary is."""
@@ -169,13 +169,13 @@ class Positions:
         return self.ids[max(int(self.begin[at]), end - WINDOW) : end].numpy()
 
 
-def _reach(learned: Tensor) -> Tensor:
+def _guessable(learned: Tensor) -> Tensor:
     """See ``Positions``: tokens t + 2, t + 3, ... as long as they are learned."""
-    reach = torch.zeros(len(learned), dtype=torch.int64)
+    guessable = torch.zeros(len(learned), dtype=torch.int64)
     for at in range(len(learned) - 3, -1, -1):
         if learned[at + 2]:
-            reach[at] = min(GUESSES, 1 + int(reach[at + 1]))
-    return reach
+            guessable[at] = min(GUESSES, 1 + int(guessable[at + 1]))
+    return guessable
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ class Trainer:
         places, vocabulary, losses = self._places, self._vocabulary, list[Tensor]()
         state = places.states(at, vocabulary)
         for guess in range(LEARNED):
-            kept = places.reach[at] > guess
+            kept = places.guessable[at] > guess
             if guess:
                 kept &= torch.rand(len(at), generator=self._random) < _THINNING
             at, state = at[kept], state[kept]
@@ -301,7 +301,7 @@ def gain(guesser: Guesser, places: Positions) -> DraftGain:
         guesses = guesser(places.states(at, vocabulary), texts, GUESSES).cpu()
         going = torch.ones(len(at), dtype=torch.bool)  # all guesses so far are right
         for guess in range(GUESSES):
-            going &= places.reach[at] > guess
+            going &= places.guessable[at] > guess
             ahead = (at + 2 + guess).clamp(max=len(places.ids) - 1)
             going &= agrees[ahead]
             counted[guess] += going.sum()
