@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 READ_AHEAD_ROWS = 16
 INLINE_SECONDS = 1e-3  # of a product that the loop's thread multiplies itself
-AWAY_SECONDS = 1.0  # for which requests wait for a lane that takes none; then they are asked for again
+LANE_WAIT_SECONDS = 1.0  # for which requests wait for a lane that takes none; then they are asked for again
 
 
 class Completion(NamedTuple):
@@ -254,15 +254,17 @@ class Engine:
             Seconds until the next request has waited too long; None: there is none.
         """
         waiting = [a for a in self._submissions.values() if a.queued.lane == lane and not a.in_flight]
-        due = [a for a in waiting if a.queued.arrived + AWAY_SECONDS <= now]
+        due = [a for a in waiting if a.queued.arrived + LANE_WAIT_SECONDS <= now]
         for submission in due:
             self.policy.drop(submission.queued)
             del self._submissions[submission.queued]
         for submission in due:  # a connection that breaks under an answer ends all requests of its session
             what = f"what has group {submission.queued.key.group} is being started again; ask again"
-            self._complete(submission, WireError("restarting", what, retry_after=AWAY_SECONDS))
+            self._complete(submission, WireError("restarting", what, retry_after=LANE_WAIT_SECONDS))
         later = [
-            a.queued.arrived + AWAY_SECONDS - now for a in waiting if a.queued.arrived + AWAY_SECONDS > now
+            a.queued.arrived + LANE_WAIT_SECONDS - now
+            for a in waiting
+            if a.queued.arrived + LANE_WAIT_SECONDS > now
         ]
         return min(later, default=None)
 

@@ -115,7 +115,7 @@ class Connection(ABC):
             self._end()
 
     def _broke(self, error: BaseException) -> None:
-        if self._stage < CLOSING:  # who has said goodbye need not wait for ours
+        if self._stage < CLOSING:  # who has sent a close frame need not wait for ours
             reason = type(error).__name__
             extra = self._who | {"reason": reason}
             if self._session.logged:
@@ -161,7 +161,7 @@ class Connections:
         self._changed = threading.Condition()
         self._refusals: dict[tuple[str, str], LogRateLimiter] = {}  # by reason and tenant
         self._unchecked = LogRateLimiter(REMIND_SECONDS)
-        self._looks_at_ages = False
+        self._age_timer_set = False
         self._draining = False
 
     def reserve(self) -> None:
@@ -233,16 +233,16 @@ class Connections:
         connection.start(self.loop, partial(self._ended, connection))
         if self._draining:
             connection.drain()
-        elif self._limits.seconds and not self._looks_at_ages:
-            self._looks_at_ages = True
+        elif self._limits.seconds and not self._age_timer_set:
+            self._age_timer_set = True
             self.loop.call_later_weak(self._limits.seconds * AGES, self._drain_old)
 
     def _drain_old(self) -> None:
         """Drain old connections; one timer serves all."""
         with self._changed:
             connections = list(self._open)
-        self._looks_at_ages = bool(connections)
-        if self._looks_at_ages:  # first, so that it goes on if a connection fails
+        self._age_timer_set = bool(connections)
+        if self._age_timer_set:  # first, so that it goes on if a connection fails
             self.loop.call_later_weak(self._limits.seconds * AGES, self._drain_old)
         for connection in connections:
             if connection.drain_at <= self.loop.now:

@@ -36,7 +36,7 @@ STALL_RATE = 16 << 10  # bytes a second, below which it does not
 DISCARDS = 16  # of what arrives at the end, before the loop serves another
 TIME_SLICE_SECONDS = 2e-3  # of a round of the loop, for what all connections of a tenant send and are sent
 STEPS = 128  # of parsing, before the time is looked at
-LOOKS = 4  # within the seconds of a stall
+CHECKS = 4  # within the seconds of a stall
 IDLE_FRAMES = 1000  # from one look to the next
 END_SECONDS = 10.0  # for a tenant to take what is left if it has left, is shut out, or broke the protocol
 
@@ -104,7 +104,7 @@ class WebsocketConnection(Connection):
         super().start(loop, ended)
         self._sock.setblocking(False)
         loop.register(self._descriptor, self._ready)
-        loop.call_later_weak(STALL_SECONDS / LOOKS, self._check_progress)
+        loop.call_later_weak(STALL_SECONDS / CHECKS, self._check_progress)
         self._ready(READ)  # what came with the handshake is in TLS already
 
     def drain(self) -> None:
@@ -252,7 +252,7 @@ class WebsocketConnection(Connection):
             self._set_interest(writing=False)
         self._resume_soon()
         if self._stage == CLOSING:
-            self._say_goodbye()
+            self._send_close()
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ class WebsocketConnection(Connection):
         self._set_interest(reading=True)  # for the tenant's end
         self._queue(iter((_close_frame(code, reason),)))
 
-    def _say_goodbye(self) -> None:
+    def _send_close(self) -> None:
         """Send TLS's own end, so that the tenant sees an end and not a cut; then wait for the tenant's."""
         self._advance(LINGERING)
         self._loop.call_later(LINGER_SECONDS, self._end)
@@ -325,35 +325,35 @@ class WebsocketConnection(Connection):
             self._guarded(self._refuse_idle_frames)
         arrives, leaves = self._stalls
         # Control frames and empty fragments are no progress.
-        stalled = arrives.look(self._reader.progress, waits=self._reading and self._reader.mid_message)
-        stalled |= leaves.look(self._outgoing.written, waits=bool(self._outgoing or self._sock.unsent))
+        stalled = arrives.check(self._reader.progress, waits=self._reading and self._reader.mid_message)
+        stalled |= leaves.check(self._outgoing.written, waits=bool(self._outgoing or self._sock.unsent))
         if stalled:
             self._broke(TimeoutError())
         else:
-            self._loop.call_later_weak(STALL_SECONDS / LOOKS, self._check_progress)
+            self._loop.call_later_weak(STALL_SECONDS / CHECKS, self._check_progress)
 
     def _refuse_idle_frames(self) -> None:
         raise WireError("frame", f"more than {IDLE_FRAMES} frames without data in a short time", fatal=True)
 
 
 class _StallWatch:
-    """Finds that bytes do not move on in one direction, in several looks."""
+    """Finds that bytes do not move on in one direction, in several checks."""
 
     def __init__(self) -> None:
         self._seen = 0  # bytes
-        self._slow_looks = 0  # in a row
+        self._slow_checks = 0  # in a row
 
-    def look(self, moved: int, *, waits: bool) -> bool:
+    def check(self, moved: int, *, waits: bool) -> bool:
         """Returns whether too few bytes have moved for too long.
 
         Args:
             moved: bytes that have moved so far.
             waits: whether more bytes are to move.
         """
-        slow = waits and moved - self._seen < STALL_RATE * STALL_SECONDS / LOOKS
+        slow = waits and moved - self._seen < STALL_RATE * STALL_SECONDS / CHECKS
         self._seen = moved
-        self._slow_looks = self._slow_looks + 1 if slow else 0
-        return self._slow_looks >= LOOKS
+        self._slow_checks = self._slow_checks + 1 if slow else 0
+        return self._slow_checks >= CHECKS
 
 
 def _close_frame(code: int, reason: str) -> bytes:

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 ALIVE_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
 JOIN_SECONDS = 600.0  # for a worker that has not come yet
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _PIECE_BYTES = 8 << 20  # on the way at once: each has its own SILENCE_SECONDS
 _MAX_CONTENT, _MAX_MEMORY = 1 << 30, 1 << 34  # scales of a large model; rows and answers of a batch
 _TAG = 0
@@ -107,7 +107,7 @@ class WaitForRank:
         deadline = time.monotonic() + JOIN_SECONDS
         try:
             while (time_ := self._last_join()) <= self._joined:
-                if stop.wait(_LOOK_SECONDS) or time.monotonic() > deadline:
+                if stop.wait(_POLL_SECONDS) or time.monotonic() > deadline:
                     raise SymbiosisError(
                         f"nobody has joined as rank {self._rank} for {JOIN_SECONDS:.0f} s; is it started, "
                         "with the same MASTER_ADDR and MASTER_PORT?"

@@ -191,7 +191,7 @@ class Channel(abc.ABC):
             well = ours and self._broken is None
         try:
             if well:
-                self._goodbye()
+                self._send_close()
         except (OSError, ValueError):
             pass  # it is gone already
         finally:
@@ -226,7 +226,7 @@ class Channel(abc.ABC):
         """Write and read until a request is done; whatever this raises breaks the channel."""
 
     @abc.abstractmethod
-    def _goodbye(self) -> None:
+    def _send_close(self) -> None:
         """Tell the executor that the session ends. Only the leader calls this."""
 
     @abc.abstractmethod

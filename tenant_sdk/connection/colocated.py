@@ -86,7 +86,7 @@ class ColocatedChannel(Channel):
         self._poll, self._sock_fd = QuickPoll(SPIN_SECONDS), int(link.sock.get(zmq.FD))
         for each in (self._sock_fd, self._answers):
             self._poll.register(each, select.POLLIN)
-        self._look = True  # there may be a message that the descriptor does not tell of
+        self._check_for_message = True  # there may be a message that the descriptor does not tell of
         register_for_fork(self)
 
     def _message(self, header: Header, tensors: list[torch.Tensor] | bytes) -> _Request:
@@ -100,7 +100,7 @@ class ColocatedChannel(Channel):
     def _wake_leader(self) -> None:
         self._poll.wake()
 
-    def _goodbye(self) -> None:
+    def _send_close(self) -> None:
         self._write_out(END)
 
     def _shut(self) -> None:
@@ -117,8 +117,8 @@ class ColocatedChannel(Channel):
         deadline = self._clock.now() + self.timeout
         self._send()
         while not pending.done:
-            if self._look:
-                self._look = False
+            if self._check_for_message:
+                self._check_for_message = False
                 self._read()
                 self._send()
                 continue
@@ -208,7 +208,7 @@ class ColocatedChannel(Channel):
             pending.finish(None, RequestRefused(code, message, retry_after=retry_after))
 
     def _write_out(self, data: bytes) -> None:
-        self._look = True
+        self._check_for_message = True
         try:
             self._sock.send(data, zmq.NOBLOCK)
         except zmq.ZMQError as error:

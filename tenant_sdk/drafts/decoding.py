@@ -231,10 +231,10 @@ class _GeneratedText:
             if self._streamer is not None:
                 self._streamer.put(tokens.cpu())
             scores = tuple(self._scores) if self._config.output_scores else None
-            going = self._open
-            self._open = going & ~self._criteria(self.ids, scores)
+            active = self._open
+            self._open = active & ~self._criteria(self.ids, scores)
             self.ended = not self._open.any()
-            wrong = guesses is None or at == guesses.shape[1] or ((tokens != guesses[:, at]) & going).any()
+            wrong = guesses is None or at == guesses.shape[1] or ((tokens != guesses[:, at]) & active).any()
             if self.ended or wrong:
                 break
         return at + 1

@@ -299,15 +299,15 @@ def gain(guesser: Guesser, places: Positions) -> DraftGain:
     for at in places.starts.split(BATCH):
         texts = [places.text(place) for place in at.tolist()]
         guesses = guesser(places.states(at, vocabulary), texts, GUESSES).cpu()
-        going = torch.ones(len(at), dtype=torch.bool)  # all guesses so far are right
+        active = torch.ones(len(at), dtype=torch.bool)  # all guesses so far are right
         for guess in range(GUESSES):
-            going &= places.guessable[at] > guess
+            active &= places.guessable[at] > guess
             ahead = (at + 2 + guess).clamp(max=len(places.ids) - 1)
-            going &= agrees[ahead]
-            counted[guess] += going.sum()
-            going &= guesses[:, guess] == places.ids[ahead]
-            right[guess] += going.sum()
-            run[at] += going
+            active &= agrees[ahead]
+            counted[guess] += active.sum()
+            active &= guesses[:, guess] == places.ids[ahead]
+            right[guess] += active.sum()
+            run[at] += active
     if not counted[0]:
         raise ConfigurationError(
             "a draft needs held-out text that the model would write itself: answers of the model, or texts "

@@ -42,18 +42,18 @@ class Refusal(NamedTuple):
 class StepFailure(enum.StrEnum):
     """What can be wrong when a step fails."""
 
-    AWAY = "away"  # the provider or a mask source; it may be back
-    WRONG = "wrong"  # an answer, so the session asks for nothing more
-    HERE = "here"
+    UNAVAILABLE = "away"  # the provider or a mask source; it may be back
+    INVALID = "wrong"  # an answer, so the session asks for nothing more
+    INTERNAL = "here"
 
     @classmethod
     def of(cls, error: Exception) -> StepFailure:
         """The kind of an error that a session raised, or vLLM."""
         if isinstance(error, (VerificationError, ModelMismatch, WireError)):
-            return cls.WRONG
+            return cls.INVALID
         if isinstance(error, RequestRefused):
-            return cls.AWAY if error.retry_after is not None else cls.HERE
-        return cls.AWAY if isinstance(error, SymbiosisError) and may_come_back(error) else cls.HERE
+            return cls.UNAVAILABLE if error.retry_after is not None else cls.INTERNAL
+        return cls.UNAVAILABLE if isinstance(error, SymbiosisError) and may_come_back(error) else cls.INTERNAL
 
 
 def shutting_down() -> Refusal:
@@ -68,10 +68,10 @@ def failure_refusal(failure: str, message: str, retry_after: int) -> Refusal:
         failure: a ``StepFailure``.
         retry_after: seconds after which an executor that is away may be back.
     """
-    if failure == StepFailure.WRONG:
+    if failure == StepFailure.INVALID:
         message += ". If an answer was wrong, this gateway asks for nothing more until it is started again"
         return Refusal(502, "provider_error", message)
-    if failure == StepFailure.AWAY:
+    if failure == StepFailure.UNAVAILABLE:
         return Refusal(503, "provider_unavailable", message, retry_after)
     return Refusal(500, "server_error", message or "the gateway failed; its log says why")
 

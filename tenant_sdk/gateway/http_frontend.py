@@ -54,10 +54,10 @@ _ELSEWHERE = {
     "/v1/embeddings": ": this gateway serves a model that writes text, and vLLM makes embeddings with others",
     f"{RESPONSES}/": ": this gateway keeps no answers",
 }
-STRANGERS = "strangers"  # all together are as one client, and no client has this name
-# Seconds between two requests of strangers. If probes waited longer, newer connections would take their
+UNAUTHENTICATED = "unauthenticated"  # all together are as one client, and no client has this name
+# Seconds between two requests without a key. If probes waited longer, newer connections would take their
 # places, even if these were few.
-STRANGERS_PAUSE = 0.001
+UNAUTHENTICATED_PAUSE = 0.001
 PUBLIC_PATHS = frozenset({"/", "/healthz"})  # nothing that tells who uses what
 BODY_BYTES = 8 << 20  # however long sequences may be
 SMALL_BODY_BYTES = 64 << 10
@@ -138,7 +138,7 @@ class HttpFrontend:
         self._small_body_lock = PacedLock(clock, sequence_limit.others_in_flight)
         self._preparation_lock = PacedLock(clock, sequence_limit.others_in_flight)
         self._arrival_lock = PacedLock(clock, sequence_limit.others_in_flight)
-        self._stranger_lock = PacedLock(clock, sequence_limit.others_in_flight, STRANGERS_PAUSE)
+        self._unauthenticated_lock = PacedLock(clock, sequence_limit.others_in_flight, UNAUTHENTICATED_PAUSE)
         self._listing_lock = PacedLock(clock, sequence_limit.others_in_flight)
         self._management = Reservations.per_client_minimum(MAX_MANAGEMENT, authenticator.clients)
 
@@ -165,7 +165,7 @@ class HttpFrontend:
         # Before anything is answered: refusals, too, take time of the event loop.
         owner = client if isinstance(client, str) else scope.get("extensions", {}).get(OWNER)
         if owner is None:
-            await self._stranger_lock.wait(STRANGERS)
+            await self._unauthenticated_lock.wait(UNAUTHENTICATED)
         else:
             await self._arrival_lock.wait(owner)
         if path in PUBLIC_PATHS and (self._authenticator.keys or isinstance(client, str)):
@@ -190,7 +190,7 @@ class HttpFrontend:
                 return await _refuse(send, body)
             if path not in GENERATION_PATHS | TOKENIZING_PATHS:
                 return await self._serve_management(client, scope, _replaying_body(body, receive), send)
-            wanted = self._executors_away() or await self._parse(client, path, body)
+            wanted = self._executors_unavailable() or await self._parse(client, path, body)
         if isinstance(wanted, Refusal):
             return await _refuse(send, wanted)
         if why := self._served.unserved(wanted.model):
@@ -209,7 +209,7 @@ class HttpFrontend:
             self._sequence_limit.leave(client, wanted.sequences, self._clock() - entered, period)
 
     async def _serve_public(self, method: str, path: str, send: Send) -> None:
-        """Answer strangers, of whom there may be many: in vLLM's application each takes a millisecond."""
+        """Answer anybody without a key, maybe many: in vLLM's application each takes a millisecond."""
         if method not in ("GET", "HEAD"):
             return await _refuse(send, Refusal(405, "invalid_request_error", f"{path} is only read"))
         if path == "/":
@@ -358,10 +358,10 @@ class HttpFrontend:
             why = f"the request did not come within {BODY_SECONDS:g} s"
             return Refusal(408, "invalid_request_error", why)
 
-    def _executors_away(self) -> Refusal | None:
+    def _executors_unavailable(self) -> Refusal | None:
         """What would be told after all retries, if executors are known to be away."""
         status = GatewayStatus.read(self._folder)
-        if not status.away:
+        if not status.unavailable:
             return None
         return failure_refusal(status.failure, status.error, self._retry_after)
 

@@ -49,9 +49,9 @@ class GatewayStatus(msgspec.Struct, kw_only=True):
     failing: bool = False
 
     @property
-    def away(self) -> bool:
+    def unavailable(self) -> bool:
         """Whether executors are known to be away: requests would be retried in vain."""
-        return self.failing and self.failure == StepFailure.AWAY
+        return self.failing and self.failure == StepFailure.UNAVAILABLE
 
     def write(self, folder: Path) -> None:
         """Put it where ``read`` finds it.
@@ -93,23 +93,23 @@ class StepHealth:
             return failed
 
     @property
-    def away(self) -> bool:
+    def unavailable(self) -> bool:
         """See ``GatewayStatus``."""
         with self._lock:
-            return self.status.away
+            return self.status.unavailable
 
     @property
-    def testable(self) -> float | None:
+    def probeable(self) -> float | None:
         """When the last step failed, if a test can show that the next one would not; else None."""
         with self._lock:
             status = self.status
-            return status.failed_at if status.failing and status.failure != StepFailure.WRONG else None
+            return status.failed_at if status.failing and status.failure != StepFailure.INVALID else None
 
-    def tested(self, failed_at: float, failure: str = "", error: str = "") -> bool:
+    def probed(self, failed_at: float, failure: str = "", error: str = "") -> bool:
         """A test that began after a failure has ended.
 
         Args:
-            failed_at: what ``testable`` was.
+            failed_at: what ``probeable`` was.
             failure, error: of the test; empty: the executor is back.
 
         Returns:

@@ -66,7 +66,7 @@ class PartlyFailed(ModelRunnerOutput):  # type: ignore[misc]
     non_finite: dict[str, str] = field(default_factory=dict)
 
 
-class _ExecutorsAwayError(Exception):
+class _ExecutorsUnavailableError(Exception):
     """Executors are known to be away: nothing is asked of them."""
 
 
@@ -103,7 +103,7 @@ class Worker(Base):  # type: ignore[misc]
             from tenant_sdk.gateway.segmented import multiply_meanwhile
 
             multiply_meanwhile(self.model_runner.model)
-        self.model_runner.model.register_forward_pre_hook(self._refuse_while_away)
+        self.model_runner.model.register_forward_pre_hook(self._refuse_while_unavailable)
         self.model_runner.model.register_forward_hook(_zero_non_finite_rows)
         vllm_patches.patch_sampling()
         self._non_finite, self._in_step = dict[str, str](), list[str]()
@@ -158,15 +158,15 @@ class Worker(Base):  # type: ignore[misc]
                 self._write_status()
             self._non_finite = self._non_finite_sequences(scheduled)
             return output
-        except _ExecutorsAwayError:
+        except _ExecutorsUnavailableError:
             return self._failed_step()
         except Exception as error:
             return self._failed(error)
 
-    def _refuse_while_away(self, *_: object) -> None:
+    def _refuse_while_unavailable(self, *_: object) -> None:
         """End what waited while a step failed: each further step would retry for as long again."""
-        if self._health.away:
-            raise _ExecutorsAwayError
+        if self._health.unavailable:
+            raise _ExecutorsUnavailableError
 
     def _failed(self, error: Exception) -> FailedStep:
         """The output of a step that failed; what a library says of it may be a client's words."""
@@ -239,17 +239,17 @@ class Worker(Base):  # type: ignore[misc]
             self._write_status()
             pause.wait(STATUS_SECONDS)
             waited += STATUS_SECONDS
-            failed_at = self._health.testable
+            failed_at = self._health.probeable
             if failed_at is not None and waited >= PROBE_SECONDS:
                 waited = 0.0
                 try:
                     probe()
                 except SymbiosisError as error:  # which may be another: back with another model, say
-                    self._health.tested(failed_at, StepFailure.of(error), _error_for_user(error))
+                    self._health.probed(failed_at, StepFailure.of(error), _error_for_user(error))
                 except Exception:  # or nobody would look again, and all would be refused
                     log.exception("cannot look whether the executor is back")
                 else:
-                    if self._health.tested(failed_at):
+                    if self._health.probed(failed_at):
                         self._write_status()
 
     def _write_status(self) -> None:

@@ -93,9 +93,9 @@ class PartyConnector:
         addresses = self._resolver.resolve()
         if len(addresses) > 1:
             with ThreadPoolExecutor(min(len(addresses), AT_ONCE)) as pool:
-                list(pool.map(self._meet, addresses))
+                list(pool.map(self._probe, addresses))
 
-    def _meet(self, address: Address) -> None:
+    def _probe(self, address: Address) -> None:
         seconds = min(self._config.timeout, OPENING_SECONDS)
         try:
             probe_executor(address, self._context, seconds, self._on_connect(address))

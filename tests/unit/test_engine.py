@@ -14,7 +14,7 @@ import torch
 from lanes import submitted
 from raw_peers import eventually
 
-from provider.engine.engine import AWAY_SECONDS, Completion, Engine
+from provider.engine.engine import LANE_WAIT_SECONDS, Completion, Engine
 from provider.engine.lanes import BatchResult, ProcessLane, RowRange
 from provider.engine.latency import LatencyModel
 from provider.engine.profiling import profiled, shapes_of
@@ -441,7 +441,7 @@ def test_who_waits_for_a_lane_that_is_away_is_told(base: BaseExecutor) -> None:
     wait_for(engine)
     with pytest.raises(WireError, match="group 0 is being started again; ask again") as refused:
         early.result(800)
-    assert (refused.value.code, refused.value.retry_after) == ("restarting", AWAY_SECONDS)
+    assert (refused.value.code, refused.value.retry_after) == ("restarting", LANE_WAIT_SECONDS)
     assert not late.done()
     lane.away = False
     wait_for(engine)

@@ -303,23 +303,23 @@ def answering(status: int, *bodies: bytes) -> Any:
     return application
 
 
-def away(at: float, *, failing: bool = False) -> GatewayStatus:
+def unavailable(at: float, *, failing: bool = False) -> GatewayStatus:
     return GatewayStatus(
-        failure=StepFailure.AWAY, error="wss://provider went away", failing=failing, failed_at=at
+        failure=StepFailure.UNAVAILABLE, error="wss://provider went away", failing=failing, failed_at=at
     )
 
 
 def test_while_the_provider_is_known_to_be_away_nobody_waits(tmp_path: Path) -> None:
     there = front(answering(200, b"yes"), tmp_path)
-    away(at=0.5, failing=True).write(tmp_path)
+    unavailable(at=0.5, failing=True).write(tmp_path)
     start, body = run(there)
     assert (start["status"], b"went away" in body["body"]) == (503, True)
     assert run(there, "/v1/models", method="GET")[0]["status"] == 200
-    away(at=0.5).write(tmp_path)  # a look found it
+    unavailable(at=0.5).write(tmp_path)  # a probe found it
     assert run(there)[0]["status"] == 200
 
 
-@pytest.mark.parametrize("failure", [StepFailure.HERE, StepFailure.WRONG])
+@pytest.mark.parametrize("failure", [StepFailure.INTERNAL, StepFailure.INVALID])
 def test_what_is_not_away_is_tried_again(tmp_path: Path, failure: StepFailure) -> None:
     """A session that got a wrong answer refuses at once by itself; another model may be gone again."""
     GatewayStatus(failure=failure, error="NaN", failing=True).write(tmp_path)
@@ -335,14 +335,14 @@ def test_an_adapter_that_was_refused_says_why(tmp_path: Path) -> None:
 
 
 def test_what_failed_before_is_not_told(tmp_path: Path) -> None:
-    away(at=0.5).write(tmp_path)
+    unavailable(at=0.5).write(tmp_path)
     start, body = run(front(answering(500, b"{}"), tmp_path))
     assert start["status"] == 500
     assert b"went away" not in body["body"]
 
 
 def test_a_step_that_failed_is_told_as_it_is(tmp_path: Path) -> None:
-    away(at=2.0).write(tmp_path)
+    unavailable(at=2.0).write(tmp_path)
     start, body = run(front(answering(500, b'{"error": "Internal server error"}'), tmp_path))
     assert start["status"] == 503
     assert (b"retry-after", b"3") in start["headers"]
@@ -350,7 +350,7 @@ def test_a_step_that_failed_is_told_as_it_is(tmp_path: Path) -> None:
 
 
 def test_so_is_one_in_a_stream(tmp_path: Path) -> None:
-    away(at=2.0).write(tmp_path)
+    unavailable(at=2.0).write(tmp_path)
     events = [b'data: {"choices": []}\n\n', b'data: {"error": {"message": "x"}}\n\n', b"data: [DONE]\n\n"]
     start, *bodies = run(front(answering(200, *events), tmp_path))
     assert start["status"] == 200

@@ -73,7 +73,11 @@ async def disturbed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[http_frontend.HttpFrontend, Client, Working]:
     """A gateway with long pauses, and a request of another client that is in flight."""
-    for pause in ("client_locks.LEAST_PAUSE", "client_locks.MOST_PAUSE", "http_frontend.STRANGERS_PAUSE"):
+    for pause in (
+        "client_locks.LEAST_PAUSE",
+        "client_locks.MOST_PAUSE",
+        "http_frontend.UNAUTHENTICATED_PAUSE",
+    ):
         monkeypatch.setattr(f"tenant_sdk.gateway.{pause}", 600.0)
     application = Working()
     there = front(application, folder)
@@ -82,7 +86,7 @@ async def disturbed(
 
 @awaited
 async def test_every_request_is_paced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strangers together, and each client, whatever it asks for: refusals take time, too."""
+    """Those without a key together, and each client, whatever it asks for: refusals take time, too."""
     there, working, application = await disturbed(tmp_path, monkeypatch)
     # On a connection of a client, who may have many, its lock counts.
     owned = await Client(there, "/v1/models", headers=[], extensions={OWNER: "1"}).says(b"")

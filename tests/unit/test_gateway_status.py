@@ -11,7 +11,7 @@ from tenant_sdk.gateway.admission import StepFailure
 from tenant_sdk.gateway.record_file import MOST_BYTES, read_record, write_record
 from tenant_sdk.gateway.status import MOST_TEXT, GatewayStatus, SequenceErrors, StepHealth
 
-AWAY, WRONG = StepFailure.AWAY, StepFailure.WRONG
+UNAVAILABLE, INVALID = StepFailure.UNAVAILABLE, StepFailure.INVALID
 
 
 def test_the_last_record_is_read(tmp_path: Path) -> None:
@@ -48,17 +48,17 @@ def test_a_disk_that_is_full_later_stops_nothing(tmp_path: Path, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    health.step_failed(AWAY, "it is away", 5.0)
+    health.step_failed(UNAVAILABLE, "it is away", 5.0)
     health.write(tmp_path, {"rows": 2})
     status = GatewayStatus.read(tmp_path)
-    assert (status.failing, status.failure, status.error, status.rows) == (True, AWAY, "it is away", 2)
+    assert (status.failing, status.failure, status.error, status.rows) == (True, UNAVAILABLE, "it is away", 2)
     assert SequenceErrors().add(tmp_path, {"b.2": "too slow"}) == ""
     assert SequenceErrors.reason(tmp_path, "b.2") == "too slow"
 
 
 def test_long_texts_fit(tmp_path: Path) -> None:
     health = StepHealth()
-    health.step_failed(AWAY, "\0" * 100_000, 5.0)
+    health.step_failed(UNAVAILABLE, "\0" * 100_000, 5.0)
     health.write(tmp_path, {})
     assert len(GatewayStatus.read(tmp_path).error) == MOST_TEXT
     errors = SequenceErrors()
@@ -69,32 +69,32 @@ def test_long_texts_fit(tmp_path: Path) -> None:
 
 def test_a_test_ends_the_failure_that_it_began_after() -> None:
     health = StepHealth()
-    assert health.testable is None
-    health.step_failed(AWAY, "away", 1.0)
-    assert health.testable == 1.0
-    health.step_failed(AWAY, "away again", 2.0)  # while the test runs
-    assert not health.tested(1.0)
+    assert health.probeable is None
+    health.step_failed(UNAVAILABLE, "away", 1.0)
+    assert health.probeable == 1.0
+    health.step_failed(UNAVAILABLE, "away again", 2.0)  # while the test runs
+    assert not health.probed(1.0)
     assert health.status.failing
-    assert health.tested(2.0)
+    assert health.probed(2.0)
     assert not health.status.failing
 
 
 def test_a_wrong_answer_is_not_taken_back() -> None:
     health = StepHealth()
-    health.step_failed(AWAY, "away", 1.0)
-    health.step_failed(WRONG, "a wrong answer", 2.0)  # while the test runs
-    assert not health.tested(1.0, AWAY, "still away")
-    assert not health.tested(1.0)
-    assert health.testable is None
-    assert (health.status.failure, health.status.error) == (WRONG, "a wrong answer")
+    health.step_failed(UNAVAILABLE, "away", 1.0)
+    health.step_failed(INVALID, "a wrong answer", 2.0)  # while the test runs
+    assert not health.probed(1.0, UNAVAILABLE, "still away")
+    assert not health.probed(1.0)
+    assert health.probeable is None
+    assert (health.status.failure, health.status.error) == (INVALID, "a wrong answer")
 
 
 def test_a_test_may_find_another_fault() -> None:
     health = StepHealth()
-    health.step_failed(AWAY, "away", 1.0)
-    assert health.tested(1.0, WRONG, "it serves another model")
-    assert health.testable is None
+    health.step_failed(UNAVAILABLE, "away", 1.0)
+    assert health.probed(1.0, INVALID, "it serves another model")
+    assert health.probeable is None
     assert health.step_done()
     assert not health.step_done()
-    assert not health.tested(1.0, AWAY, "late")
+    assert not health.probed(1.0, UNAVAILABLE, "late")
     assert not health.status.failing
