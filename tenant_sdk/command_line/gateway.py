@@ -40,14 +40,14 @@ def serve(gateway: GatewayOptions, connection: _Session) -> None:
         config = dataclasses.replace(config, patience=DEFAULT_PATIENCE)
     if gateway.adapters is not None:
         gateway = dataclasses.replace(gateway, adapters=gateway.adapters.resolve())
-    _say("loading torch, transformers and vLLM, which takes a while")
+    _notify("loading torch, transformers and vLLM, which takes a while")
     with imports.without_gc():
         import torch  # noqa: F401
         import transformers  # noqa: F401
-    run(gateway, config, _say)
+    run(gateway, config, _notify)
 
 
-def _say(line: str) -> None:
+def _notify(line: str) -> None:
     """Tell the operator; a gateway goes on if nobody reads it any more, or the disk with the log is full."""
     with contextlib.suppress(OSError, ValueError):  # the latter: it is closed
         typer.echo(line, err=True)

@@ -125,9 +125,9 @@ class AdapterRegistry:
             old = self._models.lora_requests.get(adapter.name)
             self._models.lora_requests[adapter.name], self.served[adapter.name] = request, adapter
             await self._unload(old)
-            settings.say(f"adapter {adapter.name}: rank {adapter.rank}, of {folder}")
+            settings.notify(f"adapter {adapter.name}: rank {adapter.rank}, of {folder}")
             if adapter.notes:
-                settings.say(adapter.notes)
+                settings.notify(adapter.notes)
             return adapter
 
     async def remove(self, name: str) -> bool:
@@ -143,7 +143,7 @@ class AdapterRegistry:
         self._disown(name)
         if request is not None:
             await self._unload(request)
-            self._settings.say(f"adapter {name} is served no more")
+            self._settings.notify(f"adapter {name} is served no more")
         return gone is not None
 
     def _id_of(self, folder: Path) -> int:
@@ -225,7 +225,7 @@ class AdapterRegistry:
             return
         except Exception as error:  # whatever it is, the other folders are served
             if self.refused.get(folder.name) != str(error):
-                self._settings.say(str(error))
+                self._settings.notify(str(error))
             self.refused[folder.name] = str(error)
 
     async def watch(self, folder: Path) -> None:
@@ -239,4 +239,4 @@ class AdapterRegistry:
             except Exception as error:  # the next scan may be a better one
                 if said != str(error):
                     said = str(error)
-                    self._settings.say(f"cannot look into {folder}: {error}")
+                    self._settings.notify(f"cannot look into {folder}: {error}")

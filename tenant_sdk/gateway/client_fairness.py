@@ -125,7 +125,7 @@ def next_admissions(
     max_adapters: int,
     clients: int,
     *,
-    several: bool = True,
+    contended: bool = True,
     memory: Memory | None = None,
 ) -> list[str]:
     """Names of the waiting sequences that may begin now, in order; the others wait for another step.
@@ -142,7 +142,7 @@ def next_admissions(
         max_sequences: that one step computes.
         max_adapters: different ones that may run at once.
         clients: how many there may be.
-        several: more than one client has had sequences lately.
+        contended: more than one client has had sequences lately.
         memory: for keys and values; None: is not looked at.
     """
     counts = Counter(each.client for each in running)
@@ -156,7 +156,7 @@ def next_admissions(
     queues: dict[str, deque[SequenceInfo]] = {}
     for each in waiting:
         queues.setdefault(each.client, deque()).append(each)
-    if several:
+    if contended:
         for client in {each.client for each in running if each.prefilling}:
             queues.pop(client, None)
     used, share = _used(running), _share((*running, *waiting), memory)

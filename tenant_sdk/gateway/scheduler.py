@@ -62,7 +62,10 @@ class Scheduler(Base):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **options: Any) -> None:
         threading.stack_size(ENGINE_STACK)  # of threads that compile constraints, which begin later
         super().__init__(*arguments, **options)
-        self._latency, self._seen = StepLatency(LinearLatency(*GUESSED_LINE), GUESSED_TOKEN), RecentClients()
+        self._latency, self._recent_clients = (
+            StepLatency(LinearLatency(*GUESSED_LINE), GUESSED_TOKEN),
+            RecentClients(),
+        )
         self._attention_debt, self._attended = AttentionTimeDebt(), 0
         self._most_rows: int = self.scheduler_config.max_num_batched_tokens
         self._time_budget = TimeBudget(GRACE_SECONDS, STEP_SECONDS)
@@ -84,22 +87,22 @@ class Scheduler(Base):  # type: ignore[misc]
         self.running.sort(key=lambda each: (_prefilling(each), _arrived(each) if _prefilling(each) else 0.0))
         waiting = {each.request_id: each for each in sorted(self.waiting, key=_arrived)}
         running = [self._sequence_info(each) for each in self.running]
-        several = self._seen.count(clients, time.monotonic()) > 1
+        contended = self._recent_clients.count(clients, time.monotonic()) > 1
         self.max_num_scheduled_tokens, self._for_prompts = self._most_rows, 0
-        constrained = self._paused_constraints(waiting.values()) if several else set[str]()
-        paused = self._share_step(running, clients) | constrained if several else set[str]()
+        constrained = self._paused_constraints(waiting.values()) if contended else set[str]()
+        paused = self._share_step(running, clients) | constrained if contended else set[str]()
         admitted = next_admissions(
             running,
             [self._sequence_info(each) for name, each in waiting.items() if name not in constrained],
             self.max_num_running_reqs,
             self.lora_config.max_loras if self.lora_config else 0,
             self.vllm_config.additional_config["clients"],
-            several=several,
+            contended=contended,
             memory=self._memory(),
         )
         # What has begun comes first in vLLM, and would take all rows.
         self.scheduler_config.long_prefill_token_threshold = (
-            rows_per_client(self._for_prompts, running, map(client_of, admitted)) if several else 0
+            rows_per_client(self._for_prompts, running, map(client_of, admitted)) if contended else 0
         )
         self.waiting.clear()
         self.waiting.extend(waiting.pop(name) for name in admitted)

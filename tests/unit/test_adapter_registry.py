@@ -29,7 +29,7 @@ def registries(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def made(registries: Any, folder: Path) -> Any:
-    settings = SimpleNamespace(authenticator=Authenticator([]), folder=folder, say=print)
+    settings = SimpleNamespace(authenticator=Authenticator([]), folder=folder, notify=print)
     return registries.AdapterRegistry(settings, None, None, SequenceLimit(4, 1))
 
 

@@ -26,7 +26,7 @@ from shared.errors import (
     TlsError,
     VerificationError,
 )
-from tenant_sdk.command_line.gateway import _say
+from tenant_sdk.command_line.gateway import _notify
 from tenant_sdk.gateway import http_frontend
 from tenant_sdk.gateway.admission import (
     Authenticator,
@@ -494,12 +494,12 @@ def test_lines_that_nobody_can_read_end_nothing(monkeypatch: pytest.MonkeyPatch)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
-    _say("a line")
+    _notify("a line")
     assert stream.getvalue() == "a line\n"
     monkeypatch.setattr(stream, "write", full)
-    _say("a line on a full disk")
+    _notify("a line on a full disk")
     stream.close()
-    _say("a line for nobody")
+    _notify("a line for nobody")
 
 
 @pytest.mark.parametrize(

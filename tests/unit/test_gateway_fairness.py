@@ -69,7 +69,7 @@ def test_an_adapter_of_two_clients_has_one_place() -> None:
 def test_one_long_prompt_of_a_client_is_read_at_a_time() -> None:
     running = [SequenceInfo("a0", "a", prefilling=True)]
     assert next_admissions(running, [*several("a", 3, 1), *several("b", 2)], 32, 0, 2) == ["b0", "b1"]
-    alone = next_admissions(running, several("a", 3, 1), 32, 0, 2, several=False)
+    alone = next_admissions(running, several("a", 3, 1), 32, 0, 2, contended=False)
     assert alone == ["a1", "a2", "a3"]
 
 
@@ -205,7 +205,7 @@ def test_what_runs_never_lacks_memory_beside_others(
     memory = Memory(memory.blocks, free + sum(each.blocks for each in running if each.name in given))
     if len({each.client for each in (*running, *waiting)}) > 1:
         assert sum(each.blocks_needed for each in left) <= memory.free
-        admitted = next_admissions(left, waiting, 99, 0, 3, memory=memory, several=False)
+        admitted = next_admissions(left, waiting, 99, 0, 3, memory=memory, contended=False)
         begun = [each for each in waiting if each.name in admitted]
         assert sum(each.blocks_needed for each in (*left, *begun)) <= memory.free
 
