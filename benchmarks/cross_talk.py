@@ -74,10 +74,10 @@ class Tenant(threading.Thread):
     def run(self) -> None:
         """Of Thread."""
         try:
-            for turn, first in enumerate(range(0, self.replies, self.window)):
+            for round_number, first in enumerate(range(0, self.replies, self.window)):
                 count = min(self.window, self.replies - first)
                 asked = [self._ask() for _ in range(count)]
-                self._take(asked[::-1] if turn % 3 == 2 else asked)
+                self._take(asked[::-1] if round_number % 3 == 2 else asked)
                 if self.number % 2 and first // BREAK_EVERY < (first + count) // BREAK_EVERY:
                     self._break()
                 self.shown.update(count)
