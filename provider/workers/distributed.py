@@ -32,7 +32,7 @@ from shared.transport.colocated import SharedMemory
 
 log = logging.getLogger(__name__)
 
-ALIVE_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
 JOIN_SECONDS = 600.0  # for a worker that has not come yet
 _POLL_SECONDS = 0.1
@@ -252,7 +252,7 @@ class DistributedLink(WorkerLink):
         if finished and not self._closed:
             self.send(END)
             self._closed = True
-            self._sender.join(ALIVE_SECONDS)
+            self._sender.join(HEARTBEAT_SECONDS)
         elif not self._closed:
             self._closed = True
             self._group.abort()
@@ -263,7 +263,7 @@ class DistributedLink(WorkerLink):
         try:
             while not self._closed or not self._outbox.empty():
                 try:
-                    kind, content, rows = self._outbox.get(timeout=ALIVE_SECONDS)
+                    kind, content, rows = self._outbox.get(timeout=HEARTBEAT_SECONDS)
                 except queue.Empty:
                     kind, content, rows = ALIVE, b"", None
                 number, start, stop = (rows.number, rows.start, rows.stop) if rows else (0, 0, 0)

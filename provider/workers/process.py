@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 _SECRET = ("_TOKEN", "_SECRET", "_PASSWORD")  # ends of names of variables that no worker needs
 LOAD_SECONDS = 600.0  # without a word from a worker that loads
 MESSAGE_SECONDS = 5.0  # for the rest of a message that has begun
-STEADY_SECONDS = 60.0  # after which its next loss is a first one again
-BACK_OFF = (0.0, 0.5, 2.0, 10.0)  # before a worker is started again; the last again and again
+STABLE_SECONDS = 60.0  # after which its next loss is a first one again
+BACKOFF_SECONDS = (0.0, 0.5, 2.0, 10.0)  # before a worker is started again; the last again and again
 
 
 class Ready(NamedTuple):
@@ -250,10 +250,10 @@ class WorkerProcess:
 
     def _bring_back(self, error: Exception) -> None:
         began = time.monotonic()
-        tries = 0 if began - self._came > STEADY_SECONDS else self._tries
+        tries = 0 if began - self._came > STABLE_SECONDS else self._tries
         self.why = f"{error}, {self._process.end()}"
         log.error("worker %s is lost (%s); it is started again", self.name, self.why)
-        while not self._closing.wait(BACK_OFF[min(tries, len(BACK_OFF) - 1)]):
+        while not self._closing.wait(BACKOFF_SECONDS[min(tries, len(BACKOFF_SECONDS) - 1)]):
             tries += 1
             self.restarts += 1
             try:

@@ -31,7 +31,7 @@ from tenant_sdk.tuning.data import collate
 
 GUESSES = 8  # of a draft at most
 LEARNED = 5  # guesses that the network learns; more are right seldom, unless the text repeats itself
-_FADING = 0.8  # weight of each guess's loss, in those of the one before
+_LOSS_DECAY = 0.8  # weight of each guess's loss, in those of the one before
 _VOCABULARY = 8192  # tokens that are guessed at most
 _THINNING = 0.5  # of the places of a guess, the part at which the next one is learned
 _RATE, _WARMUP, _DECAY = 1e-3, 50, 0.01
@@ -246,7 +246,7 @@ class Trainer:
             order = starts[torch.randperm(len(starts), generator=self._random)]
             for batch in order.split(BATCH):
                 guessed = self._losses(batch)
-                loss = sum((_FADING**at * each for at, each in enumerate(guessed)), torch.zeros(()))
+                loss = sum((_LOSS_DECAY**at * each for at, each in enumerate(guessed)), torch.zeros(()))
                 optimizer.zero_grad()
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(self._head.parameters(), 1.0)

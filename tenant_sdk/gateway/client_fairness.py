@@ -9,8 +9,8 @@ These rules say what one client can take:
   read.
 - ``http_frontend``: bodies that arrive; requests for adapters and metrics in flight. At a time, one small
   body is read, one text is tokenized, and one request is prepared for the engine (``client_locks``). The next
-  one waits for as long as that took, up to ``MOST_PAUSE``, if other clients have sequences in flight. Then
-  also each request waits for ``LEAST_PAUSE`` behind the one before, whatever it asks for.
+  one waits for as long as that took, up to ``MAX_PAUSE``, if other clients have sequences in flight. Then
+  also each request waits for ``MIN_PAUSE`` behind the one before, whatever it asks for.
 - ``parsing``: one large body at a time, for ``helper_process.SECONDS`` at most, in turn with other clients.
 - ``admission``: sequences in flight (``SequenceLimit``).
 - ``request_limits``, ``constraints``: the size of each field of a request, and of an answer.

@@ -15,7 +15,7 @@ from shared.fair_threads import FairThreads
 TOKENIZING_THREADS = 2
 # Seconds between two requests of a client that are prepared, if others have requests in flight. What the
 # server does for a request before the lock takes up to a millisecond.
-LEAST_PAUSE, MOST_PAUSE = 0.005, 0.5
+MIN_PAUSE, MAX_PAUSE = 0.005, 0.5
 # The client whose request is answered in this context.
 current_client: ContextVar[str] = ContextVar("current_client", default="")
 # Says that the engine has the request of this context; the server has no more to do for it.
@@ -69,14 +69,14 @@ class PacedLock:
     Args:
         clock: in seconds.
         others: whether another client than this has requests in flight.
-        least_pause: seconds; default: ``LEAST_PAUSE``.
+        min_pause: seconds; default: ``MIN_PAUSE``.
     """
 
     def __init__(
-        self, clock: Callable[[], float], others: Callable[[str], bool], least_pause: float | None = None
+        self, clock: Callable[[], float], others: Callable[[str], bool], min_pause: float | None = None
     ) -> None:
         self._clock, self._others, self._client_locks = clock, others, dict[str, asyncio.Lock]()
-        self._least_pause = LEAST_PAUSE if least_pause is None else least_pause
+        self._min_pause = MIN_PAUSE if min_pause is None else min_pause
 
     @asynccontextmanager
     async def hold(self, client: str) -> AsyncIterator[None]:
@@ -95,7 +95,7 @@ class PacedLock:
             if held:
                 held = False
                 took = self._clock() - began
-                pause = min(max(took, self._least_pause), MOST_PAUSE) if self._others(client) else 0.0
+                pause = min(max(took, self._min_pause), MAX_PAUSE) if self._others(client) else 0.0
                 asyncio.get_running_loop().call_later(pause, lock.release)
 
         token = given_to_engine.set(release)

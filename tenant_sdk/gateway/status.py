@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 
 from tenant_sdk.gateway.admission import StepFailure
-from tenant_sdk.gateway.record_file import MOST_BYTES, read_record, write_record
+from tenant_sdk.gateway.record_file import MAX_BYTES, read_record, write_record
 
 FILE, ENDED_FILE = "status", "ended"
-MOST_TEXT = 8192  # characters of an error
+MAX_TEXT = 8192  # characters of an error
 REMIND_SECONDS = 60.0  # between two lines on what cannot be written
 REMEMBERED = 256  # sequences that ended with an error of their own
 
@@ -59,7 +59,7 @@ class GatewayStatus(msgspec.Struct, kw_only=True):
         Raises:
             OSError: it is the first, and the disk is full.
         """
-        self.error = self.error[:MOST_TEXT]
+        self.error = self.error[:MAX_TEXT]
         write_record(folder / FILE, msgspec.json.encode(self))
 
     @classmethod
@@ -153,7 +153,7 @@ class SequenceErrors(msgspec.Struct):
             Why that is impossible, such as a full disk; empty: it is done. Steps go on either way.
         """
         self.reasons |= reasons
-        while len(self.reasons) > REMEMBERED or len(msgspec.json.encode(self)) > MOST_BYTES:
+        while len(self.reasons) > REMEMBERED or len(msgspec.json.encode(self)) > MAX_BYTES:
             del self.reasons[next(iter(self.reasons))]
         try:
             write_record(folder / ENDED_FILE, msgspec.json.encode(self))

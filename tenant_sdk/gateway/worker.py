@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STATUS_SECONDS = 0.5  # between two states of ``GatewayStatus``
-ADAPTER_MOST = 1e6  # of what an adapter adds to a layer's output, for inputs about 1
+MAX_OUTPUT = 1e6  # of what an adapter adds to a layer's output, for inputs about 1
 TRIED_ROWS = 8
 PROBE_SECONDS = 2.0  # between two looks at a provider that was away
 
@@ -135,7 +135,7 @@ class Worker(Base):  # type: ignore[misc]
                 if down is not None and not _has_ordinary_size(down, up):
                     self.remove_lora(lora_request.lora_int_id)
                     raise ValueError(
-                        f"at {name} it makes numbers above {ADAPTER_MOST:g} of numbers about 1, or none at "
+                        f"at {name} it makes numbers above {MAX_OUTPUT:g} of numbers about 1, or none at "
                         "all; its training diverged, or lora_alpha is not what it was trained with"
                     )
         return added
@@ -318,4 +318,4 @@ def _has_ordinary_size(down: torch.Tensor, up: torch.Tensor) -> bool:
     generator.seed()  # its author must not know the rows
     x = torch.randn(TRIED_ROWS, down.shape[1], generator=generator)
     product = x @ down.cpu().float().T @ up.cpu().float().T
-    return bool((product.abs() < ADAPTER_MOST).all())
+    return bool((product.abs() < MAX_OUTPUT).all())

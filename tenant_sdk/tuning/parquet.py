@@ -30,7 +30,7 @@ _FEW_ROWS, _FEW_BYTES, _PACKED = 1 << 20, 64 << 20, 100
 _ROWS, _ROWS_BYTES, _MAX_ROWS_VALUES = 8, 256 << 20, 1 << 20  # that are in memory at once
 _MEMORY_BYTES = 3 << 30  # bytes that the process takes, a third of a gigabyte of libraries among them
 _SAFE = (14, 0, 1)  # of pyarrow
-_LEAST_SECONDS, _SECOND_BYTES = 60, 100_000  # of a processor, and bytes of a file for each second more
+_MIN_SECONDS, _SECOND_BYTES = 60, 100_000  # of a processor, and bytes of a file for each second more
 _REFUSED = 3  # the status of a process that has written why it refuses the file
 _LAST_WORDS = 300
 
@@ -73,7 +73,7 @@ def parquet_records(path: Path, known: Sequence[str], used: Collection[str]) -> 
 
 def _seconds(path: Path) -> int:
     """Of a processor, for reading a file."""
-    return _LEAST_SECONDS + path.stat().st_size // _SECOND_BYTES
+    return _MIN_SECONDS + path.stat().st_size // _SECOND_BYTES
 
 
 def main(path: Path, known: Sequence[str], used: Collection[str]) -> int:

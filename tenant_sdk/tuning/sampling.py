@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _GROUP = "Sampling"
 TOKENS = 100  # unless another number is given
-_LEAST_TEMPERATURE = 1e-3
+_MIN_TEMPERATURE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class Sampling:
     def __post_init__(self) -> None:
         """Refuse values that make no sense."""
         check_fields(self)
-        if 0 < self.temperature < _LEAST_TEMPERATURE:  # logits that are divided by it would be infinite
+        if 0 < self.temperature < _MIN_TEMPERATURE:  # logits that are divided by it would be infinite
             raise ConfigurationError(
-                "{temperature} must be 0 or at least {}", _LEAST_TEMPERATURE, temperature=self.temperature
+                "{temperature} must be 0 or at least {}", _MIN_TEMPERATURE, temperature=self.temperature
             )
         if not all(self.stop):
             raise ConfigurationError(OptionText("{stop} must be a text that is not empty"))

@@ -379,7 +379,7 @@ def test_a_name_with_two_addresses(
         # One that is new in DNS is found.
         third = start(host="127.0.0.3", port=one.port)
         there[:] = ["127.0.0.3", "127.0.0.4"]
-        monkeypatch.setattr(addresses, "LOOK_UP_SECONDS", 0.0)
+        monkeypatch.setattr(addresses, "RESOLVE_SECONDS", 0.0)
         for each in (one, other):
             each.drain(1.0)
         assert all(map(torch.equal, product(session), expected))

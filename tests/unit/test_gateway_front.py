@@ -229,7 +229,7 @@ async def test_a_client_tokenizes_one_text_at_a_time(
     tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another client's, which may wait for its turn elsewhere, is not behind them."""
-    monkeypatch.setattr(client_locks, "LEAST_PAUSE", 0.0)
+    monkeypatch.setattr(client_locks, "MIN_PAUSE", 0.0)
     application = Working()
     there = front(application, tmp_path, most=8, clock=lambda: 0.0)
     body = BODY if path == "/tokenize" else b'{"tokens": [1]}'

@@ -30,7 +30,7 @@ from tenant_sdk.gateway.requests import parse_request
 @awaited
 async def test_one_request_of_each_client_is_prepared_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the engine has it; then after as long as that took."""
-    monkeypatch.setattr(client_locks, "LEAST_PAUSE", 0.0)
+    monkeypatch.setattr(client_locks, "MIN_PAUSE", 0.0)
     now, clients, order = 0.0, 2, list[str]()
     lock = PacedLock(lambda: now, lambda client: clients > 1)
     engine_has, ends = dict[str, asyncio.Event](), asyncio.Event()
@@ -74,8 +74,8 @@ async def disturbed(
 ) -> tuple[http_frontend.HttpFrontend, Client, Working]:
     """A gateway with long pauses, and a request of another client that is in flight."""
     for pause in (
-        "client_locks.LEAST_PAUSE",
-        "client_locks.MOST_PAUSE",
+        "client_locks.MIN_PAUSE",
+        "client_locks.MAX_PAUSE",
         "http_frontend.UNAUTHENTICATED_PAUSE",
     ):
         monkeypatch.setattr(f"tenant_sdk.gateway.{pause}", 600.0)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tenant_sdk.gateway.admission import StepFailure
-from tenant_sdk.gateway.record_file import MOST_BYTES, read_record, write_record
-from tenant_sdk.gateway.status import MOST_TEXT, GatewayStatus, SequenceErrors, StepHealth
+from tenant_sdk.gateway.record_file import MAX_BYTES, read_record, write_record
+from tenant_sdk.gateway.status import MAX_TEXT, GatewayStatus, SequenceErrors, StepHealth
 
 UNAVAILABLE, INVALID = StepFailure.UNAVAILABLE, StepFailure.INVALID
 
@@ -20,7 +20,7 @@ def test_the_last_record_is_read(tmp_path: Path) -> None:
     for number in range(5):
         write_record(path, record := f"record {number}".encode() * (5 - number))
         assert read_record(path) == record
-    write_record(path, record := bytes(MOST_BYTES))
+    write_record(path, record := bytes(MAX_BYTES))
     assert read_record(path) == record
 
 
@@ -60,7 +60,7 @@ def test_long_texts_fit(tmp_path: Path) -> None:
     health = StepHealth()
     health.step_failed(UNAVAILABLE, "\0" * 100_000, 5.0)
     health.write(tmp_path, {})
-    assert len(GatewayStatus.read(tmp_path).error) == MOST_TEXT
+    assert len(GatewayStatus.read(tmp_path).error) == MAX_TEXT
     errors = SequenceErrors()
     errors.add(tmp_path, {f"{number}.x": "é" * 10_000 for number in range(9)})
     assert SequenceErrors.reason(tmp_path, "8.x") == "é" * 10_000

@@ -23,7 +23,7 @@ from shared.log_rate_limit import LogRateLimiter
 from shared.wire.messages import Limits, Manifest
 from tenant_sdk.connection.handshake import upgrade
 from tenant_sdk.connection.replicas import addresses, reconnecting
-from tenant_sdk.connection.replicas.addresses import LOOK_UP_SECONDS, Resolver
+from tenant_sdk.connection.replicas.addresses import RESOLVE_SECONDS, Resolver
 from tenant_sdk.connection.replicas.reconnecting import ConnectionOptions, ReconnectingConnection
 from tenant_sdk.connection.replicas.retrying import MAX_REPEATS, REMIND_SECONDS, GiveUp, RequestPolicy
 from tenant_sdk.connection.stats import Stats
@@ -235,7 +235,7 @@ def test_a_name_is_looked_up_again_after_a_while(monkeypatch: pytest.MonkeyPatch
     clock, found = SimulatedClock(), [["10.0.0.1", "10.0.0.2"], ["10.0.0.3", "10.0.0.4"]]
     monkeypatch.setattr(addresses, "addresses_of", lambda url: found.pop(0))
     resolver = Resolver(["wss://name:1"], clock)
-    for seconds, expected in ((0.0, "10.0.0.1"), (LOOK_UP_SECONDS, "10.0.0.1"), (0.1, "10.0.0.3")):
+    for seconds, expected in ((0.0, "10.0.0.1"), (RESOLVE_SECONDS, "10.0.0.1"), (0.1, "10.0.0.3")):
         clock.time += seconds
         assert resolver.resolve()[0].ip == expected
 
