@@ -44,8 +44,8 @@ from tenant_sdk.drafts.training import (
     collect,
     frequent_tokens,
     gain,
+    mean_tokens_a_pass,
     repeated_shares,
-    walked,
 )
 from tenant_sdk.tuning.data import Reader
 from tenant_sdk.tuning.sampling import ends_of
@@ -294,7 +294,7 @@ def tokens_a_pass(kind: Kind, features: Sequence[Features]) -> float:
             run += right
         written += (text.learned & agrees[0]).tolist()
         runs += run[0].tolist()
-    return walked(written, runs)
+    return mean_tokens_a_pass(written, runs)
 
 
 def timed(kinds: dict[str, Kind], width: int) -> dict[str, float]:

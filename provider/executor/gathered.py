@@ -124,9 +124,9 @@ class Shards:
         self._store.set(keys[self._gathering.index], "")
         self._store.wait(keys, timedelta(seconds=seconds))
 
-    def give_back(self) -> None:
+    def trim(self) -> None:
         """Give the system back what the first products have gathered, and freed."""
-        self._freed.give_back()
+        self._freed.trim()
 
     def load(self, checkpoint: Checkpoint, info: GroupInfo, device: torch.device) -> LoadedGroup:
         """Read this process's rows of a group's weight, and nothing else of it."""

@@ -236,9 +236,7 @@ class WorkerProcess:
         self.link.close()
         self.link = None
         self._owner.lost(self)
-        threading.Thread(
-            target=self._bring_back, args=(error,), name=f"worker-{self.name}", daemon=True
-        ).start()
+        threading.Thread(target=self._restart, args=(error,), name=f"worker-{self.name}", daemon=True).start()
 
     def _is_back(self) -> None:
         self.why, self.since, self._came = "", time.time(), time.monotonic()
@@ -248,7 +246,7 @@ class WorkerProcess:
 
     # -- a thread that brings it back ----------------------------------------------------------------
 
-    def _bring_back(self, error: Exception) -> None:
+    def _restart(self, error: Exception) -> None:
         began = time.monotonic()
         tries = 0 if began - self._came > STABLE_SECONDS else self._tries
         self.why = f"{error}, {self._process.end()}"

@@ -47,10 +47,10 @@ from tenant_sdk.tuning.data import (
 )
 from tenant_sdk.tuning.generation import (
     answer_ids,
+    batched,
     context_length,
     ignores_padding,
     sequence_length,
-    together,
 )
 from tenant_sdk.tuning.records import prompts_of
 from tenant_sdk.tuning.resume_settings import digest_of, template_day, unchanging
@@ -239,7 +239,7 @@ def _answers(
     if prompts and longest > context_length(model):
         raise ConfigurationError("the longest prompt and {answer_tokens} do not fit into the model's context")
     padded, done = ignores_padding(model, longest), 0
-    for part in together(prompts, padded=padded, most=options.batch_size):
+    for part in batched(prompts, padded=padded, size=options.batch_size):
         file = kept / f"answers-{digest_of(repr(part).encode())}.json"
         if file.exists():
             answers: list[list[int]] = json.loads(read_within(file, _LARGEST_ANSWERS))

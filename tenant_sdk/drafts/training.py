@@ -314,10 +314,10 @@ def gain(guesser: Guesser, places: Positions) -> DraftGain:
             "that the adapter has learned"
         )
     acceptance = tuple((right / counted.clamp(min=1)).cumprod(0).tolist())
-    return DraftGain(acceptance, walked((places.learned & agrees).tolist(), run.tolist()))
+    return DraftGain(acceptance, mean_tokens_a_pass((places.learned & agrees).tolist(), run.tolist()))
 
 
-def walked(written: Sequence[bool], run: Sequence[int]) -> float:
+def mean_tokens_a_pass(written: Sequence[bool], run: Sequence[int]) -> float:
     """The tokens of a pass: the mean of a walk through texts, from pass to pass.
 
     Args:

@@ -116,7 +116,7 @@ class AdapterRegistry:
                 await self._engine.add_lora(request)
             except Exception as error:
                 if before is None:
-                    self._disown(adapter.name)
+                    self._release_owner(adapter.name)
                 why = str(error).removeprefix("Call to add_lora method failed: ")
                 why = why.replace(str(adapter.folder), str(folder))
                 raise ConfigurationError(f"the adapter in {folder} cannot be loaded: {why}") from error
@@ -140,7 +140,7 @@ class AdapterRegistry:
         # it.
         request = self._models.lora_requests.pop(name, None)
         gone = self.served.pop(name, None)
-        self._disown(name)
+        self._release_owner(name)
         if request is not None:
             await self._unload(request)
             self._settings.notify(f"adapter {name} is served no more")
@@ -161,7 +161,7 @@ class AdapterRegistry:
         ):
             await self._engine.remove_lora(request.lora_int_id)
 
-    def _disown(self, name: str) -> None:
+    def _release_owner(self, name: str) -> None:
         if (owner := self._owners.pop(name, None)) is not None:
             self._names.release(owner, 1)
 

@@ -282,7 +282,7 @@ class DiskLayer(HostLayer):
         for buffer, each in zip(self._buffers, tokens, strict=True):
             buffer.append(each[:, :, last:])
 
-    def leave_memory(self) -> None:
+    def spill_buffers(self) -> None:
         """Write what is in the buffers to the disk."""
         self.resident = False
         self._write([buffer.tokens for buffer in self._buffers])

@@ -67,7 +67,7 @@ class EventLoop(Loop):
 
     def __init__(self, task: LoopTask, kernel: Kernel) -> None:
         super().__init__(task, lambda: kernel.now)
-        super()._let_go()  # nothing here has a descriptor
+        super()._close_descriptors()  # nothing here has a descriptor
         self._kernel, self._sockets, self._events = kernel, dict[int, Socket](), dict[int, int]()
         self._due = float("inf")
         self.dead = False

@@ -89,7 +89,7 @@ class _Rounds:
 def rounds() -> Iterator[_Rounds]:
     made = _Rounds()
     yield made
-    made.loop._let_go()
+    made.loop._close_descriptors()
 
 
 def test_connections_of_a_tenant_share_its_seconds_in_order(rounds: _Rounds) -> None:
