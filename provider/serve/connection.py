@@ -61,7 +61,7 @@ class Connection(ABC):
 
     def __init__(self, tenant: str, token: str, peer: str) -> None:
         self.tenant, self.token = tenant, token
-        self._who = {"tenant": tenant, "peer": peer}  # for the log
+        self._log_fields = {"tenant": tenant, "peer": peer}  # for the log
         self.drain_at = math.inf
 
     def start(self, loop: Loop, ended: Callable[[], None]) -> None:
@@ -79,7 +79,7 @@ class Connection(ABC):
 
     def _revoke(self, error: WireError) -> None:
         if self._stage < CLOSING:
-            extra = self._who | {"reason": "revoked"}
+            extra = self._log_fields | {"reason": "revoked"}
             log.warning("tenant %s is shut out: its token is valid no more", self.tenant, extra=extra)
             self._session.refuse(0, error)
             self._refused(error)
@@ -105,19 +105,19 @@ class Connection(ABC):
                 handle(*args)
         except WireError as error:
             if self._session.logged:
-                log.warning("tenant %s broke the protocol: %s", self.tenant, error, extra=self._who)
+                log.warning("tenant %s broke the protocol: %s", self.tenant, error, extra=self._log_fields)
             self._session.refuse(0, error)
             self._refused(error)
         except (OSError, EOFError) as error:
             self._broke(error)
         except Exception:
-            log.exception("the connection of tenant %s failed", self.tenant, extra=self._who)
+            log.exception("the connection of tenant %s failed", self.tenant, extra=self._log_fields)
             self._end()
 
     def _broke(self, error: BaseException) -> None:
         if self._stage < CLOSING:  # who has sent a close frame need not wait for ours
             reason = type(error).__name__
-            extra = self._who | {"reason": reason}
+            extra = self._log_fields | {"reason": reason}
             if self._session.logged:
                 log.info("tenant %s: connection ended: %s", self.tenant, reason, extra=extra)
         self._end()

@@ -118,7 +118,7 @@ class TenantSession:
 
     def __init__(self, service: Service, tenant: str, send: Send, peer: str = "") -> None:
         self._service, self._tenant, self._send = service, tenant, send
-        self._who = {"tenant": tenant, "peer": peer} if peer else {"tenant": tenant}  # for the log
+        self._log_fields = {"tenant": tenant, "peer": peer} if peer else {"tenant": tenant}  # for the log
         self._protocol = ExecutorProtocol(service.executor.manifest)
         self._admitted: set[_AdmittedRequest] = set()
         self._identity = next(_IDENTITIES)  # an ``id`` would be used again
@@ -201,7 +201,7 @@ class TenantSession:
     def close(self) -> None:
         """The tenant left, or its transport broke, perhaps in the middle of a message."""
         lasted, count = round(time.monotonic() - self._began, 3), self._answered
-        extra = self._who | {"seconds": lasted, "requests": count}
+        extra = self._log_fields | {"seconds": lasted, "requests": count}
         if self.logged:
             log.info(
                 "tenant %s left after %.0f s, %d products answered", self._tenant, lasted, count, extra=extra
@@ -220,7 +220,7 @@ class TenantSession:
 
     def _welcome(self, header: Header, hello: Hello) -> None:
         if self.logged:
-            log.info("tenant %s connected with %.40r", self._tenant, hello.client, extra=self._who)
+            log.info("tenant %s connected with %.40r", self._tenant, hello.client, extra=self._log_fields)
         welcome = self._service.welcome
         answer = Header(Operation.WELCOME, request_id=header.request_id, rows=1, columns=len(welcome))
         self._send(answer, welcome, _nothing)
@@ -287,7 +287,7 @@ class TenantSession:
         """One request's failure is that request's alone; the peer learns nothing of its cause."""
         self._release(request)
         if not isinstance(error, WireError):
-            of = self._who | {"request_class": RequestClass(header.request_class).name.lower()}
+            of = self._log_fields | {"request_class": RequestClass(header.request_class).name.lower()}
             log.error("request of tenant %s failed", self._tenant, exc_info=error, extra=of)
             error = WireError("internal", "the executor failed on this request; report it")
         if error.fatal:

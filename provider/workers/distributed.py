@@ -54,8 +54,8 @@ def join(store: Store, rank: int) -> DistributedLink:
         if store.check([_OVER]):
             raise EOFError("the executor has ended")
         time_ = store.add(_times(rank), 1)
-        store.set(_said(rank, time_, "host"), socket.gethostname())
-        store.set(_said(rank, time_, _VERSION), version())
+        store.set(_key(rank, time_, "host"), socket.gethostname())
+        store.set(_key(rank, time_, _VERSION), version())
         store.set(_last(rank), str(time_))  # what it says is there when the executor looks
         executor = _text(store.get(_VERSION))
     except RuntimeError as error:
@@ -114,7 +114,7 @@ class WaitForRank:
                     )
             self._joined = time_
             worker, host = (
-                _text(self._store.get(_said(self._rank, time_, what))) for what in (_VERSION, "host")
+                _text(self._store.get(_key(self._rank, time_, what))) for what in (_VERSION, "host")
             )
         except RuntimeError as error:
             raise SymbiosisError(f"the store where workers join is gone: {_first_line(error)}") from error
@@ -140,7 +140,7 @@ def _last(rank: int) -> str:
     return f"worker/{rank}/last"
 
 
-def _said(rank: int, time_: int, what: str) -> str:
+def _key(rank: int, time_: int, what: str) -> str:
     """Under which a worker leaves word of itself, anew each time that it joins."""
     return f"worker/{rank}/{time_}/{what}"
 
@@ -171,7 +171,7 @@ def _lost(name: str, error: Exception) -> ConnectionError:
 
 
 def _pair(store: Store, rank: int, time_: int, own_rank: int, name: str) -> ProcessGroupGloo:
-    prefix = PrefixStore(_said(rank, time_, "pair"), store)
+    prefix = PrefixStore(_key(rank, time_, "pair"), store)
     try:
         return ProcessGroupGloo(prefix, own_rank, 2, timedelta(seconds=CONNECT_SECONDS))
     except RuntimeError as error:

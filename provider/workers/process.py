@@ -140,7 +140,7 @@ class WorkerProcess:
         self.multiplied = Multiplied()
         self._first: Ready | None = None
         self._loop: Loop | None = None
-        self._tries, self._came = 0, time.monotonic()
+        self._tries, self._started_at = 0, time.monotonic()
         self._closing = threading.Event()
         self._process = self._launch()
 
@@ -239,7 +239,7 @@ class WorkerProcess:
         threading.Thread(target=self._restart, args=(error,), name=f"worker-{self.name}", daemon=True).start()
 
     def _is_back(self) -> None:
-        self.why, self.since, self._came = "", time.time(), time.monotonic()
+        self.why, self.since, self._started_at = "", time.time(), time.monotonic()
         self.link = self._process.link
         self._listen()
         self._owner.back(self)
@@ -248,7 +248,7 @@ class WorkerProcess:
 
     def _restart(self, error: Exception) -> None:
         began = time.monotonic()
-        tries = 0 if began - self._came > STABLE_SECONDS else self._tries
+        tries = 0 if began - self._started_at > STABLE_SECONDS else self._tries
         self.why = f"{error}, {self._process.end()}"
         log.error("worker %s is lost (%s); it is started again", self.name, self.why)
         while not self._closing.wait(BACKOFF_SECONDS[min(tries, len(BACKOFF_SECONDS) - 1)]):
