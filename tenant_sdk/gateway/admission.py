@@ -81,16 +81,16 @@ class UnauthenticatedConnections:
     """Connections that have shown no key yet: the one that has been here longest makes room for another.
 
     Args:
-        most: at once.
+        limit: at once.
     """
 
-    most: int
+    limit: int
     waiting: dict[object, None] = field(default_factory=dict)  # in the order in which they came
 
     def arrive(self, connection: object) -> object | None:
         """One more; the connection that is to be closed for it, if there is one."""
         self.waiting[connection] = None
-        if len(self.waiting) <= self.most:
+        if len(self.waiting) <= self.limit:
             return None
         first = next(iter(self.waiting))
         del self.waiting[first]
@@ -106,14 +106,14 @@ class SequenceLimit:
     """How many sequences are in flight, and when to come back when there are too many.
 
     Args:
-        most: in flight at once, computed or waiting.
+        limit: in flight at once, computed or waiting.
         clients: that share them.
 
     Attributes:
         period: a number that its owner raises now and then.
     """
 
-    most: int
+    limit: int
     clients: int = 1
     requests: int = 0
     refused: int = 0
@@ -125,7 +125,7 @@ class SequenceLimit:
 
     def __post_init__(self) -> None:
         """Nobody is there yet."""
-        self._shares = Reservations(self.most, self.clients)
+        self._shares = Reservations(self.limit, self.clients)
 
     @property
     def in_flight(self) -> int:
@@ -151,7 +151,7 @@ class SequenceLimit:
             429,
             "overloaded",
             f"{self.in_flight} sequences are in flight or wait, {mine} of them with your key; this gateway "
-            f"takes {self.most}, and {largest} with one key; try again",
+            f"takes {self.limit}, and {largest} with one key; try again",
             self.retry_after,
         )
 

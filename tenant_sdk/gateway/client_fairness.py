@@ -44,28 +44,28 @@ RECENT_SECONDS = 1.0  # for which a client counts after its last sequence: its n
 
 @dataclass
 class TimeBudget:
-    """Seconds of a processor that each client may use between the steps of all sequences.
+    """Seconds of a processor that each client may use between steps: a token bucket for each.
 
     Args:
-        most: saved up at most, and had at the beginning.
-        each_step: more with every step.
+        burst: saved up at most, and had at the beginning.
+        refill: more with every step.
     """
 
-    most: float
-    each_step: float
+    burst: float
+    refill: float
     _remaining: dict[str, float] = field(default_factory=dict)
 
     def step(self) -> None:
         """All sequences have gone on by one step."""
         self._remaining = {
-            client: seconds + self.each_step
+            client: seconds + self.refill
             for client, seconds in self._remaining.items()
-            if seconds + self.each_step < self.most
+            if seconds + self.refill < self.burst
         }
 
     def spend(self, client: str, seconds: float) -> bool:
         """Whether a client had as much; it is taken all the same."""
-        self._remaining[client] = self._remaining.get(client, self.most) - seconds
+        self._remaining[client] = self._remaining.get(client, self.burst) - seconds
         return self._remaining[client] >= 0
 
     def overdrawn(self) -> set[str]:

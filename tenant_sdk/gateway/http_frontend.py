@@ -324,7 +324,7 @@ class HttpFrontend:
         """A request's, whole, or why not; None: its client hung up. In this block it counts as arriving."""
         max_bytes, longest = SMALL_BODY_BYTES, text_bytes(self._served.context())
         if path in GENERATION_PATHS:
-            max_bytes = min(BODY_BYTES, max_bytes + longest * self._sequence_limit.most)
+            max_bytes = min(BODY_BYTES, max_bytes + longest * self._sequence_limit.limit)
         elif path in TOKENIZING_PATHS:
             max_bytes = min(BODY_BYTES if path == "/detokenize" else TOKENIZED_BYTES, longest)
         body = bytearray()

@@ -167,7 +167,7 @@ class Scheduler(Base):  # type: ignore[misc]
         least_attending = min(attended, key=attended.__getitem__) if busy else None
         count = rows * sum(not each.prefilling for each in runnable)
         least = attended[least_attending] if least_attending is not None else 0
-        max_seconds = self._latency.most(count, least, busy=busy)
+        max_seconds = self._latency.max_seconds(count, least, busy=busy)
         spare = max_seconds - self._latency.seconds(count, least)
         paused |= self._attention_debt.paused(
             runnable, self._latency, spare, clients=max(1, len(attended)), least_attending=least_attending

@@ -149,7 +149,7 @@ def test_no_key_takes_all_places() -> None:
 
 
 def test_what_one_client_uses_is_not_taken_from_others() -> None:
-    time_budget = TimeBudget(most=0.2, each_step=0.01)
+    time_budget = TimeBudget(burst=0.2, refill=0.01)
     assert time_budget.spend("0", 0.15)
     assert not time_budget.spend("0", 0.15)
     assert time_budget.spend("1", 0.15)

@@ -100,7 +100,7 @@ def test_a_client_counts_for_a_while_after_its_last_sequence() -> None:
 def test_prompts_take_a_time_that_decoding_sequences_set() -> None:
     def rows(line: LinearLatency, decoding: int, busy: bool) -> int:
         steps = StepLatency(line, 1e-6)
-        return steps.rows(decoding, 0, steps.most(decoding, busy=busy), 512)
+        return steps.rows(decoding, 0, steps.max_seconds(decoding, busy=busy), 512)
 
     near, far = LinearLatency(0.018, 0.0005), LinearLatency(0.5, 0.0005)
     assert rows(near, 1, True) == 19
@@ -118,7 +118,7 @@ def test_long_sequences_take_turns_by_what_they_attend_to(tokens: int, most: int
     steps, debt, got = StepLatency(LinearLatency(0.02, 0.0005), 3e-6), AttentionTimeDebt(), Counter[str]()
     long = [SequenceInfo(f"a{at}", "a", tokens=tokens) for at in range(min(31, most * 4))]
     plain, total, count = SequenceInfo("b0", "b", tokens=20), 0.0, 2000
-    limit = steps.most(1 + len(long), 20, busy=True)
+    limit = steps.max_seconds(1 + len(long), 20, busy=True)
     for _ in range(count):
         spare = limit - steps.seconds(1 + len(long), 20)
         paused = debt.paused([*long, plain], steps, spare, clients=2, least_attending="b")
@@ -135,7 +135,7 @@ def test_long_sequences_take_turns_by_what_they_attend_to(tokens: int, most: int
 
 def test_prompts_get_what_attention_leaves() -> None:
     steps = StepLatency(LinearLatency(0.02, 0.0005), 1e-6)
-    most = steps.most(2, 100, busy=True)
+    most = steps.max_seconds(2, 100, busy=True)
     assert steps.rows(2, 100, most, 512) == 23
     assert steps.rows(2, 10_000, most, 512) == 2 + MIN_ROWS
 
