@@ -4,8 +4,8 @@
 
 Every request of every tenant holds a number that no other has, in one place of its row, so that its right
 answer, a column of the weight times that number modulo 2^32, is known exactly and nobody else's. Requests go
-over real connections to an executor of its own process that batches them, a window of each tenant's under
-way at once; some tenants break their connection meanwhile and come back.
+over real connections to an executor of its own process that batches them, a window of each tenant's in
+flight at once; some tenants break their connection meanwhile and come back.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ console = Console(width=None if sys.stdout.isatty() else 150)
 
 
 class Asked(NamedTuple):
-    """A request under way, and where its row holds which number."""
+    """A request in flight, and where its row holds which number."""
 
     pending: LazyResult
     group: int
@@ -52,7 +52,7 @@ class Asked(NamedTuple):
 
 
 class Tenant(threading.Thread):
-    """Asks for one row at a time, a window of requests under way at once, and compares.
+    """Asks for one row at a time, a window of requests in flight at once, and compares.
 
     Answers are taken in the order of the requests; those of every third window in the reverse order.
     """
@@ -74,10 +74,10 @@ class Tenant(threading.Thread):
     def run(self) -> None:
         """Of Thread."""
         try:
-            for turn, first in enumerate(range(0, self.replies, self.window)):
+            for round_number, first in enumerate(range(0, self.replies, self.window)):
                 count = min(self.window, self.replies - first)
                 asked = [self._ask() for _ in range(count)]
-                self._take(asked[::-1] if turn % 3 == 2 else asked)
+                self._take(asked[::-1] if round_number % 3 == 2 else asked)
                 if self.number % 2 and first // BREAK_EVERY < (first + count) // BREAK_EVERY:
                     self._break()
                 self.shown.update(count)
@@ -108,7 +108,7 @@ class Tenant(threading.Thread):
                 self.wrong += 1
 
     def _break(self) -> None:
-        """Let the connection go while a window is under way; the session opens another."""
+        """Let the connection go while a window is in flight; the session opens another."""
         asked = [self._ask() for _ in range(self.window)]
         with ThreadPoolExecutor(1) as threads:
             taking = threads.submit(self._lose, asked)
@@ -130,7 +130,7 @@ def main() -> int:
     )
     parser.add_argument("--replies", type=int, default=1_000_000)
     parser.add_argument("--tenants", type=int, default=8)
-    parser.add_argument("--window", type=int, default=8, help="requests of each tenant under way at once")
+    parser.add_argument("--window", type=int, default=8, help="requests of each tenant in flight at once")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with (

@@ -82,15 +82,15 @@ def main() -> None:
             write_model(model)
         common = {"work": "decode", "batch": 1, "length": 32, "threads": 1, "seconds": options.seconds}
         with executor(model, work / "executor") as running:
-            for turn in range(options.rounds):
+            for round_number in range(options.rounds):
                 plans: dict[str, list[dict[str, Any]]] = {"split": [], "local": []}
                 for i in range(options.tenants):
-                    token = running.tokens.add(f"tenant-{turn}-{i}")
-                    reach = {"url": running.url, "token": token, "ca": str(running.ca)}
-                    plans["split"].append({**common, **reach, "seed": i})
+                    token = running.tokens.add(f"tenant-{round_number}-{i}")
+                    connection = {"url": running.url, "token": token, "ca": str(running.ca)}
+                    plans["split"].append({**common, **connection, "seed": i})
                     plans["local"].append({**common, "folder": str(model), "seed": i})
                 for side in sides:
-                    console.print(f"{turn + 1}/{options.rounds}: {side}", highlight=False)
+                    console.print(f"{round_number + 1}/{options.rounds}: {side}", highlight=False)
                     found[side].append(measure(plans[side], running, options.seconds))
     table = Table(title=f"{options.tenants} decode; processor ms a token", highlight=False)
     for column in ("", "tokens/s", "tenants", "executor", "kernel's share", "products", "rows in one"):

@@ -18,12 +18,12 @@ from common import Executor
 
 async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seconds: float) -> None:
     """One direction of a connection, until it ends."""
-    under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+    in_flight: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
 
     async def arrive() -> None:
         data = b"first"
         while data:
-            due, data = await under_way.get()
+            due, data = await in_flight.get()
             await asyncio.sleep(due - asyncio.get_running_loop().time())
             writer.write(data)
             await writer.drain()
@@ -35,7 +35,7 @@ async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seco
             data = await reader.read(1 << 18)
         except ConnectionError:
             data = b""
-        under_way.put_nowait((asyncio.get_running_loop().time() + seconds, data))
+        in_flight.put_nowait((asyncio.get_running_loop().time() + seconds, data))
     await asyncio.gather(arriving, return_exceptions=True)
 
 

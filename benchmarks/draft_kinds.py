@@ -44,8 +44,8 @@ from tenant_sdk.drafts.training import (
     collect,
     frequent_tokens,
     gain,
+    mean_tokens_a_pass,
     repeated_shares,
-    walked,
 )
 from tenant_sdk.tuning.data import Reader
 from tenant_sdk.tuning.sampling import ends_of
@@ -64,12 +64,12 @@ class Batch(NamedTuple):
     Attributes:
         hidden: float32 ``[B, T, width]``.
         ids: int64 ``[B, T]``.
-        reach: int64 ``[B, T]``; see ``Positions``.
+        guessable: int64 ``[B, T]``; see ``Positions``.
     """
 
     hidden: Tensor
     ids: Tensor
-    reach: Tensor
+    guessable: Tensor
 
 
 class Kind(nn.Module):
@@ -231,7 +231,7 @@ def batches(features: Sequence[Features], order: Sequence[int]) -> Iterator[Batc
                 for column in (
                     [each.hidden.float() for each in part],
                     [each.ids for each in part],
-                    [Positions([each]).reach for each in part],
+                    [Positions([each]).guessable for each in part],
                 )
             ]
             yield Batch(*padded)
@@ -240,9 +240,9 @@ def batches(features: Sequence[Features], order: Sequence[int]) -> Iterator[Batc
 
 def losses(kind: Kind, batch: Batch, random: torch.Generator) -> list[Tensor]:
     """Cross entropy of each guess with the model's own distribution."""
-    found, kept = list[Tensor](), batch.reach > 0
+    found, kept = list[Tensor](), batch.guessable > 0
     for at, state in enumerate(kind.guesses(batch)):
-        kept = kept & (batch.reach > at)
+        kept = kept & (batch.guessable > at)
         if at:
             kept = kept & (torch.rand(kept.shape, generator=random) < THINNING)
         if not kept.any():
@@ -286,15 +286,15 @@ def tokens_a_pass(kind: Kind, features: Sequence[Features]) -> float:
         batch = next(batches([text], [0]))
         chosen = kind.vocabulary.chosen(batch.hidden)
         agrees = functional.pad(batch.ids[:, 1:] == chosen[:, :-1], (1, 0))
-        right, run = batch.reach > 0, torch.zeros_like(batch.ids)
+        right, run = batch.guessable > 0, torch.zeros_like(batch.ids)
         for at, state in enumerate(kind.guesses(batch)):
             ahead, more = 1 + at, (0, 1 + at)
-            right &= (batch.reach > at) & functional.pad(agrees[:, ahead:], more)
+            right &= (batch.guessable > at) & functional.pad(agrees[:, ahead:], more)
             right &= kind.vocabulary.likeliest(state)[0] == functional.pad(chosen[:, ahead:], more)
             run += right
         written += (text.learned & agrees[0]).tolist()
         runs += run[0].tolist()
-    return walked(written, runs)
+    return mean_tokens_a_pass(written, runs)
 
 
 def timed(kinds: dict[str, Kind], width: int) -> dict[str, float]:

@@ -39,7 +39,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 import tenant_sdk
-from tenant_sdk.drafts.head import trunks_of
+from tenant_sdk.drafts.head import backbones_of
 from tenant_sdk.drafts.making import DraftCallbacks, make_draft
 from tenant_sdk.drafts.options import DraftOptions
 from tenant_sdk.trust.attestation import base_model
@@ -266,7 +266,7 @@ def lookup(model: Path, adapter: Path | None, asked: list[list[int]], tokens: in
     if adapter:
         local = PeftModel.from_pretrained(local, adapter).eval()
     passes, written = [0], 0
-    trunks_of(base_model(local))[-1].register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
+    backbones_of(base_model(local))[-1].register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
     for ids in asked:
         prompt = torch.tensor([ids])
         text = local.generate(

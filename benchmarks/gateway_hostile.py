@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 KEYS = ("the-key-of-the-plain-client", "the-key-of-the-hostile-client")
 TOKENS = 8
 QUIET_SECONDS = (
-    3.0  # in which what hostile clients have left under way ends, or it would count as undisturbed
+    3.0  # in which what hostile clients have left in flight ends, or it would count as undisturbed
 )
 Times = dict[str, tuple[list[float], list[float]]]
 PLAIN = {"model": "base", "prompt": "And in the beginning", "temperature": 0, "ignore_eos": True}
@@ -84,14 +84,14 @@ class Hostile:
         )
         self._values = [each + b"[1]]}" for each in many]
 
-    async def _post(self, path: str, body: Any, patience: float = 60.0, method: str = "POST") -> None:
+    async def _post(self, path: str, body: Any, seconds: float = 60.0, method: str = "POST") -> None:
         """Send it, and read the answer, or leave."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[1]}\r\n"
         head += f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
         writer = None
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(seconds):
                 reader, writer = await asyncio.open_connection(*self._address)
                 writer.write(head.encode() + content)
                 await reader.read()
@@ -237,7 +237,7 @@ class Hostile:
         await self._post("/v1/completions", body)
 
     async def many_adapters(self) -> None:
-        """One under as many names as have places, with two answers under way for each."""
+        """One under as many names as have places, with two answers in flight for each."""
         for at in range(16):
             await self._post("/v1/adapters", {"path": self._adapter, "name": f"name-{at}"})
         bodies = [PLAIN | {"model": f"name-{at}", "max_tokens": 60} for at in range(16)]

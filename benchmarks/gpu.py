@@ -43,7 +43,7 @@ from shared.wire.header import Direction
 from shared.wire.messages import GroupInfo, Member
 
 BOTH = (Direction.FORWARD, Direction.BACKWARD)
-UNDER_WAY = 2  # batches that a worker has
+IN_FLIGHT = 2  # batches that a worker has
 console = Console(width=None if sys.stdout.isatty() else 150)
 
 
@@ -160,13 +160,13 @@ def executing(
     taken, answered = (inputs, outputs) if direction == Direction.FORWARD else (outputs, inputs)
     places = [
         (pinned(machine, (rows, taken), dtype), pinned(machine, (rows, answered), dtype))
-        for _ in range(UNDER_WAY)
+        for _ in range(IN_FLIGHT)
     ]
     begun: deque[Callable[[], None]] = deque()
 
     def begin() -> None:
         places.append(places.pop(0))
-        if len(begun) == UNDER_WAY:
+        if len(begun) == IN_FLIGHT:
             begun.popleft()()
         wait = executor.begin(0, direction, 1, [places[0][0]], [places[0][1]])
         if wait is not None:

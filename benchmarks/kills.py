@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL, TEXT = ROOT / "examples" / "base_model", ROOT / "examples" / "data" / "clinic_notes_train.txt"
 STEPS, SAVE_STEPS = 30, 4
 STOP_SECONDS = 5.0
-PATIENCE = 120  # seconds for which a tenant waits for a party that is started again
+RETRY_SECONDS = 120  # seconds for which a tenant waits for a party that is started again
 VICTIMS = ("provider", "worker", "mask source", "tenant", "stopped provider", "stopped mask source")
 NONE_YET, AWAY = "there is nothing to resume", "cannot connect"  # which a new session does not wait for
 console = Console(width=None if sys.stdout.isatty() else 120)
@@ -165,7 +165,7 @@ def write_profile(folder: Path, parties: dict[str, Party]) -> Path:
         f'ca = "{served.ca}"',
         f'token_file = "{folder}/provider.token"',
         'allow_same = ["all"]',
-        f"patience = {PATIENCE}",
+        f"patience = {RETRY_SECONDS}",
         "[[mask_sources]]",
         f'url = "{source.url}"',
         f'ca = "{source.ca}"',

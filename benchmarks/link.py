@@ -215,7 +215,7 @@ def _measure(
         rows = [torch.randn(ROWS, width) for width in widths]
         zeros = base.zeros(group, direction, members, ROWS)
         label = f"{kind}, {name}"
-        for turn in range(rounds + 1):
+        for round_number in range(rounds + 1):
             times = {
                 "up": seconds(transfer, port, up, 0),
                 "down": seconds(transfer, port, 0, down),
@@ -223,11 +223,11 @@ def _measure(
             }
             for kib in piece_kib:
                 WebsocketChannel.piece_bytes = kib << 10
-                if turn and ring:  # effects of rows to come are fetched ahead
+                if round_number and ring:  # effects of rows to come are fetched ahead
                     session.products.fill(256 << 20, 120)
                 times[_title(kib)] = seconds(asked, session, group, direction, members, rows)
             for key, value in times.items():
-                if turn:  # the first one warms up
+                if round_number:  # the first one warms up
                     found.setdefault(f"{label}, {key}", []).append(value)
         longest = max(statistics.median(found[f"{label}, {key}"]) for key in ("up", "down", "product"))
         last = statistics.median(found[f"{label}, {_title(piece_kib[-1])}"])

@@ -52,9 +52,14 @@ PLANS: dict[str, MemoryPlan | None] = {
     "windows, asked again": MemoryPlan(chunked_loss=True, window=WINDOW, answers=NOWHERE, states=DISK),
 }
 # The longest that is worth its minutes.
-MOST = {"as is": 4096, "checkpointing, asked again": 4096, "checkpointing": 4096, "loss by chunks": 4096}
-MOST |= {"chunks, checkpointing": 8192, "chunks, checkpointing, disk": 8192, "windows in memory": 8192}
-MOST |= {"windows, asked again": 4096}
+MAX_LENGTHS = {
+    "as is": 4096,
+    "checkpointing, asked again": 4096,
+    "checkpointing": 4096,
+    "loss by chunks": 4096,
+}
+MAX_LENGTHS |= {"chunks, checkpointing": 8192, "chunks, checkpointing, disk": 8192, "windows in memory": 8192}
+MAX_LENGTHS |= {"windows, asked again": 4096}
 console = Console(width=None if sys.stdout.isatty() else 150)
 
 
@@ -191,7 +196,7 @@ def main() -> None:
                 table.add_column(column, justify="left" if column == "way" else "right")
             for way in options.ways:
                 for length in options.lengths:
-                    if length > MOST.get(way, 1 << 30):
+                    if length > MAX_LENGTHS.get(way, 1 << 30):
                         continue
                     found = case(told | {"way": way, "length": length})
                     results.append({"way": way, "length": length, **found})

@@ -139,7 +139,7 @@ def main() -> None:
             )
             bare.start()
             port = ours.recv()
-            for turn in range(options.rounds):
+            for round_number in range(options.rounds):
                 for count in options.connections:
                     for what in ("echo", "executor"):
                         sockets = []
@@ -148,7 +148,7 @@ def main() -> None:
                                 raw = open_tcp("127.0.0.1", port, 30.0)
                                 sockets.append(start_tls(raw, "127.0.0.1", context))
                             else:
-                                sockets.append(greeted(running, f"{turn}-{count}-{i}", context))
+                                sockets.append(greeted(running, f"{round_number}-{count}-{i}", context))
                         pid = running.pid if what == "executor" else int(bare.pid or 0)
                         result = drive(sockets, pid, options.seconds)
                         found.setdefault(f"{what}, {count}", []).append(result)

@@ -84,9 +84,9 @@ def measure_products(rounds: int) -> list[dict[str, Any]]:
             given: dict[str, torch.Tensor] = {"float32": x, "bfloat16": x.bfloat16()} | dict.fromkeys(
                 RINGS, integers
             )
-            turns = {name: itertools.cycle(each) for name, each in weights.items()}
+            cycles = {name: itertools.cycle(each) for name, each in weights.items()}
             ways: dict[str, Callable[[], object]] = {
-                name: lambda turn=turns[name], rows=given[name], direction=direction: next(turn).apply(
+                name: lambda cycle=cycles[name], rows=given[name], direction=direction: next(cycle).apply(
                     direction, 1, [rows]
                 )
                 for name in NUMERICS

@@ -360,7 +360,7 @@ def _serve(
             if development is not None:
                 development.reload()
         except queue.Empty:
-            freed.give_back()
+            freed.trim()
             lost = development is not None and not development.alive
     notify("STOPPING=1")
     log.info("draining")

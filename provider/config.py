@@ -42,7 +42,7 @@ class WorkerOptions:
             SERVED,
             "Worker processes, which share the layers and are restarted if they end. 0: this process "
             "computes everything.",
-            least=0,
+            minimum=0,
         ),
     ] = 0
     devices: Annotated[
@@ -60,7 +60,7 @@ class WorkerOptions:
             "Workers that share each layer's outputs, for layers that are too large for one worker, or for "
             "faster products. The number of workers must be a multiple of this. 1: each layer is in one "
             "worker.",
-            least=1,
+            minimum=1,
         ),
     ] = 1
 
@@ -127,7 +127,7 @@ class ServeConfig(WorkerOptions):
             "Threads for one product. 0: the default. Without workers, it is torch's. With workers on the "
             "CPU, these share the machine's processors equally. If no worker is on the CPU, all workers "
             "share them. With Ray, it is one.",
-            least=0,
+            minimum=0,
         ),
     ] = 0
     part: Annotated[
@@ -178,9 +178,9 @@ class ServeConfig(WorkerOptions):
         Option(_ADMITTED, "Token file that `token add` makes. Required, unless {dev} or {plan} is given."),
     ] = None
     host: Annotated[str, Option(_ADMITTED, "Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, Option(_ADMITTED, "Port to listen on. 0: any free port.", least=0, most=65535)] = (
-        8765
-    )
+    port: Annotated[
+        int, Option(_ADMITTED, "Port to listen on. 0: any free port.", minimum=0, maximum=65535)
+    ] = 8765
     client_ca: Annotated[
         Path | None,
         Option(
@@ -192,18 +192,18 @@ class ServeConfig(WorkerOptions):
     max_connections: Annotated[
         int,
         Option(
-            _LIMITS, "Maximum number of connections. Further connections are closed immediately.", least=1
+            _LIMITS, "Maximum number of connections. Further connections are closed immediately.", minimum=1
         ),
     ] = 256
     tenant_connections: Annotated[
-        int, Option(_LIMITS, "Maximum number of connections of one tenant.", least=1)
+        int, Option(_LIMITS, "Maximum number of connections of one tenant.", minimum=1)
     ] = 64
     tenant_mib: Annotated[
         int,
         Option(
             _LIMITS,
             "MiB of requests and answers that one tenant may have in flight. 0: no limit.",
-            least=0,
+            minimum=0,
         ),
     ] = 512
     total_mib: Annotated[
@@ -212,17 +212,18 @@ class ServeConfig(WorkerOptions):
             _LIMITS,
             "MiB of all tenants' requests and answers in flight. If a tenant has nothing in flight, it may "
             "send one request of at most 1/128 of this limit, even if the limit is reached. 0: no limit.",
-            least=0,
+            minimum=0,
         ),
     ] = 2048
     tenant_rows: Annotated[
-        int, Option(_LIMITS, "Rows that one tenant may have in flight. 0: no limit.", least=0)
+        int, Option(_LIMITS, "Rows that one tenant may have in flight. 0: no limit.", minimum=0)
     ] = 0
     tenant_requests: Annotated[
-        float, Option(_LIMITS, "Requests that one tenant may send in a second. 0: no limit.", least=0)
+        float, Option(_LIMITS, "Requests that one tenant may send in a second. 0: no limit.", minimum=0)
     ] = 0.0
     tenant_mib_per_second: Annotated[
-        float, Option(_LIMITS, "MiB of requests that one tenant may send in a second. 0: no limit.", least=0)
+        float,
+        Option(_LIMITS, "MiB of requests that one tenant may send in a second. 0: no limit.", minimum=0),
     ] = 0.0
     drain_seconds: Annotated[
         float,
@@ -230,7 +231,7 @@ class ServeConfig(WorkerOptions):
             _LIMITS,
             "Maximum time after SIGTERM in which the executor answers the requests that have arrived. It "
             "then ends all sessions.",
-            least=0,
+            minimum=0,
         ),
     ] = 10.0
     max_connection_seconds: Annotated[
@@ -240,7 +241,7 @@ class ServeConfig(WorkerOptions):
             "Maximum age of a connection, varied by up to 10 %. When a connection reaches it, the "
             "executor answers the requests that have arrived, reads no others, and ends the connection. The "
             "tenant's SDK connects again, perhaps to another replica. 0: no maximum.",
-            least=0,
+            minimum=0,
         ),
     ] = 0.0
     batching: Annotated[
@@ -257,7 +258,7 @@ class ServeConfig(WorkerOptions):
         Option(
             _SCHEDULING,
             "Time that the executor aims to take for one decoded token, in all layers together.",
-            least=1,
+            minimum=1,
         ),
     ] = 100.0
     decode_rows: Annotated[
@@ -265,13 +266,15 @@ class ServeConfig(WorkerOptions):
         Option(
             _SCHEDULING,
             "Sequences that one tenant may decode at once. Further sequences get the priority of prompts.",
-            least=1,
+            minimum=1,
         ),
     ] = 256
     batch_wait_ms: Annotated[
         float,
         Option(
-            _SCHEDULING, "Longest time that a request waits for others that could share its product.", least=0
+            _SCHEDULING,
+            "Longest time that a request waits for others that could share its product.",
+            minimum=0,
         ),
     ] = 5.0
     local_dir: Annotated[
@@ -282,7 +285,7 @@ class ServeConfig(WorkerOptions):
         ),
     ] = None
     local_mib: Annotated[
-        int, Option(_LOCAL, "MiB of shared memory for all sessions of {local_dir} together.", least=1)
+        int, Option(_LOCAL, "MiB of shared memory for all sessions of {local_dir} together.", minimum=1)
     ] = 2048
     admin_host: Annotated[
         str,
@@ -297,8 +300,8 @@ class ServeConfig(WorkerOptions):
         Option(
             _OBSERVED,
             "Port of the status page, /metrics, /usage.csv, /healthz and /readyz. 0: any free port.",
-            least=0,
-            most=65535,
+            minimum=0,
+            maximum=65535,
         ),
     ] = 0
     ready_file: Annotated[
@@ -321,7 +324,7 @@ class ServeConfig(WorkerOptions):
     ] = None
     usage_seconds: Annotated[
         int,
-        Option(_OBSERVED, "Seconds between two entries in {usage_file}. 3600: at each full hour.", least=1),
+        Option(_OBSERVED, "Seconds between two entries in {usage_file}. 3600: at each full hour.", minimum=1),
     ] = 3600
     transcript: Annotated[
         Path | None,

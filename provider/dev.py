@@ -128,7 +128,7 @@ class Development:
         mark.write_text(here)
 
     def _source_port(self) -> int:
-        """Of the mask source's last run, which tenants that are under way know; or else 0."""
+        """Of the mask source's last run, which tenants that are running know; or else 0."""
         try:
             last = tomllib.loads(self._profile.read_text())["mask_sources"][0]["url"]
             port = urlsplit(last).port or 0

@@ -31,7 +31,7 @@ from shared.transport.refusal import session_refused
 from shared.wire.header import Header
 from shared.wire.incoming import check_header
 
-LOOK_SECONDS = 0.5  # between looks whether an answer can still come
+POLL_SECONDS = 0.5  # between checks whether an answer can still come
 
 
 class InprocessExecutor:
@@ -122,7 +122,7 @@ class InprocessSession:
     def _next_answer(self) -> tuple[bytes, torch.Tensor]:
         while True:
             try:
-                return self._answers.get(timeout=LOOK_SECONDS)
+                return self._answers.get(timeout=POLL_SECONDS)
             except queue.Empty:
                 if self._executor.service.engine.loop.closed:
                     raise BrokenPipeError(f"{self._executor.url} is closed") from None

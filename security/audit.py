@@ -204,7 +204,7 @@ class Audit:
         )
 
     def _crash(self, parties: Parties) -> None:
-        """The source dies with a mask's effect under way; the session goes on, and then there is another."""
+        """The source dies with a mask's effect in flight; the session goes on, and then there is another."""
         for crash in (True, False):
             with parties.connect(ONE_TIME, "crash", mask_budget_mib=0) as session:
                 model = session.load_model(progress=False)

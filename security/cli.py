@@ -60,9 +60,9 @@ class AuditOptions:
         Option("", "Real text of tenants, an example a line. Default: that of the examples."),
     ] = None
     quick: Annotated[bool, Option("", "Run fewer trials, with wider confidence intervals.")] = False
-    seed: Annotated[int, Option("", "Seed of everything random except masks.", least=0)] = 0
+    seed: Annotated[int, Option("", "Seed of everything random except masks.", minimum=0)] = 0
     workers: Annotated[
-        int, Option("", "Processes that share the layers of each executor (serve --workers).", least=0)
+        int, Option("", "Processes that share the layers of each executor (serve --workers).", minimum=0)
     ] = 0
     answers: Annotated[
         str,
@@ -137,7 +137,7 @@ def run(options: AuditOptions) -> None:
     memory. The audit of three gateways takes three more minutes and needs vLLM. Without vLLM, claims about
     gateways are skipped.
 
-    Recordings are in the folder TMPDIR, and are removed at the end. For a large model they need much room:
+    Recordings are in the folder TMPDIR, and are removed at the end. For a large model they need much space:
     with --quick and a model of 135 million parameters some 20 GB.
 
 

@@ -270,14 +270,14 @@ class TranscriptAudit:
         left, began = 60 * self.minutes - self._used.get(tenant, 0.0), time.process_time()
         why = ""
         try:
-            with time_limit(left), _memory_limit() as room:
+            with time_limit(left), _memory_limit() as limit:
                 yield left > 0
         except TimeLimitExceeded:
             left = 0
         except Exception as error:
             told = " ".join(str(error).split())
             if isinstance(error, MemoryError) or "can't allocate memory" in told:  # as torch has it
-                why = f"attacks on it need more memory than {gib(room)}"
+                why = f"attacks on it need more memory than {gib(limit)}"
             else:
                 why = f"an attack on it failed: {type(error).__name__}: {told[:200]}"
         self._used[tenant] = self._used.get(tenant, 0.0) + time.process_time() - began
@@ -291,14 +291,14 @@ class TranscriptAudit:
 @contextmanager
 def _memory_limit() -> Iterator[float]:
     """Bound the memory of this process in the block: by so many bytes more than it has now, if any number."""
-    room, before = MEMORY_SHARE * available_memory()[0], resource.getrlimit(resource.RLIMIT_AS)
+    limit, before = MEMORY_SHARE * available_memory()[0], resource.getrlimit(resource.RLIMIT_AS)
     try:
-        if math.isfinite(room):
+        if math.isfinite(limit):
             pages = int(Path("/proc/self/statm").read_text().split()[0])
-            most = int(pages * resource.getpagesize() + room)
+            most = int(pages * resource.getpagesize() + limit)
             soft = most if before[0] == resource.RLIM_INFINITY else min(most, before[0])
             resource.setrlimit(resource.RLIMIT_AS, (soft, before[1]))
-        yield room
+        yield limit
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
 

@@ -157,10 +157,10 @@ class CommandLine:
             default = None
         elif default is MISSING:
             default = inspect.Parameter.empty
-        if defaults and option.least is not None and not option.above:
+        if defaults and option.minimum is not None and not option.exclusive:
             # Typer's own "<float range>" would leave names too little room.
-            maximum = None if option.most == math.inf else option.most
-            more |= {"min": option.least, "max": maximum}
+            maximum = None if option.maximum == math.inf else option.maximum
+            more |= {"min": option.minimum, "max": maximum}
         if default is None:
             kind = Union[kind, None]  # noqa: UP007 - of types that are known at run time only
         parameters = []

@@ -222,7 +222,7 @@ def torch_grouped_product(device: torch.device, dtype: torch.dtype) -> Grouped:
 
 @cache
 def transforms_run() -> Callable[[], bool]:
-    """Whether a transform of ``torch.func`` is under way in this thread; yes, where that cannot be known."""
+    """Whether a transform of ``torch.func`` runs in this thread; yes, where that cannot be known."""
 
     def find() -> Callable[[], bool]:
         found: Callable[[], bool] = torch._C._are_functorch_transforms_active

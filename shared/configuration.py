@@ -33,7 +33,7 @@ BACKBONES = ("sam3_vit_model",)
 SERVED = "fp8, mxfp4, compressed-tensors, or 4-bit gptq or awq"
 _METHODS = ("fp8", "mxfp4", "compressed-tensors", "gptq", "awq")
 _DENSE = ("F64", "F32", "F16", "BF16")
-DEEPEST = 6  # how far entries may be nested
+MAX_DEPTH = 6  # how far entries may be nested
 
 
 def without_loading(value: Any, where: str, key: str = "", depth: int = 0) -> Any:
@@ -46,7 +46,7 @@ def without_loading(value: Any, where: str, key: str = "", depth: int = 0) -> An
     Raises:
         CheckpointError: it is nested too deeply, or of a model that loads something when it is built.
     """
-    if depth > DEEPEST:
+    if depth > MAX_DEPTH:
         raise CheckpointError(f"{where}: {key[:80]} is nested too deeply")
     if key == "model_type" and isinstance(value, str) and value in FETCHING:
         raise CheckpointError(f"{where}: {value} models fetch code or weights when they are built")

@@ -99,13 +99,13 @@ def check_texts(folder: Path) -> None:
         if file.suffix in OF_WEIGHTS or not file.is_file():
             continue
         large = file.stat().st_size > _LARGEST_TEXT
-        if large and (file.name in _ALWAYS_READ or mostly_hole(file)):
+        if large and (file.name in _ALWAYS_READ or is_sparse(file)):
             raise ConfigurationError(
                 f"{file} is larger than {_LARGEST_TEXT:,} bytes, which no file of this kind is"
             )
 
 
-def mostly_hole(file: Path) -> bool:
+def is_sparse(file: Path) -> bool:
     """Whether a large file takes less than half of its size on the disk; a copy takes all of it."""
     try:
         state = file.stat()

@@ -1,4 +1,4 @@
-"""Threads that clients share by turns."""
+"""Threads that clients share fairly (round robin)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class FairThreads:
     def __init__(self, count: int, name: str = "") -> None:
         self._threads, self._free = ThreadPoolExecutor(count, thread_name_prefix=name), count
         self._lock = threading.Lock()
-        # In the order of the turns.
+        # The next client first.
         self._waiting: dict[str, dict[Future[Any], Callable[[], None]]] = {}
         self._busy, self._closed = set[str](), False
 
     def submit_for(self, client: str, work: Callable[[], Any]) -> Future[Any]:
-        """Do a client's work when it is the client's turn; work that is cancelled before is forgotten.
+        """Do a client's work once a thread is free for it; work that is cancelled before is forgotten.
 
         Raises:
             RuntimeError: after ``shutdown``.
@@ -76,7 +76,7 @@ class FairThreads:
                 self._waiting[client] = works  # behind the others
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """See concurrent.futures; what waits for its turn is cancelled."""
+        """See concurrent.futures; what waits is cancelled."""
         with self._lock:
             self._closed = True
             waiting = [*chain.from_iterable(self._waiting.values())]

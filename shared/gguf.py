@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from shared.encoded import mostly_hole, path_text
+from shared.encoded import is_sparse, path_text
 from shared.errors import CheckpointError, peer_text
 from shared.gguf_header import check_header
 from shared.ownership import check_own, check_tree
@@ -111,7 +111,7 @@ def check_gguf(file: Path) -> None:
     try:
         with file.open("rb") as opened:
             begins = opened.read(len(_MAGIC))
-        hole = mostly_hole(file)
+        hole = is_sparse(file)
     except OSError as error:
         raise CheckpointError(f"cannot read {path_text(file)}: {error.strerror}") from error
     if begins != _MAGIC:
@@ -138,7 +138,7 @@ def folder_of(file: Path) -> Path:
     It takes four bytes for each weight there, and as much as the file has until it is made.
 
     Raises:
-        CheckpointError: see ``write_folder``; or there is no room.
+        CheckpointError: see ``write_folder``; or the disk is full.
     """
     check_gguf(file)
     base = cache_home() / "symbiosis" / "gguf"

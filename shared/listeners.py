@@ -13,7 +13,7 @@ _ATTACH_FILTER = 26  # SO_ATTACH_FILTER of Linux
 _RETURN_NOTHING = struct.pack("HBBI", 0x06, 0, 0, 0)  # a filter's one instruction: keep 0 bytes of a packet
 
 
-def close_to_everybody(listener: socket.socket) -> None:
+def drop_all_packets(listener: socket.socket) -> None:
     """Have the kernel drop every packet that comes to a listening socket.
 
     Its owner goes on listening, and notices nothing. To close it instead would make the owner fail.
@@ -34,7 +34,7 @@ def groups_without_listeners() -> Iterator[None]:
     yield
     for each in _listening():
         if each.getsockname() not in before:
-            close_to_everybody(each)
+            drop_all_packets(each)
 
 
 def _listening() -> Iterator[socket.socket]:

@@ -34,7 +34,7 @@ class FreedMemory:
         self._kept, self._trim = max_bytes, _function("malloc_trim")
         self._level = resident_bytes()
 
-    def give_back(self) -> bool:
+    def trim(self) -> bool:
         """Give it back if it is time to; whether it was. Others wait meanwhile, for milliseconds."""
         if self._trim is None or resident_bytes() <= self._level + self._kept:
             return False

@@ -32,8 +32,8 @@ class Option:
     Attributes:
         group: the heading under which it stands.
         text: what it is; ``{name}`` in it is another option, which each reader sees under its own name.
-        least, most: bounds of a number, which is never infinite.
-        above: it is more than ``least``.
+        minimum, maximum: bounds of a number, which is never infinite.
+        exclusive: it is more than ``minimum``.
         choices: all that a word may be.
         unit: what stands for a value: ``SECONDS``, ``URL``.
         argument: a command line takes it without a name.
@@ -46,9 +46,9 @@ class Option:
 
     group: str
     text: str
-    least: float | None = None
-    most: float = math.inf
-    above: bool = False
+    minimum: float | None = None
+    maximum: float = math.inf
+    exclusive: bool = False
     choices: tuple[str | int, ...] = ()
     unit: str = ""
     argument: bool = False
@@ -70,12 +70,12 @@ class Option:
             raise ConfigurationError(
                 "{} must be one of {}", OptionReference(name, value), ", ".join(map(str, self.choices))
             )
-        if self.least is None or not isinstance(value, (int, float)):
+        if self.minimum is None or not isinstance(value, (int, float)):
             return
-        low = self.least < value if self.above else self.least <= value
-        if not (low and value <= self.most) or value == math.inf:
-            most = "" if self.most == math.inf else f" and at most {self.most:g}"
-            least = f"{'more than' if self.above else 'at least'} {self.least:g}"
+        low = self.minimum < value if self.exclusive else self.minimum <= value
+        if not (low and value <= self.maximum) or value == math.inf:
+            most = "" if self.maximum == math.inf else f" and at most {self.maximum:g}"
+            least = f"{'more than' if self.exclusive else 'at least'} {self.minimum:g}"
             raise ConfigurationError("{} must be {}{}", OptionReference(name, value), least, most)
 
 

@@ -89,7 +89,7 @@ class Stored:
 
     @cached_property
     def largest_conversion(self) -> int:
-        """Bytes that the largest conversion, of a parameter or an expert, takes under way, about."""
+        """Bytes that the largest conversion, of a parameter or an expert, takes while it runs, about."""
         largest = 0
         for name, recipe in self._recipes.items():
             if recipe.converter is not None:

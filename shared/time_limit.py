@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-_LOOKS = 0.2  # seconds between looks at the clock
+_POLL_SECONDS = 0.2  # between two readings of the clock
 
 
 class TimeLimitExceeded(BaseException):
@@ -30,7 +30,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     def watch() -> None:
         nonlocal raised
-        while not over.wait(_LOOKS):
+        while not over.wait(_POLL_SECONDS):
             if time.process_time() > end:
                 raised = True
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(

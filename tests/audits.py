@@ -91,7 +91,7 @@ class Here(ExecutorProcess):
     def stop(self, number: int = 0) -> None:
         """See Executor."""
         if self.server is not None:
-            if self.engine.paused:  # it dies with requests under way
+            if self.engine.paused:  # it dies with requests in flight
                 self.engine.loop.call_soon_threadsafe(self._break)
             self.server.drain(2.0)
             self.recording.close()

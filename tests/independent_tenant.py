@@ -186,25 +186,25 @@ def signed(numbers: np.ndarray, bits: int) -> np.ndarray:
 # -- quantise --------------------------------------------------------------------------------------
 
 
-def step(norm: float, columns: int, bound: int, room: int) -> float:
-    """The smallest c = m/16 · 2^p, m from 8 to 15, with (‖x/c‖ + √C/2) β ≤ room."""
+def step(norm: float, columns: int, bound: int, product_limit: int) -> float:
+    """The smallest c = m/16 · 2^p, m from 8 to 15, with (‖x/c‖ + √C/2) β ≤ product_limit."""
     if norm == 0:
         return 2.0**-513
-    most = room / math.sqrt(bound) - math.sqrt(columns) / 2 if bound else LARGEST_NORM
+    most = product_limit / math.sqrt(bound) - math.sqrt(columns) / 2 if bound else LARGEST_NORM
     least = norm * (MARGIN / min(most, LARGEST_NORM))
     _, power = math.frexp(least)  # 2^(p-1) <= least < 2^p
     steps = [m / 16 * 2.0**p for p in (power, power + 1) for m in range(8, 16)]
     return min(c for c in steps if c >= least)
 
 
-def quantise(x: np.ndarray, bound: int, room: int) -> tuple[np.ndarray, np.ndarray]:
+def quantise(x: np.ndarray, bound: int, product_limit: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows [T, C] of float32 as integers int64, and the steps [T] that are never sent."""
     x = x.astype(np.float64)
-    steps = np.array([step(math.sqrt(math.fsum(row * row)), x.shape[1], bound, room) for row in x])
+    steps = np.array([step(math.sqrt(math.fsum(row * row)), x.shape[1], bound, product_limit) for row in x])
     return np.rint(x * (1 / steps)[:, None]).astype(np.int64), steps
 
 
-def room(bits: int, sources: int) -> int:
+def product_limit(bits: int, sources: int) -> int:
     """Exact answers may be as large as an int32; half answers leave one unit free for each source."""
     return LARGEST - (max(1, sources) << (EXACT - bits) if bits < EXACT else 0)
 
@@ -356,7 +356,7 @@ class Tenant:
         scales, sources = self.provider.scales(request), len(self.sources)
         forward = request.direction == FORWARD
         scaled = x if forward else x * scales
-        rows, steps = quantise(scaled, request.bound(self.manifest), room(bits, sources))
+        rows, steps = quantise(scaled, request.bound(self.manifest), product_limit(bits, sources))
         seeds = seeds or [secrets.token_bytes(wire.SEED) for _ in self.sources]
         received = self.ask(request, rows, bits, seeds)
         revealed = unmask(*received, bits)

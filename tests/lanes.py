@@ -69,10 +69,10 @@ class BrokenLane(ProcessLane):
 
 
 class ShufflingLane(ProcessLane):
-    """Has several batches under way, and multiplies any of them next.
+    """Has several batches in flight, and multiplies any of them next.
 
     Attributes:
-        most: batches that were under way at once.
+        most: batches that were in flight at once.
         parts: of requests that were multiplied in several.
     """
 
@@ -81,22 +81,22 @@ class ShufflingLane(ProcessLane):
     def __init__(self, executor: BaseExecutor, seed: int = 0) -> None:
         super().__init__(executor)
         self._draw, self._lock = random.Random(seed), threading.Lock()
-        self._under_way: list[tuple[Sequence[RowRange], Future[BatchResult]]] = []
+        self._in_flight: list[tuple[Sequence[RowRange], Future[BatchResult]]] = []
         self.most = self.parts = 0
 
     def start(self, batch: Sequence[RowRange]) -> Future[BatchResult]:
         """See Lane."""
         future: Future[BatchResult] = Future()
         with self._lock:
-            self._under_way.append((batch, future))
-            self.most = max(self.most, len(self._under_way))
+            self._in_flight.append((batch, future))
+            self.most = max(self.most, len(self._in_flight))
             self.parts += sum(rows.stop - rows.start < rows.request.header.rows for rows in batch)
         self._thread.submit(self._any)
         return future
 
     def _any(self) -> None:
         with self._lock:
-            batch, future = self._under_way.pop(self._draw.randrange(len(self._under_way)))
+            batch, future = self._in_flight.pop(self._draw.randrange(len(self._in_flight)))
         try:
             future.set_result(self.multiply(batch))
         except Exception as error:

@@ -39,7 +39,7 @@ class Tenant:
 
     Args:
         think: seconds between an answer and the next request.
-        at_once: requests under way at the same time, for one who floods.
+        at_once: requests in flight at the same time, for one who floods.
     """
 
     name: str

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 READ_AHEAD_ROWS = 16
 INLINE_SECONDS = 1e-3  # of a product that the loop's thread multiplies itself
-AWAY_SECONDS = 1.0  # for which requests wait for a lane that takes none; then they are asked for again
+LANE_WAIT_SECONDS = 1.0  # for which requests wait for a lane that takes none; then they are asked for again
 
 
 class Completion(NamedTuple):
@@ -71,10 +71,10 @@ class _Submission:
         "completed",
         "done",
         "first",
+        "in_flight",
         "queued",
         "request",
         "seconds",
-        "under_way",
     )
 
     def __init__(self, queued: QueuedRequest, request: Request, completed: OnCompletion) -> None:
@@ -83,7 +83,7 @@ class _Submission:
         self.first = 0.0
         self.done = 0  # rows
         self.seconds = 0.0  # of products
-        self.under_way = 0  # ranges of its rows that a lane has
+        self.in_flight = 0  # ranges of its rows that a lane has
         self.abandoned = False  # nobody wants the answer any more
 
 
@@ -119,7 +119,7 @@ class Engine:
         self._read_ahead, self._on_batch = read_ahead, on_batch
         self._all = sum(shape.size for shape in latency.shapes)
         self._submissions: dict[QueuedRequest, _Submission] = {}
-        self._under_way = [0] * len(self._lanes)
+        self._in_flight = [0] * len(self._lanes)
         self._ended = [0.0] * len(self._lanes)  # when the last batch of each did
         self._deferred: deque[Callable[[], None]] = deque()
         self._next_group: int | None = None  # to read ahead
@@ -187,7 +187,7 @@ class Engine:
         ]:
             submission.abandoned = True
             self.policy.drop(submission.queued)
-            if not submission.under_way:
+            if not submission.in_flight:
                 del self._submissions[submission.queued]
                 self._complete(submission, ConnectionResetError("the session has ended"))
         self.policy.session_ended(tenant, session)
@@ -218,7 +218,7 @@ class Engine:
     # -- the loop's thread -----------------------------------------------------------------------
 
     def run_once(self) -> float | None:
-        """See ``provider.engine.loop.LoopTask``: decide for every lane that has room, once."""
+        """See ``provider.engine.loop.LoopTask``: decide for every lane that is free, once."""
         wait: float | None = None
         try:
             for number, lane in enumerate(self._lanes):
@@ -228,7 +228,7 @@ class Engine:
                 later = None if depth else self._refuse_overdue(number, now)
                 if later is not None:
                     wait = later if wait is None else min(wait, later)
-                if self._under_way[number] >= depth:
+                if self._in_flight[number] >= depth:
                     continue
                 decision = self.policy.next(now, number)
                 if isinstance(decision, float):
@@ -253,16 +253,18 @@ class Engine:
         Returns:
             Seconds until the next request has waited too long; None: there is none.
         """
-        waiting = [a for a in self._submissions.values() if a.queued.lane == lane and not a.under_way]
-        due = [a for a in waiting if a.queued.arrived + AWAY_SECONDS <= now]
+        waiting = [a for a in self._submissions.values() if a.queued.lane == lane and not a.in_flight]
+        due = [a for a in waiting if a.queued.arrived + LANE_WAIT_SECONDS <= now]
         for submission in due:
             self.policy.drop(submission.queued)
             del self._submissions[submission.queued]
         for submission in due:  # a connection that breaks under an answer ends all requests of its session
             what = f"what has group {submission.queued.key.group} is being started again; ask again"
-            self._complete(submission, WireError("restarting", what, retry_after=AWAY_SECONDS))
+            self._complete(submission, WireError("restarting", what, retry_after=LANE_WAIT_SECONDS))
         later = [
-            a.queued.arrived + AWAY_SECONDS - now for a in waiting if a.queued.arrived + AWAY_SECONDS > now
+            a.queued.arrived + LANE_WAIT_SECONDS - now
+            for a in waiting
+            if a.queued.arrived + LANE_WAIT_SECONDS > now
         ]
         return min(later, default=None)
 
@@ -273,13 +275,13 @@ class Engine:
         in the order of their ids. Meanwhile the tenant computes its attention.
         """
         group, self._next_group = self._next_group, None
-        if group is not None and not any(self._under_way):
+        if group is not None and not any(self._in_flight):
             self._read_ahead(group, stop)
 
     def _start(self, number: int, lane: Lane, batch: Batch) -> None:
         rows = [RowRange(self._submissions[queued].request, start, stop) for queued, start, stop in batch]
         for queued, _, _ in batch:
-            self._submissions[queued].under_way += 1
+            self._submissions[queued].in_flight += 1
         started = self._clock()
         key, count = batch[0].request.key, rows_of(batch)
         expected = self._latency.seconds(key.group, key.direction, key.member_bits, count)
@@ -297,7 +299,7 @@ class Engine:
         except Exception as error:
             self._finished(batch, _at_fault(error, batch), started)
             return
-        self._under_way[number] += 1
+        self._in_flight[number] += 1
         future.add_done_callback(
             lambda future: self.loop.call_soon_threadsafe(
                 partial(self._arrived, number, batch, started, future)
@@ -305,7 +307,7 @@ class Engine:
         )
 
     def _arrived(self, number: int, batch: Batch, started: float, future: Future[BatchResult]) -> None:
-        self._under_way[number] -= 1
+        self._in_flight[number] -= 1
         # It waited for the one before it: a lane multiplies one after the other.
         started, self._ended[number] = max(started, self._ended[number]), self._clock()
         error = future.exception()
@@ -320,11 +322,11 @@ class Engine:
             submission = self._submissions.get(queued)
             if submission is None:
                 continue  # earlier rows of it failed
-            submission.under_way -= 1
+            submission.in_flight -= 1
             if not submission.answers:
                 submission.first = started
             if submission.abandoned:
-                if not submission.under_way:
+                if not submission.in_flight:
                     complete.append((submission, ConnectionResetError("the session has ended")))
                 continue
             if isinstance(answer, Exception):

@@ -85,7 +85,7 @@ class Loop:
         """End the thread after a last call; forget what is registered."""
         if self._thread is None:
             self._end()
-            self._let_go()
+            self._close_descriptors()
             return
         self.call_soon_threadsafe(last)
         self.call_soon_threadsafe(self._end)
@@ -180,7 +180,7 @@ class Loop:
     def _run(self) -> None:
         while not self._closed:
             self._round()
-        self._let_go()
+        self._close_descriptors()
 
     def _round(self) -> None:
         """Let the task do some work, wait, and do what is due."""
@@ -197,7 +197,7 @@ class Loop:
         while self._timers and self._timers[0][0] <= self._clock():
             self._guarded(heapq.heappop(self._timers)[2])
 
-    def _let_go(self) -> None:
+    def _close_descriptors(self) -> None:
         for each in (self._epoll, self._wake, self._woken):
             each.close()
 

@@ -40,13 +40,15 @@ def profile(
         everyone = (1 << len(shape.outputs)) - 1
         for direction in (Direction.FORWARD, Direction.BACKWARD):
             times: dict[int, list[float]] = {1: [], PROFILE_ROWS: []}
-            for turn in range(rounds + 1):
+            for repetition in range(rounds + 1):
                 for rows, seconds in times.items():
-                    group = numbers[turn % len(numbers)]  # another each time, as in a pass through a model
+                    group = numbers[
+                        repetition % len(numbers)
+                    ]  # another each time, as in a pass through a model
                     tensors = executor.zeros(group, direction, everyone, rows)
                     started = time.perf_counter()
                     executor.compute(group, direction, everyone, tensors)
-                    if turn:  # the first warms up
+                    if repetition:  # the first warms up
                         seconds.append(time.perf_counter() - started)
             few, many = (sorted(seconds)[rounds // 2] for seconds in times.values())
             per_row = max(many - few, 0.01 * many) / (PROFILE_ROWS - 1)

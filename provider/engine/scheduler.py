@@ -31,7 +31,7 @@ MIN_WEIGHT_LOADS = 4.0
 INTERACTIVE_SECONDS = 2.0  # who waited for a token this recently may soon wait for the next
 MIN_WAIT_SECONDS = 1e-4  # waking up again takes as long
 # Requests of each tenant that a decision scans, decodes and others apart. Else a decision would take the
-# longer the more requests one tenant has under way, and all tenants wait while it is made. Of many tenants it
+# longer the more requests one tenant has in flight, and all tenants wait while it is made. Of many tenants it
 # scans fewer each, but one at least.
 SCAN_LIMIT = 64
 SCAN_LIMIT_TOTAL = 512
@@ -164,21 +164,21 @@ class Lockstep(Unbatched):
 
     def __init__(self) -> None:
         super().__init__()
-        self._active = _Active(LOCKSTEP_SECONDS)
+        self._recent_tenants = _RecentTenants(LOCKSTEP_SECONDS)
 
     def add(self, request: QueuedRequest, now: float) -> None:
         """See Policy."""
         super().add(request, now)
-        self._active.seen(request.tenant, now)
+        self._recent_tenants.record(request.tenant, now)
 
     def next(self, now: float, lane: int = 0) -> Batch | float | None:
         """See Policy."""
         first = next((request for request in self._queue if request.lane == lane), None)
         if first is None:
             return None
-        missing = self._active.latest_of_others({request.tenant for request in self._queue}, now)
+        missing = self._recent_tenants.latest_of_others({request.tenant for request in self._queue}, now)
         if missing is not None:
-            return missing + self._active.seconds
+            return missing + self._recent_tenants.seconds
         key = first.key
         batch = [request for request in self._queue if request.key == key]
         self._queue = [request for request in self._queue if request.key != key]
@@ -232,9 +232,9 @@ class Opportunistic(Policy):
         # By lane, tenant and whether they decode, in the order of arrival.
         self._queues: dict[tuple[int, str, bool], dict[QueuedRequest, None]] = {}
         self._decoding: Counter[str] = Counter()  # rows of decodes in the queue, by tenant
-        self._active = _Active(ACTIVE_SECONDS)
+        self._recent_tenants = _RecentTenants(ACTIVE_SECONDS)
         self._last_decode = -math.inf
-        self._interactive = _Active(INTERACTIVE_SECONDS)
+        self._recent_interactive = _RecentTenants(INTERACTIVE_SECONDS)
         self.counters = VirtualTokenCounters()
 
     def add(self, request: QueuedRequest, now: float) -> None:
@@ -246,7 +246,7 @@ class Opportunistic(Policy):
                 self._decoding[request.tenant] += request.rows
         self.counters.started_waiting(request.tenant)
         self._queues.setdefault(_queue_of(request), {})[request] = None
-        self._active.seen(request.tenant, now)
+        self._recent_tenants.record(request.tenant, now)
 
     def next(self, now: float, lane: int = 0) -> Batch | float | None:
         """See Policy."""
@@ -257,7 +257,9 @@ class Opportunistic(Policy):
             return None
         for request in waiting:
             self._record_activity(request, now)
-        uncontended = self._active.latest_of_others({tenant for _, tenant, _ in self._queues}, now) is None
+        uncontended = (
+            self._recent_tenants.latest_of_others({tenant for _, tenant, _ in self._queues}, now) is None
+        )
         if (
             uncontended and len(waiting) == 1 and len(self._queues) == 1
         ):  # nobody to be fair to, no time to lose
@@ -333,12 +335,12 @@ class Opportunistic(Policy):
         if request.decodes:
             self._last_decode = now
         if request.request_class != RequestClass.FINETUNING:
-            self._interactive.seen(request.tenant, now)
+            self._recent_interactive.record(request.tenant, now)
 
     def _row_limit(self, request: QueuedRequest, now: float) -> int:
         """Returns the most rows of a product that this request, no decode, may be part of."""
         group, direction, member_bits, _ = request.key
-        others = self._interactive.latest_of_others({request.tenant}, now)
+        others = self._recent_interactive.latest_of_others({request.tenant}, now)
         seconds = PRODUCT_SECONDS
         if others is not None:
             weight_load_seconds = self._latency.seconds(group, direction, member_bits, 0)
@@ -410,7 +412,7 @@ class DecodeController:
 
     def __init__(self, objective: float) -> None:
         self._objective = objective
-        self._under_way: dict[Hashable, tuple[int, float]] = {}  # last group, seconds so far
+        self._in_flight: dict[Hashable, tuple[int, float]] = {}  # last group, seconds so far
         self._target_share = self.MAX_TARGET  # of the objective
         self.met = self.late = 0
         self.product_time_factor = 1.0
@@ -420,17 +422,17 @@ class DecodeController:
         """How many tokens met the objective, and how many were late."""
         return self.met, self.late
 
-    def under_way(self, session: Hashable) -> bool:
+    def in_flight(self, session: Hashable) -> bool:
         """Returns whether a token of this session may not be complete."""
-        return session in self._under_way
+        return session in self._in_flight
 
     def session_ended(self, session: Hashable) -> None:
         """Forget a session that has ended."""
-        self._under_way.pop(session, None)
+        self._in_flight.pop(session, None)
 
     def answered(self, session: Hashable, group: int, seconds: float) -> None:
         """Record that a decode of a session has its answer."""
-        last, spent = self._under_way.get(session, (-1, 0.0))
+        last, spent = self._in_flight.get(session, (-1, 0.0))
         if group <= last:
             late = spent > self._objective
             self.late += late
@@ -441,17 +443,17 @@ class DecodeController:
             factor = self.product_time_factor * (self._target_share * self._objective / spent) ** self.STEP
             self.product_time_factor = min(self.MAX_FACTOR, max(self.MIN_FACTOR, factor))
             spent = 0.0
-        self._under_way[session] = (group, spent + seconds)
+        self._in_flight[session] = (group, spent + seconds)
 
 
-class _Active:
+class _RecentTenants:
     """Remembers the tenants that asked within the last ``seconds``."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._last: dict[str, float] = {}  # the latest at the end
 
-    def seen(self, tenant: str, now: float) -> None:
+    def record(self, tenant: str, now: float) -> None:
         self._last.pop(tenant, None)
         self._last[tenant] = now
 

@@ -99,7 +99,7 @@ class Shards:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        self._meet("started", START_SECONDS)
+        self._barrier("started", START_SECONDS)
         with groups_without_listeners():
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
@@ -109,7 +109,7 @@ class Shards:
                 timeout=timedelta(seconds=GATHER_SECONDS),
             )
             self._mesh = init_device_mesh(device.type, (gathering.count,))
-            self._meet("connected", START_SECONDS)
+            self._barrier("connected", START_SECONDS)
 
     def all_loaded(self) -> None:
         """Wait until all have their shards: from then on they must gather together.
@@ -117,16 +117,16 @@ class Shards:
         Raises:
             RuntimeError: some have not in time.
         """
-        self._meet("loaded", LOAD_SECONDS)
+        self._barrier("loaded", LOAD_SECONDS)
 
-    def _meet(self, why: str, seconds: float) -> None:
+    def _barrier(self, why: str, seconds: float) -> None:
         keys = [f"{why}-{index}" for index in range(self._gathering.count)]
         self._store.set(keys[self._gathering.index], "")
         self._store.wait(keys, timedelta(seconds=seconds))
 
-    def give_back(self) -> None:
+    def trim(self) -> None:
         """Give the system back what the first products have gathered, and freed."""
-        self._freed.give_back()
+        self._freed.trim()
 
     def load(self, checkpoint: Checkpoint, info: GroupInfo, device: torch.device) -> LoadedGroup:
         """Read this process's rows of a group's weight, and nothing else of it."""

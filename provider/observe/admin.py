@@ -41,7 +41,8 @@ ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - and where those
 CONNECTIONS, MAX_CONNECTIONS = 16, 64
 REQUEST_SECONDS = 5.0  # for a request to arrive and be answered
 HEAD_BYTES = 16 << 10  # of a request: its parser takes a time that grows with the square of them
-REST, MAX_REST = 9, 0.5  # times as long as an answer took to make, and seconds; no other one is made then
+# Times as long as an answer took to make, and seconds; no other one is made then.
+COOLDOWN, MAX_COOLDOWN = 9, 0.5
 MAX_WAITING = 4  # for an answer; probes need the other connections
 
 
@@ -153,7 +154,7 @@ class FreshAnswer:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._make, self._clock, self._sleep = make, clock, sleep
-        self._lock, self._rests_until = threading.Lock(), -math.inf
+        self._lock, self._cooldown_until = threading.Lock(), -math.inf
         self._begun = self._made = 0  # the number of the newest one
         self._answer, self._places = b"", threading.Semaphore(MAX_WAITING)
 
@@ -172,13 +173,13 @@ class FreshAnswer:
         with self._lock:
             if self._made > begun:  # another thread has begun and made one since
                 return self._answer
-            if (rest := self._rests_until - self._clock()) > 0:
-                self._sleep(rest)
+            if (remaining := self._cooldown_until - self._clock()) > 0:
+                self._sleep(remaining)
             self._begun += 1
             began = self._clock()
             self._answer, self._made = self._make(), self._begun
             ended = self._clock()
-            self._rests_until = ended + min(MAX_REST, REST * (ended - began))
+            self._cooldown_until = ended + min(MAX_COOLDOWN, COOLDOWN * (ended - began))
             return self._answer
 
 

@@ -26,7 +26,7 @@ class Periodic:
         self._thread.start()
 
     def close(self) -> None:
-        """Call it no more; a call under way ends first."""
+        """Call it no more; a running call ends first."""
         self._stop.set()
         self._thread.join()
 

@@ -49,14 +49,14 @@ class PlacedLanes:
     Args:
         placement: see there.
         latency: of each worker, for its stripe of every group.
-        there_and_back: what a batch takes to a worker and back, beside its product; 0 in this process.
+        round_trip: what a batch takes to a worker and back, beside its product; 0 in this process.
         copied: bytes a second at which rows are copied there, and answers back; None: they are not.
         row_bytes: of each group, of rows and answers together.
     """
 
     placement: Placement
     latency: Sequence[LatencyModel]
-    there_and_back: float = 0.0
+    round_trip: float = 0.0
     copied: float | None = None
     row_bytes: Sequence[float] = ()
     depth: int = 1
@@ -78,7 +78,7 @@ class PlacedLanes:
             ((line.fixed, line.fixed + line.per_row * rows) for line in lines), key=lambda each: each[1]
         )
         copying = rows * self.row_bytes[group] / self.copied if self.copied else 0.0
-        return Product(busy + self.there_and_back + copying, reading, max(busy, copying))
+        return Product(busy + self.round_trip + copying, reading, max(busy, copying))
 
     def model(self) -> LatencyModel:
         """What the policy is told of products."""

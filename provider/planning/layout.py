@@ -138,7 +138,7 @@ def plan_layout(
         assumed: see ``provider.planning.options``; such devices are not measured.
         threads: see ``survey``.
         processes: each device has a worker process; else there is one device, and it is this process's.
-        allow_misfit: place them as if there were room, if there is none, and say so in ``misfit``.
+        allow_misfit: place them even if they do not fit, and say so in ``misfit``.
 
     Raises:
         ConfigurationError: they do not fit, or cannot be divided so.
@@ -163,8 +163,8 @@ def plan_layout(
         if not allow_misfit:
             raise
         misfit = error.structured_message
-        roomy: list[Device] = [replace(device, memory=float("inf")) for device in devices]
-        placement = place(shapes, roomy, weight_bytes=weight_bytes, stripes=stripes)
+        unlimited: list[Device] = [replace(device, memory=float("inf")) for device in devices]
+        placement = place(shapes, unlimited, weight_bytes=weight_bytes, stripes=stripes)
     by_name = {each.name: each for each in surveys}
     latency = tuple(
         latency_of(device, weight_bytes, widest_shapes, by_name.get(device.name)) for device in devices

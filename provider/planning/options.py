@@ -54,7 +54,7 @@ class PlanOptions(WorkerOptions):
             _FORECAST,
             "Number of mask sources, with ring numerics. The printed bytes of a token include the effects of "
             "these mask sources. The simulated network does not carry effects.",
-            least=0,
+            minimum=0,
             unit="COUNT",
         ),
     ] = 1
@@ -67,14 +67,14 @@ class PlanOptions(WorkerOptions):
         ),
     ] = "10Gbit,0.5ms"
     tenants: Annotated[
-        int, Option(_FORECAST, "Tenants that work at the same time.", least=1, most=1024, unit="COUNT")
+        int, Option(_FORECAST, "Tenants that work at the same time.", minimum=1, maximum=1024, unit="COUNT")
     ] = 8
     rows: Annotated[
         int,
         Option(
             _FORECAST,
             "Rows in a fine-tuning step: the number of sequences times the tokens in each.",
-            least=1,
+            minimum=1,
             unit="COUNT",
         ),
     ] = 512

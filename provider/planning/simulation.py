@@ -111,7 +111,7 @@ class _Serial:
 @dataclass
 class _Lane(_Serial):
     reading: float = 0.0
-    under_way: int = 0
+    in_flight: int = 0
     wakes: float = float("inf")
 
 
@@ -269,7 +269,7 @@ class Simulation:
     def _give(self, number: int, now: float) -> None:
         """As many batches as the lane takes."""
         lane = self._lanes[number]
-        while lane.under_way < self.lanes.depth:
+        while lane.in_flight < self.lanes.depth:
             decision = self.policy.next(now, number)
             if not isinstance(decision, list):
                 if decision is not None and not now < lane.wakes <= decision:
@@ -284,12 +284,12 @@ class Simulation:
         began = max(now, lane.free)
         free = lane.take(now, product.busy)
         lane.reading += min(product.reading, product.busy)
-        lane.under_way += 1
+        lane.in_flight += 1
         self._products += 1
         self._rows += rows
 
         def done(now: float) -> None:
-            lane.under_way -= 1
+            lane.in_flight -= 1
             self.policy.finished(batch, product.seconds, now)
             for queued_rows in batch:
                 self._range_done(queued_rows, now)

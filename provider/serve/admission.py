@@ -15,7 +15,7 @@ from shared.wire.messages import ErrorInfo
 
 log = logging.getLogger(__name__)
 
-FULL_RETRY_SECONDS = 5.0  # after which there may be room
+FULL_RETRY_SECONDS = 5.0  # after which a connection may be free
 _CODES = {"expired": "unauthorized", "full": "overloaded", "tenant_full": "overloaded"}
 
 

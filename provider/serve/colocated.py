@@ -414,14 +414,14 @@ class ColocatedServer:
         try:
             check_version(part.decode(errors="replace") for part in parts[:1])
             token = parts[1].decode(errors="surrogateescape") if len(parts) == 2 else None
-            with ExitStack() as room:
+            with ExitStack() as reservation:
                 connections.reserve()
-                room.callback(connections.release)
-                identity = connections.admit(token, self._tokens, room)
+                reservation.callback(connections.release)
+                identity = connections.admit(token, self._tokens, reservation)
                 connection = ColocatedConnection(self._directory, identity, self._service, self._budget)
                 opened = connection.opened()  # before it may end
                 connections.loop.call_soon_threadsafe(partial(connections.start, connection))
-                room.pop_all()
+                reservation.pop_all()
             return [OPENED, encode(opened)]
         except Exception as error:
             refused = refusal(error)

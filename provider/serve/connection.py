@@ -61,7 +61,7 @@ class Connection(ABC):
 
     def __init__(self, tenant: str, token: str, peer: str) -> None:
         self.tenant, self.token = tenant, token
-        self._who = {"tenant": tenant, "peer": peer}  # for the log
+        self._log_fields = {"tenant": tenant, "peer": peer}  # for the log
         self.drain_at = math.inf
 
     def start(self, loop: Loop, ended: Callable[[], None]) -> None:
@@ -73,13 +73,13 @@ class Connection(ABC):
         """Answer what has arrived, read no more, then say that this executor goes away."""
 
     def revoke(self) -> None:
-        """End the session, whatever is under way: its token is valid no more."""
+        """End the session, whatever is in flight: its token is valid no more."""
         message = "the token of this session was removed or has expired; ask the provider for a new one"
         self._guarded(self._revoke, WireError("unauthorized", message, fatal=True))
 
     def _revoke(self, error: WireError) -> None:
         if self._stage < CLOSING:
-            extra = self._who | {"reason": "revoked"}
+            extra = self._log_fields | {"reason": "revoked"}
             log.warning("tenant %s is shut out: its token is valid no more", self.tenant, extra=extra)
             self._session.refuse(0, error)
             self._refused(error)
@@ -105,19 +105,19 @@ class Connection(ABC):
                 handle(*args)
         except WireError as error:
             if self._session.logged:
-                log.warning("tenant %s broke the protocol: %s", self.tenant, error, extra=self._who)
+                log.warning("tenant %s broke the protocol: %s", self.tenant, error, extra=self._log_fields)
             self._session.refuse(0, error)
             self._refused(error)
         except (OSError, EOFError) as error:
             self._broke(error)
         except Exception:
-            log.exception("the connection of tenant %s failed", self.tenant, extra=self._who)
+            log.exception("the connection of tenant %s failed", self.tenant, extra=self._log_fields)
             self._end()
 
     def _broke(self, error: BaseException) -> None:
-        if self._stage < CLOSING:  # who has said goodbye need not wait for ours
+        if self._stage < CLOSING:  # who has sent a close frame need not wait for ours
             reason = type(error).__name__
-            extra = self._who | {"reason": reason}
+            extra = self._log_fields | {"reason": reason}
             if self._session.logged:
                 log.info("tenant %s: connection ended: %s", self.tenant, reason, extra=extra)
         self._end()
@@ -134,7 +134,7 @@ class ConnectionLimits(NamedTuple):
     """Limits of an executor's connections, over all transports together.
 
     Attributes:
-        total: how many connections there may be, with those whose handshake is under way; further ones
+        total: how many connections there may be, with those whose handshake is in progress; further ones
             are closed at once.
         per_tenant: how many connections one tenant may have; further ones are turned away.
         seconds: the age at which a connection is drained, so that its tenant comes again, perhaps to
@@ -161,11 +161,11 @@ class Connections:
         self._changed = threading.Condition()
         self._refusals: dict[tuple[str, str], LogRateLimiter] = {}  # by reason and tenant
         self._unchecked = LogRateLimiter(REMIND_SECONDS)
-        self._looks_at_ages = False
+        self._age_timer_set = False
         self._draining = False
 
     def reserve(self) -> None:
-        """Keep room for another connection until ``start`` or ``release``.
+        """Reserve a place for another connection until ``start`` or ``release``.
 
         Raises:
             Refused: there is none.
@@ -177,24 +177,24 @@ class Connections:
             self._reserved += 1
 
     def release(self) -> None:
-        """Give the room back: there will be no connection."""
+        """Give the place back: there will be no connection."""
         with self._changed:
             self._reserved -= 1
             self._changed.notify_all()
 
-    def admit(self, token: str | None, tokens: TokenFile, room: ExitStack) -> Identity:
-        """Returns whom a token lets in, with room for the tenant until ``start`` or the end of ``room``.
+    def admit(self, token: str | None, tokens: TokenFile, reservation: ExitStack) -> Identity:
+        """Returns whom a token lets in, with a place until ``start`` or ``reservation``'s end.
 
         Raises:
             Refused: it lets nobody in, or the tenant has as many connections as it may.
         """
         identity = identify(token, tokens)
         self.reserve_for(identity.tenant)
-        room.callback(self.release_for, identity.tenant)
+        reservation.callback(self.release_for, identity.tenant)
         return identity
 
     def reserve_for(self, tenant: str) -> None:
-        """Keep room for another connection of a tenant, as ``reserve`` does."""
+        """Reserve a place for another connection of a tenant, as ``reserve`` does."""
         with self._changed:
             count = sum(each.tenant == tenant for each in self._open) + self._reserved_for[tenant]
             if count >= self._limits.per_tenant:
@@ -203,7 +203,7 @@ class Connections:
             self._reserved_for[tenant] += 1
 
     def release_for(self, tenant: str) -> None:
-        """Give the tenant's room back: there will be no connection."""
+        """Give the tenant's place back: there will be no connection."""
         with self._changed:
             self._reserved_for[tenant] -= 1
             self._reserved_for += Counter()  # forgets tenants without any
@@ -221,7 +221,7 @@ class Connections:
             log.log(level, "no session for %s: %s%s%s", peer, reason, why, more, extra=who)
 
     def start(self, connection: Connection) -> None:
-        """Serve a connection from now on, in the room that was kept for it; in the loop's thread."""
+        """Serve a connection from now on, in the place that was reserved for it; in the loop's thread."""
         if self._limits.seconds:
             connection.drain_at = self.loop.now + self._limits.seconds * self._chance(*JITTER)
         with self._changed:  # at once: a tenant's connection must not count twice
@@ -233,16 +233,16 @@ class Connections:
         connection.start(self.loop, partial(self._ended, connection))
         if self._draining:
             connection.drain()
-        elif self._limits.seconds and not self._looks_at_ages:
-            self._looks_at_ages = True
+        elif self._limits.seconds and not self._age_timer_set:
+            self._age_timer_set = True
             self.loop.call_later_weak(self._limits.seconds * AGES, self._drain_old)
 
     def _drain_old(self) -> None:
         """Drain old connections; one timer serves all."""
         with self._changed:
             connections = list(self._open)
-        self._looks_at_ages = bool(connections)
-        if self._looks_at_ages:  # first, so that it goes on if a connection fails
+        self._age_timer_set = bool(connections)
+        if self._age_timer_set:  # first, so that it goes on if a connection fails
             self.loop.call_later_weak(self._limits.seconds * AGES, self._drain_old)
         for connection in connections:
             if connection.drain_at <= self.loop.now:

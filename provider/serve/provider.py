@@ -43,7 +43,7 @@ from shared.wire.messages import Manifest
 
 log = logging.getLogger(__name__)
 
-ALIVE_SECONDS = 5.0  # for the engine's loop to turn; what takes longer runs elsewhere
+LIVENESS_SECONDS = 5.0  # for the engine's loop to turn; what takes longer runs elsewhere
 DAY = 86400.0
 REVOKE_SECONDS = 5.0  # between two looks at whose tokens are still valid
 
@@ -240,7 +240,7 @@ class Provider:
             self._service.engine.loop.call_soon_threadsafe(turned.set)
         except RuntimeError:  # no thread to be had
             return False
-        return turned.wait(ALIVE_SECONDS)
+        return turned.wait(LIVENESS_SECONDS)
 
     def not_ready(self) -> str:
         """See ``provider.observe.admin.Health``."""

@@ -121,24 +121,24 @@ class Acceptor:
     def _let_in(self, raw: socket.socket, peer: str) -> None:
         connections = self._connections
         try:
-            with ExitStack() as room, raw:
-                room.callback(connections.release)
+            with ExitStack() as reservation, raw:
+                reservation.callback(connections.release)
                 raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
-                sock, identity = handshake(raw, self._context, partial(self._admit, room))
+                sock, identity = handshake(raw, self._context, partial(self._admit, reservation))
                 connection = WebsocketConnection(
                     sock, identity, peer, self._open_session, self._max_message_bytes, self._max_in_flight
                 )
                 connections.loop.call_soon_threadsafe(partial(connections.start, connection))
-                room.pop_all()
+                reservation.pop_all()
         except HANDSHAKE_ERRORS as error:
             connections.refused(refusal_of(error), peer)
         except Exception as error:
             connections.refused(refusal(error), peer)
 
-    def _admit(self, room: ExitStack, token: str | None) -> Identity:
-        identity = self._connections.admit(token, self._tokens, room)
+    def _admit(self, reservation: ExitStack, token: str | None) -> Identity:
+        identity = self._connections.admit(token, self._tokens, reservation)
         if not self._reserve.acquire():  # a session with the last one would leave none to refuse others with
             raise refusal(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
         return identity

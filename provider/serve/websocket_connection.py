@@ -33,10 +33,10 @@ from shared.wire.incoming import Incoming
 
 STALL_SECONDS = 60.0  # in which a message, or an answer, does not move on
 STALL_RATE = 16 << 10  # bytes a second, below which it does not
-DISCARDS = 16  # of what arrives at the end, before it is another's turn
+DISCARDS = 16  # of what arrives at the end, before the loop serves another
 TIME_SLICE_SECONDS = 2e-3  # of a round of the loop, for what all connections of a tenant send and are sent
 STEPS = 128  # of parsing, before the time is looked at
-LOOKS = 4  # within the seconds of a stall
+CHECKS = 4  # within the seconds of a stall
 IDLE_FRAMES = 1000  # from one look to the next
 END_SECONDS = 10.0  # for a tenant to take what is left if it has left, is shut out, or broke the protocol
 
@@ -48,7 +48,7 @@ class WebsocketConnection(Connection):
 
     It reads and writes in time slices alone (``Loop.run_in_time_slice``), so that a tenant's connections
     share the tenant's time. It asks for a slice when the loop says that the socket is ready, and when the
-    slice before was too short. If a limit made it stop reading, it asks when there is room again
+    slice before was too short. If a limit made it stop reading, it asks when it may read again
     (``_resume_soon``): the socket does not tell of what has been read already.
 
     The loop tells it when the socket can be read (``_reading``):
@@ -65,7 +65,7 @@ class WebsocketConnection(Connection):
         peer: where it comes from.
         open_session: makes its session of the tenant, what sends an answer, and ``peer``.
         max_message_bytes: of a payload.
-        max_in_flight: requests under way at most; no more are read until one is answered.
+        max_in_flight: requests in flight at most; no more are read until one is answered.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class WebsocketConnection(Connection):
         super().start(loop, ended)
         self._sock.setblocking(False)
         loop.register(self._descriptor, self._ready)
-        loop.call_later_weak(STALL_SECONDS / LOOKS, self._check_progress)
+        loop.call_later_weak(STALL_SECONDS / CHECKS, self._check_progress)
         self._ready(READ)  # what came with the handshake is in TLS already
 
     def drain(self) -> None:
@@ -187,7 +187,7 @@ class WebsocketConnection(Connection):
 
     @property
     def _over_limit(self) -> bool:
-        """Whether as much is under way, or waits for the tenant to read it, as may be."""
+        """Whether as much is in flight, or waits for the tenant to read it, as may be."""
         return self._session.in_flight >= self._max_in_flight or len(self._outgoing) > self._max_in_flight
 
     def _resume_soon(self) -> None:
@@ -207,7 +207,7 @@ class WebsocketConnection(Connection):
     def _all_read(self) -> None:
         """Everything that has arrived is read: if this is draining, close when all of it is answered.
 
-        A tenant that always has a request under way would never be told; it will repeat what it sends now.
+        A tenant that always has a request in flight would never be told; it will repeat what it sends now.
         """
         if self._stage == OPEN or self._reader.mid_message:
             return
@@ -252,7 +252,7 @@ class WebsocketConnection(Connection):
             self._set_interest(writing=False)
         self._resume_soon()
         if self._stage == CLOSING:
-            self._say_goodbye()
+            self._send_close()
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ class WebsocketConnection(Connection):
         self._set_interest(reading=True)  # for the tenant's end
         self._queue(iter((_close_frame(code, reason),)))
 
-    def _say_goodbye(self) -> None:
+    def _send_close(self) -> None:
         """Send TLS's own end, so that the tenant sees an end and not a cut; then wait for the tenant's."""
         self._advance(LINGERING)
         self._loop.call_later(LINGER_SECONDS, self._end)
@@ -325,35 +325,35 @@ class WebsocketConnection(Connection):
             self._guarded(self._refuse_idle_frames)
         arrives, leaves = self._stalls
         # Control frames and empty fragments are no progress.
-        stalled = arrives.look(self._reader.progress, waits=self._reading and self._reader.mid_message)
-        stalled |= leaves.look(self._outgoing.written, waits=bool(self._outgoing or self._sock.unsent))
+        stalled = arrives.check(self._reader.progress, waits=self._reading and self._reader.mid_message)
+        stalled |= leaves.check(self._outgoing.written, waits=bool(self._outgoing or self._sock.unsent))
         if stalled:
             self._broke(TimeoutError())
         else:
-            self._loop.call_later_weak(STALL_SECONDS / LOOKS, self._check_progress)
+            self._loop.call_later_weak(STALL_SECONDS / CHECKS, self._check_progress)
 
     def _refuse_idle_frames(self) -> None:
         raise WireError("frame", f"more than {IDLE_FRAMES} frames without data in a short time", fatal=True)
 
 
 class _StallWatch:
-    """Finds that bytes do not move on in one direction, in several looks."""
+    """Finds that bytes do not move on in one direction, in several checks."""
 
     def __init__(self) -> None:
         self._seen = 0  # bytes
-        self._slow_looks = 0  # in a row
+        self._slow_checks = 0  # in a row
 
-    def look(self, moved: int, *, waits: bool) -> bool:
+    def check(self, moved: int, *, waits: bool) -> bool:
         """Returns whether too few bytes have moved for too long.
 
         Args:
             moved: bytes that have moved so far.
             waits: whether more bytes are to move.
         """
-        slow = waits and moved - self._seen < STALL_RATE * STALL_SECONDS / LOOKS
+        slow = waits and moved - self._seen < STALL_RATE * STALL_SECONDS / CHECKS
         self._seen = moved
-        self._slow_looks = self._slow_looks + 1 if slow else 0
-        return self._slow_looks >= LOOKS
+        self._slow_checks = self._slow_checks + 1 if slow else 0
+        return self._slow_checks >= CHECKS
 
 
 def _close_frame(code: int, reason: str) -> bytes:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from shared.errors import WireError
 
-QUOTA_RETRY_SECONDS = 0.05  # when room depends on answers that are under way
+QUOTA_RETRY_SECONDS = 0.05  # when the quota is free again depends on answers that are in flight
 RESERVED_DIVISOR = 128  # a tenant without anything in flight has this part of the bytes of all to itself
 
 

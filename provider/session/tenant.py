@@ -103,7 +103,7 @@ class _AdmittedRequest:
 class TenantSession:
     """Answers one tenant's requests: what a connection needs to know of it.
 
-    Requests may be under way together, up to the manifest's ``max_in_flight``; answers go out as they
+    Requests may be in flight together, up to the manifest's ``max_in_flight``; answers go out as they
     complete. All but ``accept`` and ``allocate`` belong to the loop's thread.
 
     Args:
@@ -118,20 +118,20 @@ class TenantSession:
 
     def __init__(self, service: Service, tenant: str, send: Send, peer: str = "") -> None:
         self._service, self._tenant, self._send = service, tenant, send
-        self._who = {"tenant": tenant, "peer": peer} if peer else {"tenant": tenant}  # for the log
+        self._log_fields = {"tenant": tenant, "peer": peer} if peer else {"tenant": tenant}  # for the log
         self._protocol = ExecutorProtocol(service.executor.manifest)
         self._admitted: set[_AdmittedRequest] = set()
         self._identity = next(_IDENTITIES)  # an ``id`` would be used again
         self._number = service.transcript.opened(tenant) if service.transcript else 0
         self._closed, self._began, self._answered = False, time.monotonic(), 0
         self.logged = service.log_limits[tenant].due(self._began)
-        self._under_way: set[_AdmittedRequest] = set()  # of those admitted, without an answer
-        self._reads: set[Future[torch.Tensor]] = set()  # that wait for their turn, or are under way
+        self._in_flight: set[_AdmittedRequest] = set()  # of those admitted, without an answer
+        self._reads: set[Future[torch.Tensor]] = set()  # that wait for a thread, or run
 
     @property
     def in_flight(self) -> int:
         """Requests without an answer."""
-        return len(self._under_way)
+        return len(self._in_flight)
 
     def accept(self, header: Header) -> _AdmittedRequest | None:
         """Check a request's header; nothing has been allocated yet.
@@ -201,18 +201,18 @@ class TenantSession:
     def close(self) -> None:
         """The tenant left, or its transport broke, perhaps in the middle of a message."""
         lasted, count = round(time.monotonic() - self._began, 3), self._answered
-        extra = self._who | {"seconds": lasted, "requests": count}
+        extra = self._log_fields | {"seconds": lasted, "requests": count}
         if self.logged:
             log.info(
                 "tenant %s left after %.0f s, %d products answered", self._tenant, lasted, count, extra=extra
             )
         self._closed = True
-        for request in self._admitted - self._under_way:
+        for request in self._admitted - self._in_flight:
             self._release(request)  # the others hold memory until they are back
         self._service.engine.session_ended(self._tenant, self._identity)
         for read in [*self._reads]:  # nobody waits for them any more
             read.cancel()
-        self._send = _ignore  # the connection is over, and this may be needed for what is under way
+        self._send = _ignore  # the connection is over, and this may be needed for what is in flight
         if self._service.transcript:
             self._service.transcript.closed(self._number)
 
@@ -220,7 +220,7 @@ class TenantSession:
 
     def _welcome(self, header: Header, hello: Hello) -> None:
         if self.logged:
-            log.info("tenant %s connected with %.40r", self._tenant, hello.client, extra=self._who)
+            log.info("tenant %s connected with %.40r", self._tenant, hello.client, extra=self._log_fields)
         welcome = self._service.welcome
         answer = Header(Operation.WELCOME, request_id=header.request_id, rows=1, columns=len(welcome))
         self._send(answer, welcome, _nothing)
@@ -229,7 +229,7 @@ class TenantSession:
         service, header = self._service, request.header
         if service.transcript:
             service.transcript.request(self._number, header, payload)
-        self._under_way.add(request)
+        self._in_flight.add(request)
         done = partial(self._on_product_done, request)
         service.engine.submit(self._tenant, self._identity, header, payload, done)
 
@@ -251,7 +251,7 @@ class TenantSession:
         answer, read = service.executor.catalog.fetch(decode(tensor_bytes(payload), Fetch), header.request_id)
         size = answer.payload_bytes
         request = message.admitted = self._admit(_AdmittedRequest(header, answer, 0, size), size)
-        self._under_way.add(request)
+        self._in_flight.add(request)
         loop = service.engine.loop
         future = service.downloads.submit_for(self._tenant, read)
         self._reads.add(future)
@@ -268,8 +268,8 @@ class TenantSession:
     def _on_done(
         self, request: _AdmittedRequest, tensors: list[torch.Tensor], error: BaseException | None = None
     ) -> bool:
-        """A request under way is back: answer it, or say why not. Whether it has an answer."""
-        self._under_way.discard(request)
+        """A request in flight is back: answer it, or say why not. Whether it has an answer."""
+        self._in_flight.discard(request)
         if self._closed:
             self._release(request)
             return False
@@ -287,7 +287,7 @@ class TenantSession:
         """One request's failure is that request's alone; the peer learns nothing of its cause."""
         self._release(request)
         if not isinstance(error, WireError):
-            of = self._who | {"request_class": RequestClass(header.request_class).name.lower()}
+            of = self._log_fields | {"request_class": RequestClass(header.request_class).name.lower()}
             log.error("request of tenant %s failed", self._tenant, exc_info=error, extra=of)
             error = WireError("internal", "the executor failed on this request; report it")
         if error.fatal:
@@ -298,7 +298,7 @@ class TenantSession:
         """A request is answered, or never will be; once, or it was never admitted."""
         if request in self._admitted:
             self._admitted.discard(request)
-            self._under_way.discard(request)  # if the engine could not take it
+            self._in_flight.discard(request)  # if the engine could not take it
             self._service.quotas.release(self._tenant, request.rows, request.bytes_in_memory)
 
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PLACE_SECONDS = 600.0  # for the cluster to have room: it may have to start machines first
-START_SECONDS = 120.0  # for actors that have room
+PLACE_SECONDS = 600.0  # for the cluster to have capacity: it may have to start machines first
+START_SECONDS = 120.0  # for actors that have a place
 _OBJECT_STORE_BYTES = 100 << 20  # of a Ray of our own, which keeps nothing there
 
 
@@ -72,7 +72,7 @@ def placed(workers: int, threads: int, device: str) -> Iterator[World]:
 
     Raises:
         ConfigurationError: Ray is not installed.
-        SymbiosisError: the cluster cannot be reached, or has no room, or cannot start actors.
+        SymbiosisError: the cluster cannot be reached, or has no capacity, or cannot start actors.
     """
     check_ray()
     with ExitStack() as opened:

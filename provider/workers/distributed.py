@@ -32,10 +32,10 @@ from shared.transport.colocated import SharedMemory
 
 log = logging.getLogger(__name__)
 
-ALIVE_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
 JOIN_SECONDS = 600.0  # for a worker that has not come yet
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _PIECE_BYTES = 8 << 20  # on the way at once: each has its own SILENCE_SECONDS
 _MAX_CONTENT, _MAX_MEMORY = 1 << 30, 1 << 34  # scales of a large model; rows and answers of a batch
 _TAG = 0
@@ -54,8 +54,8 @@ def join(store: Store, rank: int) -> DistributedLink:
         if store.check([_OVER]):
             raise EOFError("the executor has ended")
         time_ = store.add(_times(rank), 1)
-        store.set(_said(rank, time_, "host"), socket.gethostname())
-        store.set(_said(rank, time_, _VERSION), version())
+        store.set(_key(rank, time_, "host"), socket.gethostname())
+        store.set(_key(rank, time_, _VERSION), version())
         store.set(_last(rank), str(time_))  # what it says is there when the executor looks
         executor = _text(store.get(_VERSION))
     except RuntimeError as error:
@@ -107,14 +107,14 @@ class WaitForRank:
         deadline = time.monotonic() + JOIN_SECONDS
         try:
             while (time_ := self._last_join()) <= self._joined:
-                if stop.wait(_LOOK_SECONDS) or time.monotonic() > deadline:
+                if stop.wait(_POLL_SECONDS) or time.monotonic() > deadline:
                     raise SymbiosisError(
                         f"nobody has joined as rank {self._rank} for {JOIN_SECONDS:.0f} s; is it started, "
                         "with the same MASTER_ADDR and MASTER_PORT?"
                     )
             self._joined = time_
             worker, host = (
-                _text(self._store.get(_said(self._rank, time_, what))) for what in (_VERSION, "host")
+                _text(self._store.get(_key(self._rank, time_, what))) for what in (_VERSION, "host")
             )
         except RuntimeError as error:
             raise SymbiosisError(f"the store where workers join is gone: {_first_line(error)}") from error
@@ -140,7 +140,7 @@ def _last(rank: int) -> str:
     return f"worker/{rank}/last"
 
 
-def _said(rank: int, time_: int, what: str) -> str:
+def _key(rank: int, time_: int, what: str) -> str:
     """Under which a worker leaves word of itself, anew each time that it joins."""
     return f"worker/{rank}/{time_}/{what}"
 
@@ -171,7 +171,7 @@ def _lost(name: str, error: Exception) -> ConnectionError:
 
 
 def _pair(store: Store, rank: int, time_: int, own_rank: int, name: str) -> ProcessGroupGloo:
-    prefix = PrefixStore(_said(rank, time_, "pair"), store)
+    prefix = PrefixStore(_key(rank, time_, "pair"), store)
     try:
         return ProcessGroupGloo(prefix, own_rank, 2, timedelta(seconds=CONNECT_SECONDS))
     except RuntimeError as error:
@@ -252,7 +252,7 @@ class DistributedLink(WorkerLink):
         if finished and not self._closed:
             self.send(END)
             self._closed = True
-            self._sender.join(ALIVE_SECONDS)
+            self._sender.join(HEARTBEAT_SECONDS)
         elif not self._closed:
             self._closed = True
             self._group.abort()
@@ -263,7 +263,7 @@ class DistributedLink(WorkerLink):
         try:
             while not self._closed or not self._outbox.empty():
                 try:
-                    kind, content, rows = self._outbox.get(timeout=ALIVE_SECONDS)
+                    kind, content, rows = self._outbox.get(timeout=HEARTBEAT_SECONDS)
                 except queue.Empty:
                     kind, content, rows = ALIVE, b"", None
                 number, start, stop = (rows.number, rows.start, rows.stop) if rows else (0, 0, 0)
@@ -310,12 +310,12 @@ class DistributedLink(WorkerLink):
             self._end(_lost(self._name, error))
 
     def _put(self, tensor: torch.Tensor) -> None:
-        patience = timedelta(seconds=SILENCE_SECONDS)
+        timeout = timedelta(seconds=SILENCE_SECONDS)
         for piece in tensor.split(_PIECE_BYTES):
-            self._group.send([piece], self._peer, _TAG).wait(patience)  # type: ignore[attr-defined]
+            self._group.send([piece], self._peer, _TAG).wait(timeout)  # type: ignore[attr-defined]
 
     def _get(self, tensor: torch.Tensor) -> torch.Tensor:
-        patience = timedelta(seconds=SILENCE_SECONDS)
+        timeout = timedelta(seconds=SILENCE_SECONDS)
         for piece in tensor.split(_PIECE_BYTES) if tensor.numel() else ():
-            self._group.recv([piece], self._peer, _TAG).wait(patience)  # type: ignore[attr-defined]
+            self._group.recv([piece], self._peer, _TAG).wait(timeout)  # type: ignore[attr-defined]
         return tensor

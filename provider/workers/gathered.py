@@ -43,7 +43,7 @@ class GatheredLane(WorkerLane):
         self, name: str, assignment: Assignment, count: int, expected: Callable[[Sequence[RowRange]], float]
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="symbiosis-workers-")
-        self._meetings, self._lock = 0, threading.Lock()
+        self._generation, self._lock = 0, threading.Lock()
         assignments = [
             replace(
                 assignment,
@@ -53,10 +53,10 @@ class GatheredLane(WorkerLane):
             for index in range(count)
         ]
         super().__init__(name, assignments, expected)
-        self._meeting = set(self.workers)  # who was told of the present store
+        self._joined = set(self.workers)  # who was told of the present store
 
     def _store(self) -> str:
-        return f"{self._folder.name}/{self._meetings}"
+        return f"{self._folder.name}/{self._generation}"
 
     def ready(self) -> list[Ready]:
         """See WorkerLane. If one cannot, at once, although the others wait for it."""
@@ -75,13 +75,13 @@ class GatheredLane(WorkerLane):
     def restart_assignment(self, worker: WorkerProcess) -> Assignment:
         """See ``provider.workers.process.WorkerOwner``: the first one that comes back ends all others."""
         with self._lock:
-            if worker in self._meeting:
-                self._meeting.clear()
-                self._meetings += 1
+            if worker in self._joined:
+                self._joined.clear()
+                self._generation += 1
                 for other in self.workers:
                     if other is not worker:
                         other.kill()
-            self._meeting.add(worker)
+            self._joined.add(worker)
             gathering = worker.assignment.gathering
             return replace(worker.assignment, gathering=gathering and replace(gathering, store=self._store()))
 

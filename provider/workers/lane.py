@@ -22,17 +22,17 @@ from shared.transport.colocated import SharedMemory
 from shared.wire.header import Direction
 from shared.wire.protocol import GroupShape
 
-BATCHES = 2  # under way: the next is there when one is done
+BATCHES = 2  # in flight: the next is there when one is done
 # A worker that takes longer than this for a batch has stopped: seconds, and times what was expected.
-MIN_PATIENCE, PATIENCE = 2.0, 20.0
+MIN_TIMEOUT, TIMEOUT_FACTOR = 2.0, 20.0
 MAX_READ = 8  # pieces of memory whose answers are not copied: who does not read them holds more than theirs
-LOOK_SECONDS = 0.5  # between two looks whether something is late
+CHECK_SECONDS = 0.5  # between two checks whether something is late
 MIN_RATE = 1.6e6  # bytes a second to and from a worker on another machine
 RESTART_RETRY_SECONDS = 1.0  # after which a tenant asks again for what a worker did not answer
 
 
 @dataclass
-class _UnderWay:
+class _BatchInFlight:
     """A batch that the workers have. ``future`` None: it is lost, though some still write its answers."""
 
     layout: BatchLayout
@@ -43,7 +43,7 @@ class _UnderWay:
     future: Future[BatchResult] | None
     began: float
     deadline: float
-    owing: set[WorkerProcess]
+    pending: set[WorkerProcess]
     failures: dict[int, FailureMessage] = field(default_factory=dict)  # by request
     processor_seconds: float = 0.0
 
@@ -77,11 +77,11 @@ class WorkerLane:
         self._name, self._expected = name, expected
         first = assignments[0]
         self._shapes = {number: GroupShape.of(info, first.numerics) for number, info in first.groups.items()}
-        self._under_way: dict[int, _UnderWay] = {}  # by the number of its memory
+        self._in_flight: dict[int, _BatchInFlight] = {}  # by the number of its memory
         self._segments = SegmentPool()
         self._changed: Callable[[], None] = lambda: None
         self._loop: Loop | None = None
-        self._looks = False
+        self._check_scheduled = False
         names = [name if len(assignments) == 1 else f"{name}.{stripe}" for stripe in range(len(assignments))]
         self.workers: list[WorkerProcess] = []
         for name, assignment in zip(names, assignments, strict=True):
@@ -90,9 +90,9 @@ class WorkerLane:
     @property
     def depth(self) -> int:
         """See Lane."""
-        return 0 if self.away() else BATCHES
+        return 0 if self.workers_down() else BATCHES
 
-    def away(self) -> list[WorkerProcess]:
+    def workers_down(self) -> list[WorkerProcess]:
         """Workers that are being started again."""
         return [worker for worker in self.workers if worker.link is None]
 
@@ -115,7 +115,7 @@ class WorkerLane:
             products=done.products,
             rows=done.rows,
             seconds=done.seconds,
-            batches=sum(worker in batch.owing for batch in list(self._under_way.values())),
+            batches=sum(worker in batch.pending for batch in list(self._in_flight.values())),
             waiting=waiting,
             resident_bytes=resident_bytes(worker.pid),
             weight_bytes=weight_bytes(assignment),
@@ -138,7 +138,7 @@ class WorkerLane:
     def start(self, batch: Sequence[RowRange]) -> Future[BatchResult]:
         """See Lane."""
         future: Future[BatchResult] = Future()
-        if self.away():
+        if self.workers_down():
             future.set_result(self._unavailable(len(batch)))
             return future
         header = batch[0].request.header
@@ -154,17 +154,17 @@ class WorkerLane:
             return future
         layout.write(memory, batch)
         began = time.monotonic()
-        before = max((each.deadline for each in self._under_way.values()), default=began)
+        before = max((each.deadline for each in self._in_flight.values()), default=began)
         travels = 0.0 if all(worker.pid for worker in self.workers) else layout.size / MIN_RATE
-        deadline = max(began, before) + travels + max(MIN_PATIENCE, PATIENCE * self._expected(batch))
+        deadline = max(began, before) + travels + max(MIN_TIMEOUT, TIMEOUT_FACTOR * self._expected(batch))
         first = batch[0]
         whole = len(batch) == 1 and first.stop - first.start == first.request.header.rows
         few = self._segments.in_use <= MAX_READ and segment.size <= 4 * (layout.size - layout.first)
         bits = [rows.request.header.answer_bits for rows in batch]
-        under_way = _UnderWay(
+        in_flight = _BatchInFlight(
             layout, order, bits, whole and few, memory, future, began, deadline, set(self.workers)
         )
-        self._under_way[segment.number] = under_way
+        self._in_flight[segment.number] = in_flight
         work = WorkerBatch(
             segment.number, header.group, header.direction, header.members, header.dtype, requests
         )
@@ -179,7 +179,7 @@ class WorkerLane:
             except OSError as error:
                 worker.fail(error)
         self._segments.dropped.clear()
-        self._look_again()
+        self._schedule_check()
         return future
 
     def multiply(self, batch: Sequence[RowRange]) -> BatchResult:
@@ -195,31 +195,31 @@ class WorkerLane:
         """How many answers are written: backward they add up."""
         return len(self.workers) if direction == Direction.BACKWARD else 1
 
-    def _look_again(self) -> None:
-        if self._loop is not None and not self._looks:
-            self._looks = True
-            self._loop.call_later(LOOK_SECONDS, self._look)
+    def _schedule_check(self) -> None:
+        if self._loop is not None and not self._check_scheduled:
+            self._check_scheduled = True
+            self._loop.call_later(CHECK_SECONDS, self._check_deadlines)
 
-    def _look(self) -> None:
+    def _check_deadlines(self) -> None:
         """For batches that are late, as long as there are any."""
-        self._looks, now = False, time.monotonic()
+        self._check_scheduled, now = False, time.monotonic()
         for worker in self.workers:
-            if any(batch.deadline < now and worker in batch.owing for batch in self._under_way.values()):
+            if any(batch.deadline < now and worker in batch.pending for batch in self._in_flight.values()):
                 worker.fail(TimeoutError("it does not answer"))
-        if self._under_way:
-            self._look_again()
+        if self._in_flight:
+            self._schedule_check()
 
     # -- called by the workers' attendants ---------------------------------------------------------
 
     def done(self, worker: WorkerProcess, what: Done) -> None:
         """See ``provider.workers.process.WorkerOwner``."""
-        batch = self._under_way[what.memory]
-        batch.owing.discard(worker)
+        batch = self._in_flight[what.memory]
+        batch.pending.discard(worker)
         batch.failures |= what.failures
         batch.processor_seconds += what.processor_seconds
         worker.multiplied.add(batch.layout.ranges()[-1].stop, batch.began, time.monotonic())
-        if not batch.owing:
-            del self._under_way[what.memory]
+        if not batch.pending:
+            del self._in_flight[what.memory]
             if batch.future is not None:
                 batch.future.set_result(_result(batch))
         if worker.link is not None and not all(failure.code for failure in what.failures.values()):
@@ -230,10 +230,10 @@ class WorkerLane:
 
     def lost(self, worker: WorkerProcess) -> None:
         """See ``provider.workers.process.WorkerOwner``."""
-        for number, batch in list(self._under_way.items()):
-            batch.owing.discard(worker)
-            if not batch.owing:
-                del self._under_way[number]
+        for number, batch in list(self._in_flight.items()):
+            batch.pending.discard(worker)
+            if not batch.pending:
+                del self._in_flight[number]
             future, batch.future = batch.future, None
             if future is not None:
                 future.set_result(self._unavailable(len(batch.order)))
@@ -256,7 +256,7 @@ class WorkerLane:
         return BatchResult([error] * count)
 
 
-def _result(batch: _UnderWay) -> BatchResult:
+def _result(batch: _BatchInFlight) -> BatchResult:
     terms = [batch.layout.answers(batch.memory, term) for term in range(batch.layout.terms)]
     answers: list[Answer] = [[]] * len(batch.order)
     for index, (number, rows) in enumerate(zip(batch.order, batch.layout.ranges(), strict=True)):

@@ -189,13 +189,13 @@ class LocalLink(WorkerLink):
     """See WorkerLink: on one machine.
 
     Args:
-        patience: seconds for the rest of a message that has begun; None: for ever.
+        timeout: seconds for the rest of a message that has begun; None: for ever.
     """
 
-    def __init__(self, connected: socket.socket, patience: float | None = None) -> None:
+    def __init__(self, connected: socket.socket, timeout: float | None = None) -> None:
         super().__init__()
         self._socket = connected
-        self._socket.settimeout(patience)
+        self._socket.settimeout(timeout)
         self._loop: Loop | None = None
 
     def send(self, kind: int, content: bytes = b"", rows: Rows | None = None) -> None:

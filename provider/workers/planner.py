@@ -1,7 +1,7 @@
 """Which worker has which groups: decided by memory and speed, without I/O, clock or tensors.
 
 Largest first, each group to whoever would be done first with all that it then has (Graham's LPT rule), among
-those that have room. So a device that is twice as fast gets twice the products. Who has how many of each
+those that it fits on. So a device that is twice as fast gets twice the products. Who has how many of each
 shape is decided so; which of them, so that a pass asks one worker after the other: tenants then keep out of
 each other's way, while those that meet at a worker with many groups in a row would go from worker to worker
 together.
@@ -109,7 +109,7 @@ class _Lanes:
     def __init__(self, devices: Sequence[Device], weight_bytes: int, stripes: int) -> None:
         self._weight_bytes, self._stripes = weight_bytes, stripes
         self._lanes = [devices[at : at + stripes] for at in range(0, len(devices), stripes)]
-        self._room = {device.name: device.memory for device in devices}
+        self._free = {device.name: device.memory for device in devices}
         self._seconds = [0.0] * len(self._lanes)
 
     def __len__(self) -> int:
@@ -121,23 +121,23 @@ class _Lanes:
         return self._seconds[lane] + max(device.seconds(size, self._weight_bytes) for device, size in sizes)
 
     def remaining(self, lane: int, shape: GroupShape) -> float:
-        """Bytes that would be left where it is the tightest; below 0: there is no room."""
-        room = dict(self._room)
-        self._reserve(room, lane, shape)
-        return min(room[device.name] for device in self._lanes[lane])
+        """Bytes that would be left where it is the tightest; below 0: it does not fit."""
+        free = dict(self._free)
+        self._reserve(free, lane, shape)
+        return min(free[device.name] for device in self._lanes[lane])
 
     def put(self, lane: int, shape: GroupShape) -> None:
         """It has this group now."""
         self._seconds[lane] = self.done(lane, shape)
-        self._reserve(self._room, lane, shape)
+        self._reserve(self._free, lane, shape)
 
     def name(self, lane: int) -> str:
         """As people may read it."""
         return f"worker {lane}" if self._stripes == 1 else f"workers {lane}.0 to {lane}.{self._stripes - 1}"
 
-    def _reserve(self, room: dict[str, float], lane: int, shape: GroupShape) -> None:
+    def _reserve(self, free: dict[str, float], lane: int, shape: GroupShape) -> None:
         for device, size in zip(self._lanes[lane], self._sizes(shape), strict=True):
-            room[device.name] -= self._weight_bytes * size
+            free[device.name] -= self._weight_bytes * size
 
     def _sizes(self, shape: GroupShape) -> list[int]:
         return [stripe_size(shape, OutputStripe(index, self._stripes)) for index in range(self._stripes)]
@@ -146,30 +146,30 @@ class _Lanes:
 _Choice = Callable[[_Lanes, GroupShape, list[int]], Decision]
 
 
-def _by_speed(lanes: _Lanes, shape: GroupShape, roomy: list[int]) -> Decision:
+def _by_speed(lanes: _Lanes, shape: GroupShape, fitting: list[int]) -> Decision:
     if len(lanes) == 1:
         return Decision(0, "there is no other place")
     order = sorted(range(len(lanes)), key=lambda lane: (lanes.done(lane, shape), lane))
-    lane = next(each for each in order if each in roomy)
+    lane = next(each for each in order if each in fitting)
     if lane == order[0]:
         return Decision(lane, "no other would be done sooner with it")
     return Decision(lane, f"{lanes.name(order[0])} would be done sooner with it, but has no room")
 
 
-def _by_room(lanes: _Lanes, shape: GroupShape, roomy: list[int]) -> Decision:
-    lane = min(roomy, key=lambda lane: (lanes.remaining(lane, shape), lane))
+def _best_fit(lanes: _Lanes, shape: GroupShape, fitting: list[int]) -> Decision:
+    lane = min(fitting, key=lambda lane: (lanes.remaining(lane, shape), lane))
     return Decision(lane, "it leaves the least room there: by speed alone, not everything had found some")
 
 
 def _fill(
     shapes: Sequence[GroupShape], devices: Sequence[Device], weight_bytes: int, stripes: int, choose: _Choice
 ) -> dict[int, Decision]:
-    """Decisions for as many groups as find room."""
+    """Decisions for as many groups as fit."""
     lanes, decisions = _Lanes(devices, weight_bytes, stripes), dict[int, Decision]()
     for group in sorted(range(len(shapes)), key=lambda group: (-shapes[group].size, group)):
-        roomy = [lane for lane in range(len(lanes)) if lanes.remaining(lane, shapes[group]) >= 0]
-        if roomy:
-            decisions[group] = choose(lanes, shapes[group], roomy)
+        fitting = [lane for lane in range(len(lanes)) if lanes.remaining(lane, shapes[group]) >= 0]
+        if fitting:
+            decisions[group] = choose(lanes, shapes[group], fitting)
             lanes.put(decisions[group].lane, shapes[group])
     return decisions
 
@@ -181,11 +181,11 @@ def _placed(
     return (
         decisions
         if len(decisions) == len(shapes)
-        else _fill(shapes, devices, weight_bytes, stripes, _by_room)
+        else _fill(shapes, devices, weight_bytes, stripes, _best_fit)
     )
 
 
-def _in_turns(shapes: Sequence[GroupShape], decisions: dict[int, Decision]) -> dict[int, Decision]:
+def _interleaved(shapes: Sequence[GroupShape], decisions: dict[int, Decision]) -> dict[int, Decision]:
     """The same, groups of one shape exchanged so that lanes have done alike at any place of a pass."""
     counts = Counter(shapes)
     several = [group for group, shape in enumerate(shapes) if counts[shape] > 1]
@@ -193,7 +193,7 @@ def _in_turns(shapes: Sequence[GroupShape], decisions: dict[int, Decision]) -> d
     for group in several:
         left[shapes[group]].append(decisions[group])
         total[decisions[group].lane] += shapes[group].size
-    turns, done, last = dict(decisions), Counter[int](), -1
+    interleaved, done, last = dict(decisions), Counter[int](), -1
     for group in several:
         size, candidates = shapes[group].size, left[shapes[group]]
         at = min(
@@ -204,10 +204,10 @@ def _in_turns(shapes: Sequence[GroupShape], decisions: dict[int, Decision]) -> d
                 at,
             ),
         )
-        turns[group] = candidates.pop(at)
-        last = turns[group].lane
+        interleaved[group] = candidates.pop(at)
+        last = interleaved[group].lane
         done[last] += size
-    return turns
+    return interleaved
 
 
 def place(
@@ -227,7 +227,7 @@ def place(
     lanes_of_groups = _placed(shapes, devices, weight_bytes, stripes)
     if len(lanes_of_groups) < len(shapes):
         raise ConfigurationError(_refusal(shapes, devices, weight_bytes, stripes, len(lanes_of_groups)))
-    lanes_of_groups = _in_turns(shapes, lanes_of_groups)
+    lanes_of_groups = _interleaved(shapes, lanes_of_groups)
     decisions = tuple(lanes_of_groups[group] for group in range(len(shapes)))
     return Placement(tuple(shapes), tuple(devices), weight_bytes, stripes, decisions)
 
@@ -255,9 +255,9 @@ def _refusal(
     if widest > 0 and max(memory, key=lambda name: memory[name]) != "cpu":
         least = max(math.ceil(needed / widest), len(memory) + 1)
         advice.append(f"it takes at least {least} devices of {gib(widest)}")
-    room = sum(max(size, 0.0) for size in memory.values())
-    if largest < room < needed:
-        parts = math.ceil(needed / room)
+    total = sum(max(size, 0.0) for size in memory.values())
+    if largest < total < needed:
+        parts = math.ceil(needed / total)
         text = "with as much room on each, {} hosts or more could serve a part each ({part})"
         advice.append(OptionText(text, parts, part=Metavar(f"k/{parts}")))
     advice.append("choose a smaller model, or free memory")

@@ -298,5 +298,5 @@ class WorkerPool:
 
     def not_ready(self) -> str:
         """Which workers are away, and why; empty: none."""
-        away = [worker for lane in self.lanes for worker in lane.away()]
-        return "; ".join(f"worker {worker.name} is being started again: {worker.why}" for worker in away)
+        down = [worker for lane in self.lanes for worker in lane.workers_down()]
+        return "; ".join(f"worker {worker.name} is being started again: {worker.why}" for worker in down)

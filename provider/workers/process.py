@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 
 _SECRET = ("_TOKEN", "_SECRET", "_PASSWORD")  # ends of names of variables that no worker needs
 LOAD_SECONDS = 600.0  # without a word from a worker that loads
-PATIENCE_SECONDS = 5.0  # for the rest of a message that has begun
-STEADY_SECONDS = 60.0  # after which its next loss is a first one again
-BACK_OFF = (0.0, 0.5, 2.0, 10.0)  # before a worker is started again; the last again and again
+MESSAGE_SECONDS = 5.0  # for the rest of a message that has begun
+STABLE_SECONDS = 60.0  # after which its next loss is a first one again
+BACKOFF_SECONDS = (0.0, 0.5, 2.0, 10.0)  # before a worker is started again; the last again and again
 
 
 class Ready(NamedTuple):
@@ -90,7 +90,7 @@ class Process:
 
     def __init__(self, stop: threading.Event) -> None:
         ours, theirs = socket.socketpair()
-        self.link: WorkerLink = LocalLink(ours, PATIENCE_SECONDS)
+        self.link: WorkerLink = LocalLink(ours, MESSAGE_SECONDS)
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - this program
                 [sys.executable, "-P", "-m", "provider.workers.local", str(theirs.fileno())],
@@ -140,7 +140,7 @@ class WorkerProcess:
         self.multiplied = Multiplied()
         self._first: Ready | None = None
         self._loop: Loop | None = None
-        self._tries, self._came = 0, time.monotonic()
+        self._tries, self._started_at = 0, time.monotonic()
         self._closing = threading.Event()
         self._process = self._launch()
 
@@ -236,24 +236,22 @@ class WorkerProcess:
         self.link.close()
         self.link = None
         self._owner.lost(self)
-        threading.Thread(
-            target=self._bring_back, args=(error,), name=f"worker-{self.name}", daemon=True
-        ).start()
+        threading.Thread(target=self._restart, args=(error,), name=f"worker-{self.name}", daemon=True).start()
 
     def _is_back(self) -> None:
-        self.why, self.since, self._came = "", time.time(), time.monotonic()
+        self.why, self.since, self._started_at = "", time.time(), time.monotonic()
         self.link = self._process.link
         self._listen()
         self._owner.back(self)
 
     # -- a thread that brings it back ----------------------------------------------------------------
 
-    def _bring_back(self, error: Exception) -> None:
+    def _restart(self, error: Exception) -> None:
         began = time.monotonic()
-        tries = 0 if began - self._came > STEADY_SECONDS else self._tries
+        tries = 0 if began - self._started_at > STABLE_SECONDS else self._tries
         self.why = f"{error}, {self._process.end()}"
         log.error("worker %s is lost (%s); it is started again", self.name, self.why)
-        while not self._closing.wait(BACK_OFF[min(tries, len(BACK_OFF) - 1)]):
+        while not self._closing.wait(BACKOFF_SECONDS[min(tries, len(BACKOFF_SECONDS) - 1)]):
             tries += 1
             self.restarts += 1
             try:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOST = 75  # exit status of a worker that shall join again; EX_TEMPFAIL of sysexits.h
-AGAIN_SECONDS = 1.0  # before it does
+RESTART_SECONDS = 1.0  # before it does
 LINGER_SECONDS = 5.0  # for one whose link has ended
 
 
@@ -58,7 +58,7 @@ def run_until_stopped(stop: threading.Event, seconds: float, environment: Mappin
         if status == 0 or stop.is_set():
             return
         log.error("the worker is lost (exit status %d); it is started again", status)
-        stop.wait(AGAIN_SECONDS)
+        stop.wait(RESTART_SECONDS)
 
 
 def _wait(worker: subprocess.Popen[bytes], stop: threading.Event, seconds: float) -> int:
@@ -68,7 +68,7 @@ def _wait(worker: subprocess.Popen[bytes], stop: threading.Event, seconds: float
         except subprocess.TimeoutExpired:
             pass
     try:
-        return worker.wait(seconds)  # the executor may have requests under way
+        return worker.wait(seconds)  # the executor may have requests in flight
     except subprocess.TimeoutExpired:
         worker.kill()
         return worker.wait()

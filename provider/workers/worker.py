@@ -87,7 +87,7 @@ def load(
         for (group, direction), line in profile(executor, infos).items()
     ]
     if shards is not None:
-        shards.give_back()
+        shards.trim()
     scales = {str(number): group.scales for number, group in loaded.items() if group.scales is not None}
     # After they were loaded: of a file that was replaced in between, it names what is new.
     weights = checkpoint.digest_of_groups(assignment.groups.values()) if assignment.digest else ""

@@ -141,7 +141,7 @@ class MemoryBomb:
     TOO_MUCH_MIB = 64
 
     @staticmethod
-    def room(parameters: Iterable[ParameterInfo]) -> int:
+    def memory_limit(parameters: Iterable[ParameterInfo]) -> int:
         """Bytes of address space that a load may take at most: several copies of all that it downloads."""
         return (512 << 20) + 8 * sum(each.nbytes for each in parameters)
 
@@ -177,15 +177,15 @@ def load_as_transformers(url: str, token: str, ca: Path, folder: Path) -> None:
     transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
 
 
-def measured(load: Callable[..., None], room: int, *arguments: Any) -> LoadOutcome:
-    """Run a load that may take ``room`` bytes; for a process of its own, whose address space it bounds."""
+def measured(load: Callable[..., None], memory_limit: int, *arguments: Any) -> LoadOutcome:
+    """Run a load that may take so many bytes; for a process of its own, whose address space it bounds."""
     logging.disable()  # what a session says here it says to nobody
     gc.collect()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # native code may end the process
     with suppress(OSError):  # where that is not allowed, growth beyond the former peak is measured
         Path("/proc/self/clear_refs").write_text("5")
     before, limits = _memory("VmHWM"), resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (_memory("VmSize") + room, limits[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (_memory("VmSize") + memory_limit, limits[1]))
     error: BaseException | None = None
     try:
         load(*arguments)

@@ -13,7 +13,7 @@ import torch
 
 from provider.observe.transcript import ANSWER, LENGTH, MAGIC, RECORD, RecordKind
 from shared.checkpoint import Checkpoint
-from shared.encoded import mostly_hole
+from shared.encoded import is_sparse
 from shared.errors import SymbiosisError, WireError
 from shared.wire.header import HEADER_BYTES, PRODUCTS, Header, parse_header
 from shared.wire.messages import Manifest, decode
@@ -118,7 +118,7 @@ def read_transcript(path: str | Path, *, digest: str | None = None, cut: bool = 
     """
     path = newest(path) if Path(path).is_dir() else Path(path)
     try:
-        if mostly_hole(path):  # its own manifest says how large requests may be
+        if is_sparse(path):  # its own manifest says how large requests may be
             raise TranscriptError(f"most of {path} is a hole: it was not copied as a whole")
         with path.open("rb") as file:
             return _read(path, file, digest, cut=cut)

@@ -74,10 +74,10 @@ def byte_histogram(result: AuditResult) -> str:
     for (mode, found), axes in zip(result.randomness.items(), panels[:, 0], strict=True):
         relative = found.histogram / found.histogram.mean()
         band = _band(found)
-        reach = 1.2 * max(3 * band, float(np.abs(relative - 1).max()))
+        limit = 1.2 * max(3 * band, float(np.abs(relative - 1).max()))
         axes.axhspan(1 - band, 1 + band, color="#ccc", zorder=0)
         axes.plot(relative, linewidth=1, color="#225ea8")
-        axes.set(ylabel="frequency / uniform", ylim=(1 - reach, 1 + reach))
+        axes.set(ylabel="frequency / uniform", ylim=(1 - limit, 1 + limit))
         axes.ticklabel_format(axis="y", useOffset=False)
         axes.set_title(f"{mode}, {found.bytes_tested / 1e6:,.0f} MB", fontsize=10, loc="left")
     panels[-1, 0].set(xlabel="byte value")

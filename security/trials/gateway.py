@@ -138,7 +138,7 @@ class Gateways:
         return kinds, works
 
     def _pairs(self, served: Gateway) -> tuple[list[int], list[Work]]:
-        """Two prompts, each of one word, that come while an answer is under way: lengths of the first."""
+        """Two prompts, each of one word, that come while an answer is in flight: lengths of the first."""
         lengths = [int(n) for n in self.rng.integers(LEAST, PAIR - LEAST + 1, 2 * self.plan.gateway_trials)]
         vocabulary = len(set(self.stream))
         words, works = sorted(set(self.stream)), []
@@ -281,7 +281,7 @@ class Gateways:
             (seen.raw[-PAIR:], length)
             for length, work in zip(lengths, works, strict=True)
             for seen in during(view, [work]).of(0)
-            if seen.count in (PAIR, PAIR + 1)  # beside it the answer that is under way, whose row is first
+            if seen.count in (PAIR, PAIR + 1)  # beside it the answer that is in flight, whose row is first
         ]
         guesses = SequenceBoundary(LEAST).attack([rows for rows, _ in pairs], self.rng)
         right = int((guesses == torch.tensor([length for _, length in pairs])).sum()) if pairs else 0

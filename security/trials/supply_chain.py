@@ -262,8 +262,10 @@ class SupplyAttacks:
                 *((hostile_files.load_as_tenant, host.url, host.folder) for host in hosts.values()),
                 *((hostile_files.load_as_transformers, "", folder) for folder in fewer.values()),
             ]
-            room = attack.room(hosts["many layers"].manifest.parameters)
-            loads = _loaded([(load, room, url, token, floats.ca, folder) for load, url, folder in jobs])
+            memory_limit = attack.memory_limit(hosts["many layers"].manifest.parameters)
+            loads = _loaded(
+                [(load, memory_limit, url, token, floats.ca, folder) for load, url, folder in jobs]
+            )
         if loads[0].error:
             raise AuditError(f"an honest executor's files could not be loaded: {loads[0].error}")
         ours, theirs = loads[1 : 1 + len(hosts)], loads[1 + len(hosts) :]
@@ -275,7 +277,7 @@ class SupplyAttacks:
                 "no larger number than the manifest accounts for, and no rules that make a text much longer",
                 f"{', '.join(cases)}: with the SDK {refused} of {len(ours)} loads ended with a typed error, "
                 f"and took {grown:.0f} MiB at most. Loaded by transformers, with "
-                f"{room >> 20} MiB to be had and of {attack.RULES} rules {attack.FEWER_RULES}: "
+                f"{memory_limit >> 20} MiB to be had and of {attack.RULES} rules {attack.FEWER_RULES}: "
                 + "; ".join(f"{what}: {_ended(load)}" for what, load in zip(cases, theirs, strict=True))
                 + ".",
                 self._counted(attack, PLAIN, attack.attack(ours, self.rng)),

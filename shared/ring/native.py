@@ -153,7 +153,7 @@ def all_finite_below(values: torch.Tensor, limit: float) -> bool:
 def quantize_and_mask(
     tensors: list[torch.Tensor],
     scales: torch.Tensor | None,
-    over_room: float,
+    step_per_norm: float,
     requests: torch.Tensor,
     exponents: torch.Tensor,
     projection: torch.Tensor | None,
@@ -165,7 +165,7 @@ def quantize_and_mask(
         raise RuntimeError("there is no native code")
     failed = LIBRARY.ring_quantize_and_mask(
         _pointers(tensors), _widths(tensors), len(tensors), requests.shape[1], len(requests),
-        _address(scales), over_room, _address(projection), _address(requests), _address(exponents),
+        _address(scales), step_per_norm, _address(projection), _address(requests), _address(exponents),
         _address(expected), _address(integers), _threads(requests.numel()),
     )  # fmt: skip
     return not failed

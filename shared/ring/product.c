@@ -108,8 +108,8 @@ AVX2 static inline __m128i fold8(__m256i v)
 #define MADD(s, a, b) ADD_PRODUCTS(s, a, b, "x")
 #include "product_kernel.h"
 
-/* Eight columns times eight pairs of a weight [columns][inner], turned round: out [pair][PANEL]. */
-AVX2 static void turn(const char *weight, int64_t stride, int bytes, int32_t *out)
+/* Eight columns times eight pairs of a weight [columns][inner], transposed: out [pair][PANEL]. */
+AVX2 static void transpose(const char *weight, int64_t stride, int bytes, int32_t *out)
 {
     __m256i v[8], w[8];
     for (int i = 0; i < 8; i++) {
@@ -170,7 +170,7 @@ AVX2 static inline void zip(const char *weight, int64_t stride, int bytes, int32
                                 vmull_high_s16(HALVES(a), HALVES(b))));
 #include "product_kernel.h"
 
-static void turn(const char *weight, int64_t stride, int bytes, int32_t *out)
+static void transpose(const char *weight, int64_t stride, int bytes, int32_t *out)
 {
     for (int column = 0; column < 8; column++)
         for (int pair = 0; pair < 8; pair++) {
@@ -234,7 +234,7 @@ static void pack(const char *weight, int64_t stride, int bytes, int by_rows, int
     if (by_rows)
         for (int64_t n = 0; n < whole; n += 8)
             for (int64_t k = 0; k < turned; k += 16)
-                turn(weight + (n * stride + k) * bytes, stride, bytes, out + k / 2 * PANEL + n);
+                transpose(weight + (n * stride + k) * bytes, stride, bytes, out + k / 2 * PANEL + n);
     else
         for (int64_t k = 0; k < turned; k += 2)
             for (int64_t n = 0; n < whole; n += 8)

@@ -46,7 +46,7 @@ static double step_of(int32_t exponent, int *power)
  * of which is over 2^24. 0, or 1 if a norm is not finite.
  */
 CLONES static int mask_rows(const float *const *tensors, const int64_t *widths, int64_t parts, int64_t columns,
-                            int64_t first, int64_t last, const float *scales, double over_room,
+                            int64_t first, int64_t last, const float *scales, double step_per_norm,
                             const int64_t *projection, int32_t *requests, int32_t *exponents, uint64_t *expected,
                             float *integers)
 {
@@ -65,7 +65,7 @@ CLONES static int mask_rows(const float *const *tensors, const int64_t *widths, 
         if (!isfinite(norm))
             return 1;
         int power = 0;
-        double fraction = frexp(norm * over_room, &power);
+        double fraction = frexp(norm * step_per_norm, &power);
         exponents[t] = norm > 0 ? 8 * power + (int32_t)ceil(16 * fraction) - 8 : ZERO_EXPONENT;
         double step = step_of(exponents[t], &power), scale = ldexp(1 / step, -power);
         uint64_t sum = 0;
@@ -90,7 +90,7 @@ CLONES static int mask_rows(const float *const *tensors, const int64_t *widths, 
 }
 
 int ring_quantize_and_mask(const float *const *tensors, const int64_t *widths, int64_t parts, int64_t columns,
-                           int64_t rows, const float *scales, double over_room, const int64_t *projection,
+                           int64_t rows, const float *scales, double step_per_norm, const int64_t *projection,
                            int32_t *requests, int32_t *exponents, uint64_t *expected, float *integers, int threads)
 {
     int failed = 0;
@@ -98,7 +98,7 @@ int ring_quantize_and_mask(const float *const *tensors, const int64_t *widths, i
 #pragma omp parallel for num_threads(threads) schedule(dynamic) reduction(| : failed) if (threads > 1)
     for (int64_t first = 0; first < rows; first += step)
         failed |= mask_rows(tensors, widths, parts, columns, first, first + step < rows ? first + step : rows,
-                            scales, over_room, projection, requests, exponents, expected, integers);
+                            scales, step_per_norm, projection, requests, exponents, expected, integers);
     return failed;
 }
 

@@ -104,7 +104,7 @@ class Limits(Message, frozen=True):
 
     max_message_bytes: int  # payload of any message, either way
     max_rows: int  # rows of one product
-    max_in_flight: int = 16  # requests of one session under way; further ones wait to be read
+    max_in_flight: int = 16  # requests of one session in flight; further ones wait to be read
 
 
 class Manifest(Message, frozen=True, omit_defaults=True):

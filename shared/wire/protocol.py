@@ -281,7 +281,7 @@ class TenantProtocol:
         return request_id
 
     def expected(self, request_id: int) -> Header:
-        """Returns the header of the answer that a request under way must get, unless it is an error."""
+        """Returns the header of the answer that a request in flight must get, unless it is an error."""
         return self._expected[request_id]
 
     def accept(self, header: Header) -> None:

@@ -34,8 +34,8 @@ class AnswerOptions(AdapterChoice):
             _PROMPT,
             "With {draft}: seconds between two passes. Passes then have a constant rate, and the number of "
             "passes of an answer is a multiple of 32, so it says little about the text.",
-            least=0,
-            above=True,
+            minimum=0,
+            exclusive=True,
             unit="SECONDS",
         ),
     ] = None
@@ -142,7 +142,7 @@ class ContextOptions:
             _CONTEXT,
             "If {kv} is disk: memory for keys and values. The keys and values of two layers take memory in "
             "addition.",
-            least=0,
+            minimum=0,
             unit="GIB",
         ),
     ] = 0.0

@@ -56,7 +56,7 @@ T = TypeVar("T")
 CONNECT_RETRY_SECONDS = 0.2  # while nobody listens
 SMALL_REPEATS, LARGE_REPEATS = 30, 5
 LARGE_BYTES = 4 << 20
-_AT_ONCE = 16  # rows of noise under way: an executor says how many groups it has, and how wide they are
+_AT_ONCE = 16  # rows of noise in flight: an executor says how many groups it has, and how wide they are
 # Renewing a certificate takes people, so say early that it will be due.
 SOON_DAYS = 14
 # What ``cryptography`` raises of certificates that OpenSSL takes.

@@ -11,17 +11,17 @@ import typer
 from shared import imports
 from shared.command_line import CommandLine
 from tenant_sdk.command_line import options
-from tenant_sdk.gateway.options import DECIDED, PATIENCE, GatewayOptions
+from tenant_sdk.gateway.options import DECIDED, DEFAULT_PATIENCE, GatewayOptions
 from tenant_sdk.session.options import SessionConfig
 
 
 class _Session(options.SessionOptions):
-    """Its patience is shorter, unless it is given, and two options are the gateway's own affair."""
+    """Its default of ``patience`` is shorter, and two options are the gateway's own affair."""
 
     @staticmethod
     def parameters(command_line: CommandLine) -> list[inspect.Parameter]:
         """See SessionOptions."""
-        shown = command_line.parameters(SessionConfig, defaults=False, own={"patience": PATIENCE})
+        shown = command_line.parameters(SessionConfig, defaults=False, own={"patience": DEFAULT_PATIENCE})
         return [each for each in shown if each.name not in DECIDED]
 
 
@@ -37,17 +37,17 @@ def serve(gateway: GatewayOptions, connection: _Session) -> None:
     check_installed()
     config = connection.session()
     if "patience" not in connection.arguments:
-        config = dataclasses.replace(config, patience=PATIENCE)
+        config = dataclasses.replace(config, patience=DEFAULT_PATIENCE)
     if gateway.adapters is not None:
         gateway = dataclasses.replace(gateway, adapters=gateway.adapters.resolve())
-    _say("loading torch, transformers and vLLM, which takes a while")
+    _notify("loading torch, transformers and vLLM, which takes a while")
     with imports.without_gc():
         import torch  # noqa: F401
         import transformers  # noqa: F401
-    run(gateway, config, _say)
+    run(gateway, config, _notify)
 
 
-def _say(line: str) -> None:
+def _notify(line: str) -> None:
     """Tell the operator; a gateway goes on if nobody reads it any more, or the disk with the log is full."""
     with contextlib.suppress(OSError, ValueError):  # the latter: it is closed
         typer.echo(line, err=True)

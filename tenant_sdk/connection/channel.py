@@ -182,7 +182,7 @@ class Channel(abc.ABC):
         self.wait(pending)
 
     def close(self) -> None:
-        """End the session; later requests, and those under way, raise ConnectionLost."""
+        """End the session; later requests, and those in flight, raise ConnectionLost."""
         if self._fork_guard.in_child:
             return  # it is the parent's, who goes on with it
         with self._lock:
@@ -191,7 +191,7 @@ class Channel(abc.ABC):
             well = ours and self._broken is None
         try:
             if well:
-                self._goodbye()
+                self._send_close()
         except (OSError, ValueError):
             pass  # it is gone already
         finally:
@@ -219,14 +219,14 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     def _send(self) -> object:
-        """Write what there is room for. Only the leader calls this."""
+        """Write what fits into the buffer. Only the leader calls this."""
 
     @abc.abstractmethod
     def _lead(self, pending: ResponseFuture) -> None:
         """Write and read until a request is done; whatever this raises breaks the channel."""
 
     @abc.abstractmethod
-    def _goodbye(self) -> None:
+    def _send_close(self) -> None:
         """Tell the executor that the session ends. Only the leader calls this."""
 
     @abc.abstractmethod
@@ -304,7 +304,7 @@ class Channel(abc.ABC):
         return ConnectionLost(f"{self.peer} closed the connection: {why}", retry_after=CLOSED_RETRY_SECONDS)
 
     def _break(self, error: SymbiosisError) -> None:
-        """Fail everything under way and everything to come."""
+        """Fail everything in flight and everything to come."""
         with self._lock:
             if self._broken is None:
                 self._broken = copy_error(error)  # without the frames of the thread that met it

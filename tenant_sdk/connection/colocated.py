@@ -38,7 +38,7 @@ class Areas:
         self._used: list[tuple[int, int]] = []
 
     def allocate(self, size: int, within: int) -> int | None:
-        """Returns the offset of a new area, or None if there is no room. ``within`` is the memory's size."""
+        """Returns the offset of a new area, or None if none is free. ``within`` is the memory's size."""
         at = 0
         for start, stop in self._used:
             if start - at >= size:
@@ -81,12 +81,12 @@ class ColocatedChannel(Channel):
         self._max_size = link.opened.max_size
         self._areas = Areas()
         self._places: dict[int, tuple[int, int, int]] = {}  # by request: area, its size, the answer's place
-        self._memory_requests: deque[bool] = deque()  # those under way: True: to grow; False: a ping
+        self._memory_requests: deque[bool] = deque()  # those in flight: True: to grow; False: a ping
         # Not ZeroMQ's own: that looks at the socket each time, which answers of products do not need.
         self._poll, self._sock_fd = QuickPoll(SPIN_SECONDS), int(link.sock.get(zmq.FD))
         for each in (self._sock_fd, self._answers):
             self._poll.register(each, select.POLLIN)
-        self._look = True  # there may be a message that the descriptor does not tell of
+        self._check_for_message = True  # there may be a message that the descriptor does not tell of
         register_for_fork(self)
 
     def _message(self, header: Header, tensors: list[torch.Tensor] | bytes) -> _Request:
@@ -100,7 +100,7 @@ class ColocatedChannel(Channel):
     def _wake_leader(self) -> None:
         self._poll.wake()
 
-    def _goodbye(self) -> None:
+    def _send_close(self) -> None:
         self._write_out(END)
 
     def _shut(self) -> None:
@@ -117,8 +117,8 @@ class ColocatedChannel(Channel):
         deadline = self._clock.now() + self.timeout
         self._send()
         while not pending.done:
-            if self._look:
-                self._look = False
+            if self._check_for_message:
+                self._check_for_message = False
                 self._read()
                 self._send()
                 continue
@@ -140,7 +140,7 @@ class ColocatedChannel(Channel):
     # -- writing ---------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        """Write what there is room for."""
+        """Write what fits into the buffer."""
         try:
             self._write_what_fits()
         except BrokenPipeError:
@@ -162,7 +162,7 @@ class ColocatedChannel(Channel):
                     self._outbox.popleft()
 
     def _send_request(self, request: _Request) -> bool:
-        """Send one request; False if it has to wait for room."""
+        """Send one request; False if it has to wait for memory."""
         header, tensors, answer_bytes = request
         in_line = isinstance(tensors, bytes)
         request_bytes = 0 if in_line else aligned(header.payload_bytes)
@@ -208,7 +208,7 @@ class ColocatedChannel(Channel):
             pending.finish(None, RequestRefused(code, message, retry_after=retry_after))
 
     def _write_out(self, data: bytes) -> None:
-        self._look = True
+        self._check_for_message = True
         try:
             self._sock.send(data, zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -271,7 +271,7 @@ class ColocatedChannel(Channel):
                 pong = self._pongs.popleft() if self._pongs else None
             if pong is not None:
                 pong.finish(None, None)
-        elif not self._link.grow(size) and not self._places:  # nothing that could end and make room
+        elif not self._link.grow(size) and not self._places:  # nothing that could end and free some
             with self._lock:
                 request: _Request | None = self._outbox.popleft() if self._outbox else None
             if request is not None:

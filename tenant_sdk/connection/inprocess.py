@@ -64,8 +64,8 @@ class InprocessChannel(Channel):
     def _wake_leader(self) -> None:
         """Do nothing: the leader never sleeps."""
 
-    def _goodbye(self) -> None:
-        """Do nothing: the executor waits for no goodbye."""
+    def _send_close(self) -> None:
+        """Do nothing: the executor waits for no such message."""
 
     def _shut(self) -> None:
         self._session.close()

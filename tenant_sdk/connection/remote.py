@@ -38,7 +38,7 @@ PIECE_ROWS = 16  # of a request that is cut, a multiple of this
 
 
 class LazyResult:
-    """The result of a product under way, computed by the thread that asks for it.
+    """The result of a product in flight, computed by the thread that asks for it.
 
     It is like a future, but without a thread in the background. The thread that asks for the result sends and
     receives for all threads that wait on the same connection; then it takes the mask off its own answer. One

@@ -86,7 +86,7 @@ class WebsocketChannel(Channel):
     def _wake_leader(self) -> None:
         self._poll.wake()
 
-    def _goodbye(self) -> None:
+    def _send_close(self) -> None:
         if self._writing is None:  # else in the middle of a message
             self._sock.settimeout(1.0)
             code = (1000).to_bytes(2, "big")

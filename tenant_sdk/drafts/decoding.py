@@ -24,7 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from shared.errors import ConfigurationError
-from tenant_sdk.drafts.head import Guesser, trunks_of
+from tenant_sdk.drafts.head import Guesser, backbones_of
 from tenant_sdk.drafts.length import DraftLength
 from tenant_sdk.drafts.passes import Passes
 from tenant_sdk.drafts.repeats import WINDOW
@@ -155,7 +155,7 @@ class Draft:
         self, text: _GeneratedText, passes: Passes, state: Tensor, hidden: Callable[[], Tensor]
     ) -> Tensor:
         """Guess, check, and go on; returns the hidden state before the newest token."""
-        began, size = self._clock(), min(self._length.next, passes.room)
+        began, size = self._clock(), min(self._length.next, passes.max_guesses)
         guesses = self._guess(state, text.ids, size)
         guessing = self._clock() - began  # depends on the text, so it is over when the pass begins
         self._keep_pace()
@@ -171,7 +171,7 @@ class Draft:
 
     def _filler_pass(self, text: _GeneratedText, passes: Passes, state: Tensor) -> None:
         """A pass after the end of a text, which looks like those before."""
-        size = min(self._length.next, passes.room)
+        size = min(self._length.next, passes.max_guesses)
         guesses = self._guess(state, text.ids, size)
         self._keep_pace()
         started = self._clock()
@@ -231,10 +231,10 @@ class _GeneratedText:
             if self._streamer is not None:
                 self._streamer.put(tokens.cpu())
             scores = tuple(self._scores) if self._config.output_scores else None
-            going = self._open
-            self._open = going & ~self._criteria(self.ids, scores)
+            active = self._open
+            self._open = active & ~self._criteria(self.ids, scores)
             self.ended = not self._open.any()
-            wrong = guesses is None or at == guesses.shape[1] or ((tokens != guesses[:, at]) & going).any()
+            wrong = guesses is None or at == guesses.shape[1] or ((tokens != guesses[:, at]) & active).any()
             if self.ended or wrong:
                 break
         return at + 1
@@ -292,7 +292,7 @@ def _last_hidden(model: Any) -> Iterator[Callable[[], Tensor]]:
     def keep(_module: Any, _inputs: Any, outputs: Any) -> None:
         states[:] = [outputs[0] if isinstance(outputs, tuple) else outputs.last_hidden_state]
 
-    hooks = [each.register_forward_hook(keep) for each in trunks_of(model)]
+    hooks = [each.register_forward_hook(keep) for each in backbones_of(model)]
     try:
         yield lambda: states[0]
     finally:

@@ -152,7 +152,7 @@ class Guesser:
         return torch.tensor(tokens, device=likeliest.device)
 
 
-def trunks_of(model: Any) -> list[PreTrainedModel]:
+def backbones_of(model: Any) -> list[PreTrainedModel]:
     """Parts of a model that return the hidden states that its output head reads, the inner ones first.
 
     Raises:

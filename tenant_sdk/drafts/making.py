@@ -47,10 +47,10 @@ from tenant_sdk.tuning.data import (
 )
 from tenant_sdk.tuning.generation import (
     answer_ids,
+    batched,
     context_length,
     ignores_padding,
     sequence_length,
-    together,
 )
 from tenant_sdk.tuning.records import prompts_of
 from tenant_sdk.tuning.resume_settings import digest_of, template_day, unchanging
@@ -58,8 +58,8 @@ from tenant_sdk.tuning.sampling import Sampling
 
 _LARGEST_ANSWERS = 256 << 20  # of one batch
 _HELD_OUT = 10  # one text of so many
-_STEPS, _LEAST_STEPS, _MOST_EPOCHS = 1500, 200, 40
-_LEAST_GAIN = 1.05  # tokens a pass, below which a draft is of no use
+_STEPS, _MIN_STEPS, _MAX_EPOCHS = 1500, 200, 40
+_MIN_GAIN = 1.05  # tokens a pass, below which a draft is of no use
 _FEW = 500  # held-out tokens, of which a share says little
 _TIMED_PASSES, _TIMED_PROMPT = 6, 16
 
@@ -110,7 +110,7 @@ class DraftReport:
     def pays_from(self) -> float:
         """Seconds that a round trip must take longer than here for all guesses to pay; 0: they do here."""
         gain = self.tokens_a_pass
-        if gain < _LEAST_GAIN:
+        if gain < _MIN_GAIN:
             return math.inf
         if self.faster >= 1:
             return 0.0
@@ -125,8 +125,8 @@ class DraftReport:
 
 def default_epochs(places: int) -> int:
     """Passes over so many places: many over few of them, as far as there is something to learn."""
-    epochs = min(_MOST_EPOCHS, max(1, round(_STEPS * BATCH / places)))
-    return max(epochs, math.ceil(_LEAST_STEPS / math.ceil(places / BATCH)))
+    epochs = min(_MAX_EPOCHS, max(1, round(_STEPS * BATCH / places)))
+    return max(epochs, math.ceil(_MIN_STEPS / math.ceil(places / BATCH)))
 
 
 def make_draft(
@@ -239,7 +239,7 @@ def _answers(
     if prompts and longest > context_length(model):
         raise ConfigurationError("the longest prompt and {answer_tokens} do not fit into the model's context")
     padded, done = ignores_padding(model, longest), 0
-    for part in together(prompts, padded=padded, most=options.batch_size):
+    for part in batched(prompts, padded=padded, size=options.batch_size):
         file = kept / f"answers-{digest_of(repr(part).encode())}.json"
         if file.exists():
             answers: list[list[int]] = json.loads(read_within(file, _LARGEST_ANSWERS))

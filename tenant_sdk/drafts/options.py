@@ -56,7 +56,7 @@ class DraftOptions(AdapterChoice, ReadingOptions):
     ] = ()
     answer_tokens: Annotated[
         int,
-        Option(_TEXT, "Maximum number of tokens in an answer to one of {prompts}.", least=8, unit="TOKENS"),
+        Option(_TEXT, "Maximum number of tokens in an answer to one of {prompts}.", minimum=8, unit="TOKENS"),
     ] = ANSWER_TOKENS
     epochs: Annotated[
         int | None,
@@ -64,14 +64,14 @@ class DraftOptions(AdapterChoice, ReadingOptions):
             _DRAFT,
             "Passes of the draft's training over the text, all on this machine. Default: 1 for long "
             "texts, and more for shorter ones, up to 200 for a few lines.",
-            least=1,
+            minimum=1,
             unit="COUNT",
             may_change=True,
         ),
     ] = None
-    batch_size: Annotated[int, Option(_TEXT, "Texts that the model computes at once.", least=1)] = 8
+    batch_size: Annotated[int, Option(_TEXT, "Texts that the model computes at once.", minimum=1)] = 8
     seed: Annotated[
-        int, Option(_DRAFT, "Seed of everything random except masks.", least=0, unit="NUMBER")
+        int, Option(_DRAFT, "Seed of everything random except masks.", minimum=0, unit="NUMBER")
     ] = 0
     resume: Annotated[
         bool,

@@ -12,7 +12,7 @@ from shared.errors import ConfigurationError
 from tenant_sdk.drafts.options import VIRTUAL_TOKENS
 from tenant_sdk.sequences.contexts import activated
 from tenant_sdk.sequences.positions import rope_stable_length
-from tenant_sdk.sequences.text_cache import forgets
+from tenant_sdk.sequences.text_cache import can_crop
 from tenant_sdk.trust.attestation import base_model
 
 
@@ -72,7 +72,7 @@ class Passes:
         return self._arguments.get(cache_name())
 
     @property
-    def room(self) -> int:
+    def max_guesses(self) -> int:
         """Guesses for which the model has positions, and the same ones as without guesses."""
         if self._positions is None:
             return 1 << 30
@@ -88,7 +88,7 @@ class Passes:
         if (made := getattr(self._outputs, cache_name(), None)) is not None:  # the model may have made it
             self._arguments[cache_name()] = made
         cache = self.cache
-        if cache is None or not hasattr(cache, "crop") or not forgets(cache):
+        if cache is None or not hasattr(cache, "crop") or not can_crop(cache):
             raise ConfigurationError(
                 f"{type(self._model).__name__} keeps no keys and values that could be forgotten again, as a "
                 "draft needs it: leave out the draft"

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from shared.atomic import atomic_file
 from shared.errors import ConfigurationError
-from tenant_sdk.drafts.head import MAX_TOKENS, WIDENING, DraftHead, Guesser, Vocabulary, trunks_of
+from tenant_sdk.drafts.head import MAX_TOKENS, WIDENING, DraftHead, Guesser, Vocabulary, backbones_of
 from tenant_sdk.drafts.repeats import LONGEST, WINDOW, Ids, repeated
 from tenant_sdk.storage import UNREADABLE_TENSORS
 from tenant_sdk.trust.attestation import base_model
@@ -31,7 +31,7 @@ from tenant_sdk.tuning.data import collate
 
 GUESSES = 8  # of a draft at most
 LEARNED = 5  # guesses that the network learns; more are right seldom, unless the text repeats itself
-_FADING = 0.8  # weight of each guess's loss, in those of the one before
+_LOSS_DECAY = 0.8  # weight of each guess's loss, in those of the one before
 _THINNING = 0.5  # of the places of a guess, the part at which the next one is learned
 _RATE, _WARMUP, _DECAY = 1e-3, 50, 0.01
 BATCH = 256  # places
@@ -77,7 +77,7 @@ def collect(
         hidden = _kept_hidden(kept, part)
         if hidden is None:
             inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-            hidden = trunks_of(base)[-1](**inputs, use_cache=False).last_hidden_state.to(
+            hidden = backbones_of(base)[-1](**inputs, use_cache=False).last_hidden_state.to(
                 "cpu", torch.bfloat16
             )
             _keep_hidden(kept, part, hidden)
@@ -141,7 +141,7 @@ class Positions:
         ids: int64 ``[N]``, of all texts.
         hidden: bfloat16 ``[N, width]``.
         learned: bool ``[N]``.
-        reach: int64 ``[N]``: how many tokens behind the next one can be guessed from here.
+        guessable: int64 ``[N]``: how many tokens behind the next one can be guessed from here.
         begin: int64 ``[N]``: the first place of the own text.
     """
 
@@ -149,14 +149,14 @@ class Positions:
         self.ids, self.hidden, self.learned = (
             torch.cat([getattr(each, name) for each in features]) for name in ("ids", "hidden", "learned")
         )
-        self.reach = torch.cat([_reach(each.learned) for each in features])
+        self.guessable = torch.cat([_guessable(each.learned) for each in features])
         sizes = torch.tensor([len(each.ids) for each in features])
         self.begin = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
 
     @property
     def starts(self) -> Tensor:
         """Int64 ``[P]``: places from which one token at least can be guessed."""
-        return (self.reach > 0).nonzero().squeeze(1)
+        return (self.guessable > 0).nonzero().squeeze(1)
 
     def states(self, at: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Hidden states of some places, float32, where the vocabulary is."""
@@ -168,13 +168,13 @@ class Positions:
         return self.ids[max(int(self.begin[at]), end - WINDOW) : end].numpy()
 
 
-def _reach(learned: Tensor) -> Tensor:
+def _guessable(learned: Tensor) -> Tensor:
     """See ``Positions``: tokens t + 2, t + 3, ... as long as they are learned."""
-    reach = torch.zeros(len(learned), dtype=torch.int64)
+    guessable = torch.zeros(len(learned), dtype=torch.int64)
     for at in range(len(learned) - 3, -1, -1):
         if learned[at + 2]:
-            reach[at] = min(GUESSES, 1 + int(reach[at + 1]))
-    return reach
+            guessable[at] = min(GUESSES, 1 + int(guessable[at + 1]))
+    return guessable
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class Trainer:
             order = starts[torch.randperm(len(starts), generator=self._random)]
             for batch in order.split(BATCH):
                 guessed = self._losses(batch)
-                loss = sum((_FADING**at * each for at, each in enumerate(guessed)), torch.zeros(()))
+                loss = sum((_LOSS_DECAY**at * each for at, each in enumerate(guessed)), torch.zeros(()))
                 optimizer.zero_grad()
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(self._head.parameters(), 1.0)
@@ -265,7 +265,7 @@ class Trainer:
         places, vocabulary, losses = self._places, self._vocabulary, list[Tensor]()
         state = places.states(at, vocabulary)
         for guess in range(LEARNED):
-            kept = places.reach[at] > guess
+            kept = places.guessable[at] > guess
             if guess:
                 kept &= torch.rand(len(at), generator=self._random) < _THINNING
             at, state = at[kept], state[kept]
@@ -298,25 +298,25 @@ def gain(guesser: Guesser, places: Positions) -> DraftGain:
     for at in places.starts.split(BATCH):
         texts = [places.text(place) for place in at.tolist()]
         guesses = guesser(places.states(at, vocabulary), texts, GUESSES).cpu()
-        going = torch.ones(len(at), dtype=torch.bool)  # all guesses so far are right
+        active = torch.ones(len(at), dtype=torch.bool)  # all guesses so far are right
         for guess in range(GUESSES):
-            going &= places.reach[at] > guess
+            active &= places.guessable[at] > guess
             ahead = (at + 2 + guess).clamp(max=len(places.ids) - 1)
-            going &= agrees[ahead]
-            counted[guess] += going.sum()
-            going &= guesses[:, guess] == places.ids[ahead]
-            right[guess] += going.sum()
-            run[at] += going
+            active &= agrees[ahead]
+            counted[guess] += active.sum()
+            active &= guesses[:, guess] == places.ids[ahead]
+            right[guess] += active.sum()
+            run[at] += active
     if not counted[0]:
         raise ConfigurationError(
             "a draft needs held-out text that the model would write itself: answers of the model, or texts "
             "that the adapter has learned"
         )
     acceptance = tuple((right / counted.clamp(min=1)).cumprod(0).tolist())
-    return DraftGain(acceptance, walked((places.learned & agrees).tolist(), run.tolist()))
+    return DraftGain(acceptance, mean_tokens_a_pass((places.learned & agrees).tolist(), run.tolist()))
 
 
-def walked(written: Sequence[bool], run: Sequence[int]) -> float:
+def mean_tokens_a_pass(written: Sequence[bool], run: Sequence[int]) -> float:
     """The tokens of a pass: the mean of a walk through texts, from pass to pass.
 
     Args:

@@ -13,7 +13,7 @@ from vllm.lora.request import LoRARequest
 from shared.errors import ConfigurationError
 from tenant_sdk.gateway.adapters import Adapter, files_version, folders_in, import_adapter
 from tenant_sdk.gateway.admission import MAX_ADAPTERS, SequenceLimit
-from tenant_sdk.gateway.client_turns import FairLock, current_client
+from tenant_sdk.gateway.client_locks import FairLock, current_client
 from tenant_sdk.gateway.reservations import Reservations
 from tenant_sdk.gateway.unused_copies import UnusedCopies
 
@@ -76,14 +76,14 @@ class AdapterRegistry:
         """Serve an adapter, in place of the one of this name if its content is another.
 
         Args:
-            renew: only if the name is still served when the client's turn comes.
+            renew: only if the name is still served when the client has the lock.
 
         Raises:
             _RemovedError: it is not.
             SymbiosisError: see ``tenant_sdk.gateway.adapters.import_adapter``.
         """
         settings = self._settings
-        async with self._changing.turn(current_client.get()):
+        async with self._changing.hold(current_client.get()):
             if renew and name not in self.served:
                 raise _RemovedError
             adapter = await asyncio.to_thread(
@@ -116,7 +116,7 @@ class AdapterRegistry:
                 await self._engine.add_lora(request)
             except Exception as error:
                 if before is None:
-                    self._disown(adapter.name)
+                    self._release_owner(adapter.name)
                 why = str(error).removeprefix("Call to add_lora method failed: ")
                 why = why.replace(str(adapter.folder), str(folder))
                 raise ConfigurationError(f"the adapter in {folder} cannot be loaded: {why}") from error
@@ -125,14 +125,14 @@ class AdapterRegistry:
             old = self._models.lora_requests.get(adapter.name)
             self._models.lora_requests[adapter.name], self.served[adapter.name] = request, adapter
             await self._unload(old)
-            settings.say(f"adapter {adapter.name}: rank {adapter.rank}, of {folder}")
+            settings.notify(f"adapter {adapter.name}: rank {adapter.rank}, of {folder}")
             if adapter.notes:
-                settings.say(adapter.notes)
+                settings.notify(adapter.notes)
             return adapter
 
     async def remove(self, name: str) -> bool:
         """Serve it no more; sequences that use it go on. Whether it was served."""
-        async with self._changing.turn(current_client.get()):
+        async with self._changing.hold(current_client.get()):
             return await self._forget(name)
 
     async def _forget(self, name: str) -> bool:
@@ -140,10 +140,10 @@ class AdapterRegistry:
         # it.
         request = self._models.lora_requests.pop(name, None)
         gone = self.served.pop(name, None)
-        self._disown(name)
+        self._release_owner(name)
         if request is not None:
             await self._unload(request)
-            self._settings.say(f"adapter {name} is served no more")
+            self._settings.notify(f"adapter {name} is served no more")
         return gone is not None
 
     def _id_of(self, folder: Path) -> int:
@@ -161,13 +161,13 @@ class AdapterRegistry:
         ):
             await self._engine.remove_lora(request.lora_int_id)
 
-    def _disown(self, name: str) -> None:
+    def _release_owner(self, name: str) -> None:
         if (owner := self._owners.pop(name, None)) is not None:
             self._names.release(owner, 1)
 
     async def remove_unused_copies(self) -> None:
         """Remove copies that no name has, and no request may use any more; to be done each second."""
-        async with self._changing.turn(current_client.get()):
+        async with self._changing.hold(current_client.get()):
             present = [*(self._settings.folder / "adapters").iterdir()]
             used = {adapter.folder for adapter in self.served.values()}
             for folder in self._unused.removable(present, used):
@@ -209,8 +209,8 @@ class AdapterRegistry:
         by_owner: dict[str, list[str]] = {}
         for name in self._outdated:
             by_owner.setdefault(self._owners.get(name, ""), []).append(name)
-        turns = [name for each in zip_longest(*by_owner.values()) for name in each if name is not None]
-        for name in turns[:NAMES_OF_SCAN]:
+        alternating = [name for each in zip_longest(*by_owner.values()) for name in each if name is not None]
+        for name in alternating[:NAMES_OF_SCAN]:
             del self._outdated[name]
             if name in self.served:
                 await self._add_again(self.served[name].source, name, renew=True)
@@ -221,11 +221,11 @@ class AdapterRegistry:
             await self.add(folder, name, renew=renew)
             if name == folder.name:
                 self.refused.pop(name, None)
-        except _RemovedError:  # by its owner, while it waited for its turn: it is nobody's any more
+        except _RemovedError:  # by its owner, while it waited for the lock: it is nobody's any more
             return
         except Exception as error:  # whatever it is, the other folders are served
             if self.refused.get(folder.name) != str(error):
-                self._settings.say(str(error))
+                self._settings.notify(str(error))
             self.refused[folder.name] = str(error)
 
     async def watch(self, folder: Path) -> None:
@@ -239,4 +239,4 @@ class AdapterRegistry:
             except Exception as error:  # the next scan may be a better one
                 if said != str(error):
                     said = str(error)
-                    self._settings.say(f"cannot look into {folder}: {error}")
+                    self._settings.notify(f"cannot look into {folder}: {error}")

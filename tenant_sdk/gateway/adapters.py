@@ -119,7 +119,7 @@ def import_adapter(
         ConfigurationError: no adapter, a damaged one, one that is more than LoRA of linear layers, or one
             that is not below ``within``.
         ModelMismatch: it was made for another base.
-        StorageError: no room for the copy.
+        StorageError: the disk is full.
     """
     from tenant_sdk.tuning.untrusted_adapter import copy_and_check
 

@@ -42,18 +42,18 @@ class Refusal(NamedTuple):
 class StepFailure(enum.StrEnum):
     """What can be wrong when a step fails."""
 
-    AWAY = "away"  # the provider or a mask source; it may be back
-    WRONG = "wrong"  # an answer, so the session asks for nothing more
-    HERE = "here"
+    UNAVAILABLE = "away"  # the provider or a mask source; it may be back
+    INVALID = "wrong"  # an answer, so the session asks for nothing more
+    INTERNAL = "here"
 
     @classmethod
     def of(cls, error: Exception) -> StepFailure:
         """The kind of an error that a session raised, or vLLM."""
         if isinstance(error, (VerificationError, ModelMismatch, WireError)):
-            return cls.WRONG
+            return cls.INVALID
         if isinstance(error, RequestRefused):
-            return cls.AWAY if error.retry_after is not None else cls.HERE
-        return cls.AWAY if isinstance(error, SymbiosisError) and may_come_back(error) else cls.HERE
+            return cls.UNAVAILABLE if error.retry_after is not None else cls.INTERNAL
+        return cls.UNAVAILABLE if isinstance(error, SymbiosisError) and may_come_back(error) else cls.INTERNAL
 
 
 def shutting_down() -> Refusal:
@@ -68,10 +68,10 @@ def failure_refusal(failure: str, message: str, retry_after: int) -> Refusal:
         failure: a ``StepFailure``.
         retry_after: seconds after which an executor that is away may be back.
     """
-    if failure == StepFailure.WRONG:
+    if failure == StepFailure.INVALID:
         message += ". If an answer was wrong, this gateway asks for nothing more until it is started again"
         return Refusal(502, "provider_error", message)
-    if failure == StepFailure.AWAY:
+    if failure == StepFailure.UNAVAILABLE:
         return Refusal(503, "provider_unavailable", message, retry_after)
     return Refusal(500, "server_error", message or "the gateway failed; its log says why")
 
@@ -81,16 +81,16 @@ class UnauthenticatedConnections:
     """Connections that have shown no key yet: the one that has been here longest makes room for another.
 
     Args:
-        most: at once.
+        limit: at once.
     """
 
-    most: int
+    limit: int
     waiting: dict[object, None] = field(default_factory=dict)  # in the order in which they came
 
     def arrive(self, connection: object) -> object | None:
         """One more; the connection that is to be closed for it, if there is one."""
         self.waiting[connection] = None
-        if len(self.waiting) <= self.most:
+        if len(self.waiting) <= self.limit:
             return None
         first = next(iter(self.waiting))
         del self.waiting[first]
@@ -103,37 +103,37 @@ class UnauthenticatedConnections:
 
 @dataclass
 class SequenceLimit:
-    """How many sequences are under way, and when to come back when there are too many.
+    """How many sequences are in flight, and when to come back when there are too many.
 
     Args:
-        most: under way at once, computed or waiting.
+        limit: in flight at once, computed or waiting.
         clients: that share them.
 
     Attributes:
         period: a number that its owner raises now and then.
     """
 
-    most: int
+    limit: int
     clients: int = 1
     requests: int = 0
     refused: int = 0
     period: int = 0
     _periods: Counter[int] = field(
         default_factory=Counter
-    )  # requests under way, by that in which they entered
+    )  # requests in flight, by that in which they entered
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def __post_init__(self) -> None:
         """Nobody is there yet."""
-        self._shares = Reservations(self.most, self.clients)
+        self._shares = Reservations(self.limit, self.clients)
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """Sequences of all clients."""
         return self._shares.total
 
-    def others_under_way(self, client: str) -> bool:
-        """Whether another client than this has sequences under way."""
+    def others_in_flight(self, client: str) -> bool:
+        """Whether another client than this has sequences in flight."""
         return any(count > 0 and name != client for name, count in self._shares.taken.items())
 
     def enter(self, client: str, count: int) -> Refusal | None:
@@ -150,8 +150,8 @@ class SequenceLimit:
         return Refusal(
             429,
             "overloaded",
-            f"{self.under_way} sequences are under way or wait, {mine} of them with your key; this gateway "
-            f"takes {self.most}, and {largest} with one key; try again",
+            f"{self.in_flight} sequences are in flight or wait, {mine} of them with your key; this gateway "
+            f"takes {self.limit}, and {largest} with one key; try again",
             self.retry_after,
         )
 
@@ -166,7 +166,7 @@ class SequenceLimit:
 
     @property
     def oldest_period(self) -> int:
-        """That in which the first of the requests under way entered; the present one if there is none."""
+        """That in which the first of the requests in flight entered; the present one if there is none."""
         return min(self._periods, default=self.period)
 
     @property

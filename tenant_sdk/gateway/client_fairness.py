@@ -7,18 +7,18 @@ These rules say what one client can take:
 
 - ``connection_limits``: connections, with a key and without; times and sizes of headers; answers that are not
   read.
-- ``http_frontend``: bodies that arrive; requests for adapters and metrics under way. At a time, one small
-  body is read, one text is tokenized, and one request is prepared for the engine (``client_turns``). The next
-  one waits for as long as that took, up to ``MOST_PAUSE``, if other clients have sequences under way. Then
-  also each request waits for ``LEAST_PAUSE`` behind the one before, whatever it asks for.
+- ``http_frontend``: bodies that arrive; requests for adapters and metrics in flight. At a time, one small
+  body is read, one text is tokenized, and one request is prepared for the engine (``client_locks``). The next
+  one waits for as long as that took, up to ``MAX_PAUSE``, if other clients have sequences in flight. Then
+  also each request waits for ``MIN_PAUSE`` behind the one before, whatever it asks for.
 - ``parsing``: one large body at a time, for ``helper_process.SECONDS`` at most, in turn with other clients.
-- ``admission``: sequences under way (``SequenceLimit``).
+- ``admission``: sequences in flight (``SequenceLimit``).
 - ``request_limits``, ``constraints``: the size of each field of a request, and of an answer.
 - ``grammars``: time and memory for compiling a constraint; ``constraint_checks``: one at a time.
 - ``structured``: compiled constraints that are kept, 64 in all; a further one replaces one of the client that
   has the most.
 - ``tool_calls``: the part of an answer in which calls of tools are looked for, and how often.
-- ``client_turns``: one at a time of the threads that tokenize, and of those that compile constraints.
+- ``client_locks``: one at a time of the threads that tokenize, and of those that compile constraints.
 - ``adapter_registry``: names of adapters; one change of them at a time.
 - ``reservations``: a part of all that is counted, which stays free for the others.
 - ``step_latency``: the time of a step.
@@ -44,28 +44,28 @@ RECENT_SECONDS = 1.0  # for which a client counts after its last sequence: its n
 
 @dataclass
 class TimeBudget:
-    """Seconds of a processor that each client may use between the steps of all sequences.
+    """Seconds of a processor that each client may use between steps: a token bucket for each.
 
     Args:
-        most: saved up at most, and had at the beginning.
-        each_step: more with every step.
+        burst: saved up at most, and had at the beginning.
+        refill: more with every step.
     """
 
-    most: float
-    each_step: float
+    burst: float
+    refill: float
     _remaining: dict[str, float] = field(default_factory=dict)
 
     def step(self) -> None:
         """All sequences have gone on by one step."""
         self._remaining = {
-            client: seconds + self.each_step
+            client: seconds + self.refill
             for client, seconds in self._remaining.items()
-            if seconds + self.each_step < self.most
+            if seconds + self.refill < self.burst
         }
 
     def spend(self, client: str, seconds: float) -> bool:
         """Whether a client had as much; it is taken all the same."""
-        self._remaining[client] = self._remaining.get(client, self.most) - seconds
+        self._remaining[client] = self._remaining.get(client, self.burst) - seconds
         return self._remaining[client] >= 0
 
     def overdrawn(self) -> set[str]:
@@ -125,7 +125,7 @@ def next_admissions(
     max_adapters: int,
     clients: int,
     *,
-    several: bool = True,
+    contended: bool = True,
     memory: Memory | None = None,
 ) -> list[str]:
     """Names of the waiting sequences that may begin now, in order; the others wait for another step.
@@ -143,7 +143,7 @@ def next_admissions(
         max_sequences: that one step computes.
         max_adapters: different ones that may run at once.
         clients: how many there may be.
-        several: more than one client has had sequences lately.
+        contended: more than one client has had sequences lately.
         memory: for keys and values; None: is not looked at.
     """
     counts = Counter(each.client for each in running)
@@ -157,7 +157,7 @@ def next_admissions(
     queues: dict[str, deque[SequenceInfo]] = {}
     for each in waiting:
         queues.setdefault(each.client, deque()).append(each)
-    if several:
+    if contended:
         for client in {each.client for each in running if each.prefilling}:
             queues.pop(client, None)
     used, share = _used(running), _share((*running, *waiting), memory)

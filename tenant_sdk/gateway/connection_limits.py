@@ -222,7 +222,7 @@ class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
         if self.cycle is not None and not self.cycle.response_complete:
             refusal = shutting_down()
             if not self.cycle.response_started:
-                self._say(refusal)
+                self._send_refusal(refusal)
             elif self.cycle.chunked_encoding:
                 event = error_event(self.scope["path"], refusal)
                 self.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
@@ -254,11 +254,11 @@ class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
         if refusal is None:
             self.transport.abort()
             raise ValueError("requests are not pipelined here")
-        self._say(refusal)
+        self._send_refusal(refusal)
         self.transport.close()
         raise ValueError(refusal.message)
 
-    def _say(self, refusal: Refusal) -> None:
+    def _send_refusal(self, refusal: Refusal) -> None:
         body = refusal.encoded()
         head = [
             f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}",

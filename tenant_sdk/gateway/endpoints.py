@@ -76,11 +76,11 @@ class GatewaySettings:
         most_rank: of adapters.
         allow_other_base: serve adapters that say they were made for another base.
         authenticator: see ``HttpFrontend``.
-        most_under_way: sequences under way at once, computed or waiting.
+        max_in_flight: sequences in flight at once, computed or waiting.
         retry_after: seconds in which a provider that is away may be back.
         about: what the page says at the top.
         address: host and port on which it listens.
-        say: shows a line to who started it.
+        notify: shows a line to who started it.
         structured_outputs: take constraints on answers.
         tool_parser: how calls of tools are read from answers, as vLLM calls it; empty: they are not.
         required_parser: the same for calls that must be made.
@@ -95,11 +95,11 @@ class GatewaySettings:
     most_rank: int
     allow_other_base: bool
     authenticator: Authenticator
-    most_under_way: int
+    max_in_flight: int
     retry_after: int
     about: str
     address: tuple[str, int]
-    say: Callable[[str], None]
+    notify: Callable[[str], None]
     structured_outputs: bool
     content_format: str
     tool_parser: str
@@ -126,7 +126,7 @@ class Endpoints:
             raise ConfigurationError("start the gateway with `symbiosis-tenant serve`")
         self._settings = self.settings
         self._sequence_limit = SequenceLimit(
-            self._settings.most_under_way, self._settings.authenticator.clients
+            self._settings.max_in_flight, self._settings.authenticator.clients
         )
         self._parser = RequestParser()
         self._constraint_checker: ConstraintChecker | None = None
@@ -184,7 +184,7 @@ class Endpoints:
         vllm_patches.refuse_unknown_tokens(engine_client)
         vllm_patches.count_no_combinations(engine_client)
         vllm_patches.bound_parsers(state)
-        vllm_patches.tokenize_in_turns(engine_client)
+        vllm_patches.tokenize_fairly(engine_client)
         vllm_patches.tell_of_requests(engine_client)
         vllm_patches.answer_each_alone(engine_client)
         await self._try_constraints(engine_client)
@@ -200,11 +200,15 @@ class Endpoints:
         if not settings.structured_outputs:
             return
         if not GuidanceBackend.is_tokenizer_supported(tokenizer) or tokenizer.eos_token_id is None:
-            settings.say("this model's tokenizer takes no structured outputs; requests for them are refused")
+            settings.notify(
+                "this model's tokenizer takes no structured outputs; requests for them are refused"
+            )
             return
         # vLLM makes of each constraint a tag that includes the channels of such a model, which was not tried.
         if engine.model_config.hf_config.model_type == "gpt_oss":
-            settings.say("models of this kind take no structured outputs here; requests for them are refused")
+            settings.notify(
+                "models of this kind take no structured outputs here; requests for them are refused"
+            )
             return
         rules, file = copy(tokenizer.backend_tokenizer), settings.folder / "grammars.json"
         rules.no_padding()
@@ -228,12 +232,12 @@ class Endpoints:
         writer.close()
         url = f"http://{in_url(host)}:{port}"
         names = ", ".join([self._models.model_name(), *self._adapters.served])
-        settings.say(f"serving {names} at {url}/v1; {url}/ shows how it goes")
+        settings.notify(f"serving {names} at {url}/v1; {url}/ shows how it goes")
         if settings.ready_file is not None:
             try:
                 write_atomically(settings.ready_file, url.encode(), 0o644)
             except OSError as error:
-                settings.say(f"cannot write {settings.ready_file}: {error.strerror}")
+                settings.notify(f"cannot write {settings.ready_file}: {error.strerror}")
 
     def _card(self, name: str) -> dict[str, Any]:
         base, length = self._models.model_name(), self.engine.model_config.max_model_len
@@ -311,7 +315,7 @@ class Endpoints:
         """One more point of every line of the page, each second."""
         before, limiter = dict[str, float](), LogRateLimiter(REMIND_SECONDS)
         while True:
-            now = {"time": time.time(), "under_way": float(self._sequence_limit.under_way)}
+            now = {"time": time.time(), "under_way": float(self._sequence_limit.in_flight)}
             try:
                 now |= await asyncio.to_thread(self._counts)
                 if before:

@@ -84,7 +84,7 @@ def write_folder(
     Raises:
         ModelMismatch: see ``session.load_model``.
         ConfigurationError: the executor serves no tokenizer.
-        StorageError: no room.
+        StorageError: the disk is full.
     """
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion

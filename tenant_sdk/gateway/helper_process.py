@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from tenant_sdk.gateway.client_turns import FairLock
+from tenant_sdk.gateway.client_locks import FairLock
 
 SECONDS = 30.0  # until a process that does not answer is replaced, however busy the machine is
 NICENESS = 10  # sequences that are computed come first
@@ -15,7 +15,7 @@ _LENGTH = 4  # bytes in front of each message
 
 
 class HelperProcess:
-    """A module of this package as a process, which answers one message after the other, of clients by turns.
+    """A module of this package as a process, which answers one message at a time, of each client in turn.
 
     The module calls ``answer``.
 
@@ -27,7 +27,7 @@ class HelperProcess:
     def __init__(self, module: str, *arguments: str) -> None:
         self._command = (sys.executable, "-P", "-m", module, *arguments)
         self._process: asyncio.subprocess.Process | None = None
-        self._turns = FairLock()
+        self._lock = FairLock()
 
     async def start(self) -> None:
         """Have the process ready."""
@@ -46,7 +46,7 @@ class HelperProcess:
         One message at a time. If the caller is cancelled, the answer is waited for: it is nobody else's. If
         it is cancelled once more, the process ends.
         """
-        async with self._turns.turn(client):
+        async with self._lock.hold(client):
             exchange = asyncio.ensure_future(self._exchange(message))
             try:
                 return await asyncio.shield(exchange)

@@ -21,7 +21,7 @@ from tenant_sdk.gateway.admission import (
     failure_refusal,
     shutting_down,
 )
-from tenant_sdk.gateway.client_turns import ClientGone, PreparationTurns, connection_closed, current_client
+from tenant_sdk.gateway.client_locks import ClientGone, PacedLock, connection_closed, current_client
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.log_redaction import redacted
 from tenant_sdk.gateway.request_limits import text_bytes
@@ -54,14 +54,14 @@ _ELSEWHERE = {
     "/v1/embeddings": ": this gateway serves a model that writes text, and vLLM makes embeddings with others",
     f"{RESPONSES}/": ": this gateway keeps no answers",
 }
-STRANGERS = "strangers"  # all together are as one client, and no client has this name
-# Seconds between two requests of strangers. If probes waited longer, newer connections would take their
+UNAUTHENTICATED = "unauthenticated"  # all together are as one client, and no client has this name
+# Seconds between two requests without a key. If probes waited longer, newer connections would take their
 # places, even if these were few.
-STRANGERS_PAUSE = 0.001
+UNAUTHENTICATED_PAUSE = 0.001
 PUBLIC_PATHS = frozenset({"/", "/healthz"})  # nothing that tells who uses what
 BODY_BYTES = 8 << 20  # however long sequences may be
 SMALL_BODY_BYTES = 64 << 10
-# To ``/tokenize``: vLLM lists the tokens, in the worst case one a byte, in the thread of all clients.
+# To ``/tokenize``: vLLM lists the tokens, in the worst case one a byte, in the event loop.
 TOKENIZED_BYTES = 512 << 10
 BODIES_BYTES = 64 << 20  # of all that arrive at once
 BODY_SECONDS = 30.0
@@ -134,12 +134,12 @@ class HttpFrontend:
         self._folder, self._retry_after, self._clock = folder, retry_after, clock
         self._served = served
         self._arriving = Reservations(BODIES_BYTES, authenticator.clients)
-        self._tokenizing_turns = PreparationTurns(clock, sequence_limit.others_under_way)
-        self._small_body_turns = PreparationTurns(clock, sequence_limit.others_under_way)
-        self._preparation_turns = PreparationTurns(clock, sequence_limit.others_under_way)
-        self._arrival_turns = PreparationTurns(clock, sequence_limit.others_under_way)
-        self._stranger_turns = PreparationTurns(clock, sequence_limit.others_under_way, STRANGERS_PAUSE)
-        self._listing_turns = PreparationTurns(clock, sequence_limit.others_under_way)
+        self._tokenizing_lock = PacedLock(clock, sequence_limit.others_in_flight)
+        self._small_body_lock = PacedLock(clock, sequence_limit.others_in_flight)
+        self._preparation_lock = PacedLock(clock, sequence_limit.others_in_flight)
+        self._arrival_lock = PacedLock(clock, sequence_limit.others_in_flight)
+        self._unauthenticated_lock = PacedLock(clock, sequence_limit.others_in_flight, UNAUTHENTICATED_PAUSE)
+        self._listing_lock = PacedLock(clock, sequence_limit.others_in_flight)
         self._management = Reservations.per_client_minimum(MAX_MANAGEMENT, authenticator.clients)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -162,12 +162,12 @@ class HttpFrontend:
         """
         path = scope["path"]
         client = self._authenticator.admit(scope["headers"])
-        # Before anything is answered: refusals, too, take time of the thread of all clients.
+        # Before anything is answered: refusals, too, take time of the event loop.
         owner = client if isinstance(client, str) else scope.get("extensions", {}).get(OWNER)
         if owner is None:
-            await self._stranger_turns.wait(STRANGERS)
+            await self._unauthenticated_lock.wait(UNAUTHENTICATED)
         else:
-            await self._arrival_turns.wait(owner)
+            await self._arrival_lock.wait(owner)
         if path in PUBLIC_PATHS and (self._authenticator.keys or isinstance(client, str)):
             return await self._serve_public(scope["method"], path, send)
         if self._served.ending():
@@ -190,7 +190,7 @@ class HttpFrontend:
                 return await _refuse(send, body)
             if path not in GENERATION_PATHS | TOKENIZING_PATHS:
                 return await self._serve_management(client, scope, _replaying_body(body, receive), send)
-            wanted = self._executors_away() or await self._parse(client, path, body)
+            wanted = self._executors_unavailable() or await self._parse(client, path, body)
         if isinstance(wanted, Refusal):
             return await _refuse(send, wanted)
         if why := self._served.unserved(wanted.model):
@@ -209,7 +209,7 @@ class HttpFrontend:
             self._sequence_limit.leave(client, wanted.sequences, self._clock() - entered, period)
 
     async def _serve_public(self, method: str, path: str, send: Send) -> None:
-        """Answer strangers, of whom there may be many: in vLLM's application each takes a millisecond."""
+        """Answer anybody without a key, maybe many: in vLLM's application each takes a millisecond."""
         if method not in ("GET", "HEAD"):
             return await _refuse(send, Refusal(405, "invalid_request_error", f"{path} is only read"))
         if path == "/":
@@ -222,11 +222,11 @@ class HttpFrontend:
     async def _serve_management(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
         """Have a request for adapters or figures answered."""
         if not self._management.reserve(client, 1):
-            why = "too many requests for adapters or figures are under way with your key; try again"
+            why = "too many requests for adapters or figures are in flight with your key; try again"
             return await _refuse(send, Refusal(429, "overloaded", why, 1))
         try:
             if scope["method"] == "GET":
-                await self._serve_one_per_client(self._listing_turns, client, scope, receive, send)
+                await self._serve_one_per_client(self._listing_lock, client, scope, receive, send)
             else:  # a change of adapters waits for others
                 await self._run(scope, receive, send)
             await _wait_until_flushed(scope)
@@ -240,7 +240,7 @@ class HttpFrontend:
         body = wanted.body
         if scope["path"] in TOKENIZING_PATHS:
             await self._serve_one_per_client(
-                self._tokenizing_turns, client, _with_body(scope, body), _replaying_body(body, receive), send
+                self._tokenizing_lock, client, _with_body(scope, body), _replaying_body(body, receive), send
             )
             return
         constraint = wanted.constraint
@@ -251,7 +251,7 @@ class HttpFrontend:
         name, entered = request_name(client, secrets.token_hex(16)), self._clock()
         if scope["path"] == RESPONSES:  # vLLM takes the name of the others from a header
             body = body[:-1] + f',"request_id":"resp_{name}"}}'.encode()
-        async with self._preparation_turns.turn(client):
+        async with self._preparation_lock.hold(client):
             await self._run(
                 _with_body(scope, body, name.encode()),
                 _replaying_body(body, receive),
@@ -292,7 +292,7 @@ class HttpFrontend:
         return shutting_down() if self._served.ending() else failure_refusal("", "", 0)
 
     async def _serve_one_per_client(
-        self, turns: PreparationTurns, client: str, scope: Message, receive: Receive, send: Send
+        self, lock: PacedLock, client: str, scope: Message, receive: Receive, send: Send
     ) -> None:
         """Have one request at a time answered of a client's."""
         answer = list[Message]()
@@ -300,8 +300,8 @@ class HttpFrontend:
         async def collect(message: Message) -> None:  # others do not wait until this client reads
             answer.append(message)
 
-        # Among the client's own requests alone. Texts also have turns among all clients, in vLLM's threads.
-        async with turns.turn(client):
+        # Among the client's own requests alone. For texts, all clients also share vLLM's threads fairly.
+        async with lock.hold(client):
             await self._run(scope, receive, collect)
         for message in answer:
             await send(message)
@@ -317,7 +317,7 @@ class HttpFrontend:
     async def _parse(self, client: str, path: str, body: bytes) -> ParsedRequest | Refusal:
         """What a request is for; a large one is read elsewhere, one at a time."""
         if len(body) <= SMALL_BODY_BYTES:
-            async with self._small_body_turns.turn(client):
+            async with self._small_body_lock.hold(client):
                 return parse_request(path, body, self._served.context())
         return await self._served.parser(client, path, body, self._served.context())
 
@@ -326,7 +326,7 @@ class HttpFrontend:
         """A request's, whole, or why not; None: its client hung up. In this block it counts as arriving."""
         max_bytes, longest = SMALL_BODY_BYTES, text_bytes(self._served.context())
         if path in GENERATION_PATHS:
-            max_bytes = min(BODY_BYTES, max_bytes + longest * self._sequence_limit.most)
+            max_bytes = min(BODY_BYTES, max_bytes + longest * self._sequence_limit.limit)
         elif path in TOKENIZING_PATHS:
             max_bytes = min(BODY_BYTES if path == "/detokenize" else TOKENIZED_BYTES, longest)
         body = bytearray()
@@ -360,10 +360,10 @@ class HttpFrontend:
             why = f"the request did not come within {BODY_SECONDS:g} s"
             return Refusal(408, "invalid_request_error", why)
 
-    def _executors_away(self) -> Refusal | None:
-        """What would be told after the patience, if executors are known to be away."""
+    def _executors_unavailable(self) -> Refusal | None:
+        """What would be told after all retries, if executors are known to be away."""
         status = GatewayStatus.read(self._folder)
-        if not status.away:
+        if not status.unavailable:
             return None
         return failure_refusal(status.failure, status.error, self._retry_after)
 

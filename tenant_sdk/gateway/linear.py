@@ -59,7 +59,7 @@ class RequestOptions(NamedTuple):
 _IN_ORDER = frozenset({"GPT2LMHeadModel", "Phi3ForCausalLM"})
 # Not all of vLLM's models say what their layers are made of; these names are the same in all.
 _FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-MOST = 1e30  # the size of a number that float32 can still multiply and add up
+MAX_NUMBER = 1e30  # the size of a number that float32 can still multiply and add up
 _USUAL = RequestOptions(RequestClass.PREFILL, 0)
 _options: ContextVar[RequestOptions] = ContextVar("request_options", default=_USUAL)
 
@@ -89,9 +89,9 @@ class NonFiniteRows:
 
     def without(self, values: torch.Tensor) -> torch.Tensor:
         """Returns [T, D] with zeros in the rows that are not finite, which are remembered."""
-        if all_finite_below(values, MOST):
+        if all_finite_below(values, MAX_NUMBER):
             return values
-        non_finite = ~(values.abs().amax(-1) < MOST)  # NaN is not less either
+        non_finite = ~(values.abs().amax(-1) < MAX_NUMBER)  # NaN is not less either
         self.rows = non_finite if self.rows is None else self.rows | non_finite
         return values.masked_fill(non_finite.unsqueeze(-1), 0.0)
 
@@ -128,7 +128,7 @@ class RemoteLinearMethod(LinearMethodBase):  # type: ignore[misc]
         name: of the layer.
 
     Attributes:
-        meanwhile: done with the rows while the answer is under way.
+        meanwhile: done with the rows while the answer is in flight.
     """
 
     def __init__(self, groups: list[GroupMembers], name: str) -> None:

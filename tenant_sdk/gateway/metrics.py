@@ -90,7 +90,7 @@ class Collector:
             yield metric
         for name, help_, value in (
             ("adapters", "Adapters served.", len(self._adapters.served)),
-            ("sequences_under_way", "Sequences computed or waiting.", self._sequence_limit.under_way),
+            ("sequences_under_way", "Sequences computed or waiting.", self._sequence_limit.in_flight),
             ("masks_ahead", "Rows of masks whose effects have arrived or are requested.", status.rows_ahead),
             ("provider_up", "0 after a failed step, until a step or a test succeeds.", not status.failing),
         ):
@@ -98,7 +98,7 @@ class Collector:
             gauge.add_metric([], float(value))
             yield gauge
         refused = CounterMetricFamily(
-            "symbiosis_gateway_refused", "Requests refused because too many sequences were under way."
+            "symbiosis_gateway_refused", "Requests refused because too many sequences were in flight."
         )
         refused.add_metric([], self._sequence_limit.refused)
         yield refused

@@ -22,7 +22,7 @@ _SERVER, _MODEL = "Server", "Model and adapters"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory laid out for
 LOOKUP = "prompt-lookup"
 DRAFT_TOKENS = 4
-PATIENCE = 10.0  # seconds; clients wait as long
+DEFAULT_PATIENCE = 10.0  # seconds; clients wait as long
 # Options of its sessions that the gateway decides.
 DECIDED: dict[str, Any] = {"experts": "local", "fill_masks": True}
 
@@ -50,7 +50,7 @@ class GatewayOptions:
             _SERVER, "Address to listen on. An address other than loopback needs {api_key}.", unit="ADDRESS"
         ),
     ] = "127.0.0.1"
-    port: Annotated[int, Option(_SERVER, "Port to listen on.", least=1, most=65535)] = 8000
+    port: Annotated[int, Option(_SERVER, "Port to listen on.", minimum=1, maximum=65535)] = 8000
     api_key: Annotated[
         str | Secret,
         Option(
@@ -96,7 +96,7 @@ class GatewayOptions:
             _MODEL,
             "Maximum length of prompt and answer together. Default: the model's limit, or with LongRoPE the "
             "length up to which the position frequencies do not depend on the length of the text.",
-            least=2,
+            minimum=2,
             unit="TOKENS",
         ),
     ] = None
@@ -110,22 +110,22 @@ class GatewayOptions:
         ),
     ] = "float32"
     max_sequences: Annotated[
-        int, Option(_SERVER, "Maximum number of sequences that one step computes.", least=1)
+        int, Option(_SERVER, "Maximum number of sequences that one step computes.", minimum=1)
     ] = 32
     max_waiting: Annotated[
         int,
-        Option(_SERVER, "Maximum number of sequences that wait. Further requests get status 429.", least=0),
+        Option(_SERVER, "Maximum number of sequences that wait. Further requests get status 429.", minimum=0),
     ] = 64
     kv_memory_gib: Annotated[
         float,
-        Option(_MODEL, "Memory for keys and values of all sequences.", least=0, above=True, unit="GIB"),
+        Option(_MODEL, "Memory for keys and values of all sequences.", minimum=0, exclusive=True, unit="GIB"),
     ] = 1.0
     max_adapters: Annotated[
         int,
         Option(
             _MODEL,
             "Maximum number of different adapters in one step. Each adapter takes memory in all layers.",
-            least=1,
+            minimum=1,
         ),
     ] = 16
     max_rank: Annotated[
@@ -169,8 +169,8 @@ class GatewayOptions:
         Option(
             _MODEL,
             f"Maximum number of tokens that are guessed at once. Default: {DRAFT_TOKENS}.",
-            least=1,
-            most=16,
+            minimum=1,
+            maximum=16,
         ),
     ] = None
     ready_file: Annotated[
@@ -239,8 +239,8 @@ class GatewayOptions:
         return dataclasses.replace(config, **DECIDED)
 
     @property
-    def most_under_way(self) -> int:
-        """Sequences that are under way at once, computed or waiting."""
+    def max_in_flight(self) -> int:
+        """Sequences that are in flight at once, computed or waiting."""
         return self.max_sequences + self.max_waiting
 
     @property

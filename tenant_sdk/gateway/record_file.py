@@ -1,4 +1,4 @@
-"""A file with the last record of one writer, written in place: it needs no room on a disk that is full."""
+"""A file with the last record of one writer, written in place: it needs no space on a disk that is full."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 _PLACE = 64 << 10  # bytes of the file for one record; it has two, of which the writer takes the older
 _HEAD = struct.Struct("<QII")  # number of the record, its bytes, CRC-32 of number and record
-MOST_BYTES = _PLACE - _HEAD.size  # of a record
+MAX_BYTES = _PLACE - _HEAD.size  # of a record
 
 
 def write_record(path: Path, record: bytes) -> None:
-    """Write a record of at most ``MOST_BYTES``; one thread at a time.
+    """Write a record of at most ``MAX_BYTES``; one thread at a time.
 
     Raises:
         OSError: the file is not there yet, and cannot be made; or this disk has errors.

@@ -13,30 +13,30 @@ class Reservations:
     """What clients share, of which a part stays free for each of the others.
 
     Args:
-        most: taken at once.
+        capacity: taken at once.
         clients: how many there may be.
     """
 
-    most: int
+    capacity: int
     clients: int = 1
     taken: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def per_client_minimum(cls, most: int, clients: int) -> Reservations:
+    def per_client_minimum(cls, capacity: int, clients: int) -> Reservations:
         """Returns reservations of at least two for each client, so that one stays free for each."""
-        return cls(max(most, 2 * clients), clients)
+        return cls(max(capacity, 2 * clients), clients)
 
     @property
     def reserved(self) -> int:
         """What stays free for each client, until it takes it: one at least, if there is one for each."""
-        if self.clients == 1 or self.most < self.clients:
+        if self.clients == 1 or self.capacity < self.clients:
             return 0
-        return max(1, self.most // (2 * self.clients))
+        return max(1, self.capacity // (2 * self.clients))
 
     @property
     def largest(self) -> int:
         """The most that one client can have."""
-        return self.most - self.reserved * (self.clients - 1)
+        return self.capacity - self.reserved * (self.clients - 1)
 
     @property
     def total(self) -> int:
@@ -47,7 +47,7 @@ class Reservations:
         """Whether a client could; it gives back what it took."""
         others = [min(self.reserved, amount) for other, amount in self.taken.items() if other != client]
         kept = self.reserved * (self.clients - 1) - sum(others)
-        if self.total + count + kept > self.most:
+        if self.total + count + kept > self.capacity:
             return False
         self.taken[client] = self.taken.get(client, 0) + count
         return True

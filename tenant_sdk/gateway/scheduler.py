@@ -63,7 +63,10 @@ class Scheduler(Base):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **options: Any) -> None:
         threading.stack_size(ENGINE_STACK)  # of threads that compile constraints, which begin later
         super().__init__(*arguments, **options)
-        self._latency, self._seen = StepLatency(LinearLatency(*GUESSED_LINE), GUESSED_TOKEN), RecentClients()
+        self._latency, self._recent_clients = (
+            StepLatency(LinearLatency(*GUESSED_LINE), GUESSED_TOKEN),
+            RecentClients(),
+        )
         self._attention_debt, self._attended = AttentionTimeDebt(), 0
         self._most_rows: int = self.scheduler_config.max_num_batched_tokens
         self._time_budget = TimeBudget(GRACE_SECONDS, STEP_SECONDS)
@@ -81,27 +84,27 @@ class Scheduler(Base):  # type: ignore[misc]
     def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
         """See vLLM; clients take turns. What a step does is remembered, since clients hang up."""
         clients = Counter({client_of(each.request_id): 0 for each in (*self.running, *self.waiting)})
-        self._make_room()
+        self._preempt_over_share()
         # A decoding sequence needs one row; prompts get the others.
         self.running.sort(key=lambda each: (_prefilling(each), _arrived(each) if _prefilling(each) else 0.0))
         waiting = {each.request_id: each for each in sorted(self.waiting, key=_arrived)}
         running = [self._sequence_info(each) for each in self.running]
-        several = self._seen.count(clients, time.monotonic()) > 1
+        contended = self._recent_clients.count(clients, time.monotonic()) > 1
         self.max_num_scheduled_tokens, self._for_prompts = self._most_rows, 0
-        constrained = self._paused_constraints(waiting.values()) if several else set[str]()
-        paused = self._share_step(running, clients) | constrained if several else set[str]()
+        constrained = self._paused_constraints(waiting.values()) if contended else set[str]()
+        paused = self._share_step(running, clients) | constrained if contended else set[str]()
         admitted = next_admissions(
             running,
             [self._sequence_info(each) for name, each in waiting.items() if name not in constrained],
             self.max_num_running_reqs,
             self.lora_config.max_loras if self.lora_config else 0,
             self.vllm_config.additional_config["clients"],
-            several=several,
+            contended=contended,
             memory=self._memory(),
         )
         # What has begun comes first in vLLM, and would take all rows.
         self.scheduler_config.long_prefill_token_threshold = (
-            rows_per_client(self._for_prompts, running, map(client_of, admitted)) if several else 0
+            rows_per_client(self._for_prompts, running, map(client_of, admitted)) if contended else 0
         )
         self.waiting.clear()
         self.waiting.extend(waiting.pop(name) for name in admitted)
@@ -152,7 +155,7 @@ class Scheduler(Base):  # type: ignore[misc]
                 clients,
             )
 
-    def _make_room(self) -> None:
+    def _preempt_over_share(self) -> None:
         """Take memory from clients that have more than their share, if others wait for it."""
         running, waiting = (
             [self._sequence_info(each) for each in sorted(several, key=_arrived)]
@@ -179,7 +182,7 @@ class Scheduler(Base):  # type: ignore[misc]
         least_attending = min(attended, key=attended.__getitem__) if busy else None
         count = rows * sum(not each.prefilling for each in runnable)
         least = attended[least_attending] if least_attending is not None else 0
-        max_seconds = self._latency.most(count, least, busy=busy)
+        max_seconds = self._latency.max_seconds(count, least, busy=busy)
         spare = max_seconds - self._latency.seconds(count, least)
         paused |= self._attention_debt.paused(
             runnable, self._latency, spare, clients=max(1, len(attended)), least_attending=least_attending

@@ -1,7 +1,7 @@
 """The product of many adapters at once on a CPU (Punica §4, SGMV): each adapter's rows lie together.
 
 vLLM's own for the CPU copies an adapter's weights for every row, and takes rows without an adapter for rows
-of the last one. This one is made while the executor's answer is under way.
+of the last one. This one is made while the executor's answer is in flight.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class SegmentedLora(PunicaWrapperCPU):  # type: ignore[misc]
 
 
 def multiply_meanwhile(model: nn.Module) -> None:
-    """Have adapters' products made while the executor's are under way."""
+    """Have adapters' products made while the executor's are in flight."""
     for layer in model.modules():
         if isinstance(layer, BaseLayerWithLoRA):
             method = getattr(getattr(layer, "base_layer", None), "quant_method", None)

@@ -24,7 +24,7 @@ from shared.errors import ConfigurationError, OptionText, SymbiosisError
 from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.adapters import largest_rank
 from tenant_sdk.gateway.admission import MAX_ADAPTERS, Authenticator
-from tenant_sdk.gateway.client_turns import TOKENIZING_THREADS
+from tenant_sdk.gateway.client_locks import TOKENIZING_THREADS
 from tenant_sdk.gateway.connection import read, written
 from tenant_sdk.gateway.folder import (
     MARK,
@@ -70,12 +70,12 @@ def check_installed() -> str:
     )
 
 
-def serve(options: GatewayOptions, config: SessionConfig, say: Callable[[str], None]) -> None:
+def serve(options: GatewayOptions, config: SessionConfig, notify: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
         config: of the session, with references to its secrets: the worker opens its own.
-        say: shows a line; never fails, since it also runs while requests are answered.
+        notify: shows a line; never fails, since it also runs while requests are answered.
 
     Raises:
         ConfigurationError, ConnectError, ModelMismatch: before anything is served.
@@ -108,8 +108,8 @@ def serve(options: GatewayOptions, config: SessionConfig, say: Callable[[str], N
             fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), fcntl.LOCK_SH)
             (folder / FOLDER_MARK).touch()
         (folder / "adapters").mkdir()
-        settings = _prepare(options, config, folder, say)
-        say(f"starting {installed}")
+        settings = _prepare(options, config, folder, notify)
+        notify(f"starting {installed}")
         _run(_arguments(options, settings), settings)
 
 
@@ -183,7 +183,7 @@ def _set_environment(options: GatewayOptions, folder: Path) -> None:
         "PYTHONSAFEPATH": "1",  # no module of the working directory, in any process
         # Never empty, or OpenCV appends an empty part, which is the working directory.
         "LD_LIBRARY_PATH": ":".join(filter(None, libraries)) or str(folder),
-        # No limit: it would count the time in which a chat waits for its turn, and end all clients' turns.
+        # No limit: it would count the time in which a chat waits for a thread, and end the fair sharing.
         "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT": "0",
         # Constraints of tools are tried before, as they are here (``constraints.tool_calls_constraint``).
         "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0",
@@ -195,26 +195,26 @@ def _set_environment(options: GatewayOptions, folder: Path) -> None:
     os.environ.pop("VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT", None)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_MAX_N_SEQUENCES", str(options.max_sequences))
-    os.environ.setdefault("VLLM_MAX_COMPLETION_PROMPTS", str(options.most_under_way))
+    os.environ.setdefault("VLLM_MAX_COMPLETION_PROMPTS", str(options.max_in_flight))
 
 
 def _prepare(
     options: GatewayOptions,
     config: SessionConfig,
     folder: Path,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> GatewaySettings:
     """Write the model's folder, and say what the server serves."""
     from tenant_sdk.gateway.endpoints import GatewaySettings
     from tenant_sdk.session.opening import open_session
 
     with open_session(dataclasses.replace(config, keep_gib=0.0)) as session:  # it asks for no product
-        say("downloading what this side holds: embeddings, norms, the head, and experts if there are any")
+        notify("downloading what this side holds: embeddings, norms, the head, and experts if there are any")
         held = write_folder(session, written(config), os.environ[MARK], folder, options.dtype)
         manifest = session.manifest
     context, tokenizer = held.context(options.context), held.tokenizer
     if held.rope_stable_length is not None and context is not None and context > held.rope_stable_length:
-        say(
+        notify(
             f"with a context of {context:,} tokens, all texts get the positions that this model has for "
             f"texts above {held.rope_stable_length:,}: short ones, and adapters trained on them, have other "
             "answers than in `generate`"
@@ -228,14 +228,14 @@ def _prepare(
         most_rank=options.max_rank or (largest_rank(options.adapters) if options.adapters else RANKS[0]),
         allow_other_base=options.allow_other_base,
         authenticator=Authenticator(options.keys),
-        most_under_way=options.most_under_way,
+        max_in_flight=options.max_in_flight,
         retry_after=max(1, math.ceil(config.patience)),
         about=f"{config.privacy} masks, by way of {party_name(config.provider)}",
         address=("127.0.0.1" if options.host == "0.0.0.0" else options.host, options.port),  # noqa: S104
-        say=say,
+        notify=notify,
         structured_outputs=not options.no_constraints,
         content_format=content_format(tokenizer, options.chat_template),
-        tool_parser=_tool_parser(options, tokenizer, say),
+        tool_parser=_tool_parser(options, tokenizer, notify),
         required_parser=HARMONY_CALLS if held.model_type == "gpt_oss" else JSON_CALLS,
         ready_file=options.ready_file,
         context=context,
@@ -290,18 +290,18 @@ def _check_small_model(options: GatewayOptions, context: int | None) -> None:
         )
 
 
-def _tool_parser(options: GatewayOptions, tokenizer: Any, say: Callable[[str], None]) -> str:
+def _tool_parser(options: GatewayOptions, tokenizer: Any, notify: Callable[[str], None]) -> str:
     """How calls of tools are read; empty: they are not.
 
     Raises:
         ConfigurationError: vLLM has none of this name.
     """
     if not shows_tools(tokenizer, options.chat_template):
-        say("this model's chat template leaves out the tools of a request, so the model does not see them")
+        notify("this model's chat template leaves out the tools of a request, so the model does not see them")
     if not options.tool_parser:
         suitable = tool_parser(tokenizer, options.chat_template)
         if suitable and suitable not in QUICK:
-            say(
+            notify(
                 f"this model's chat template writes calls for vLLM's parser {suitable}, which takes long for "
                 "some answers, while all clients wait; name it as parser of tools if you trust your clients"
             )

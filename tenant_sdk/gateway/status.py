@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 
 from tenant_sdk.gateway.admission import StepFailure
-from tenant_sdk.gateway.record_file import MOST_BYTES, read_record, write_record
+from tenant_sdk.gateway.record_file import MAX_BYTES, read_record, write_record
 
 FILE, ENDED_FILE = "status", "ended"
-MOST_TEXT = 8192  # characters of an error
+MAX_TEXT = 8192  # characters of an error
 REMIND_SECONDS = 60.0  # between two lines on what cannot be written
 REMEMBERED = 256  # sequences that ended with an error of their own
 
@@ -49,17 +49,17 @@ class GatewayStatus(msgspec.Struct, kw_only=True):
     failing: bool = False
 
     @property
-    def away(self) -> bool:
-        """Whether executors are known to be away: requests would wait for the patience in vain."""
-        return self.failing and self.failure == StepFailure.AWAY
+    def unavailable(self) -> bool:
+        """Whether executors are known to be away: requests would be retried in vain."""
+        return self.failing and self.failure == StepFailure.UNAVAILABLE
 
     def write(self, folder: Path) -> None:
         """Put it where ``read`` finds it.
 
         Raises:
-            OSError: it is the first, and there is no room.
+            OSError: it is the first, and the disk is full.
         """
-        self.error = self.error[:MOST_TEXT]
+        self.error = self.error[:MAX_TEXT]
         write_record(folder / FILE, msgspec.json.encode(self))
 
     @classmethod
@@ -93,23 +93,23 @@ class StepHealth:
             return failed
 
     @property
-    def away(self) -> bool:
+    def unavailable(self) -> bool:
         """See ``GatewayStatus``."""
         with self._lock:
-            return self.status.away
+            return self.status.unavailable
 
     @property
-    def testable(self) -> float | None:
+    def probeable(self) -> float | None:
         """When the last step failed, if a test can show that the next one would not; else None."""
         with self._lock:
             status = self.status
-            return status.failed_at if status.failing and status.failure != StepFailure.WRONG else None
+            return status.failed_at if status.failing and status.failure != StepFailure.INVALID else None
 
-    def tested(self, failed_at: float, failure: str = "", error: str = "") -> bool:
+    def probed(self, failed_at: float, failure: str = "", error: str = "") -> bool:
         """A test that began after a failure has ended.
 
         Args:
-            failed_at: what ``testable`` was.
+            failed_at: what ``probeable`` was.
             failure, error: of the test; empty: the executor is back.
 
         Returns:
@@ -153,7 +153,7 @@ class SequenceErrors(msgspec.Struct):
             Why that is impossible, such as a full disk; empty: it is done. Steps go on either way.
         """
         self.reasons |= reasons
-        while len(self.reasons) > REMEMBERED or len(msgspec.json.encode(self)) > MOST_BYTES:
+        while len(self.reasons) > REMEMBERED or len(msgspec.json.encode(self)) > MAX_BYTES:
             del self.reasons[next(iter(self.reasons))]
         try:
             write_record(folder / ENDED_FILE, msgspec.json.encode(self))

@@ -37,7 +37,7 @@ class StepLatency:
         right = max((seconds - self.line.seconds(rows)) / tokens, 0.1 * self.per_token)
         self.per_token += LEARNING * (right - self.per_token)
 
-    def most(self, decoding: int, tokens: int = 0, *, busy: bool) -> float:
+    def max_seconds(self, decoding: int, tokens: int = 0, *, busy: bool) -> float:
         """Seconds that a step may take while there are several clients.
 
         Args:

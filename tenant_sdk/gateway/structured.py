@@ -17,7 +17,7 @@ import torch
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
-from tenant_sdk.gateway.client_turns import FairThreadPool, current_client
+from tenant_sdk.gateway.client_locks import FairThreadPool, current_client
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.grammars import compiled
 from tenant_sdk.gateway.reservations import eviction_victim
@@ -154,7 +154,7 @@ def compile_by_client(manager: Any, client_of: Callable[[str], str]) -> None:
         return create(request)
 
     def begun(request: Any) -> None:
-        current_client.set(client_of(request.request_id))  # whose turn ``FairThreadPool`` takes
+        current_client.set(client_of(request.request_id))  # for ``FairThreadPool``
         begin(request)
 
     manager._create_grammar, manager.grammar_init = created, begun

@@ -44,7 +44,7 @@ def read_responses_as_chats() -> None:
     """Before vLLM's application is built.
 
     vLLM puts a token before a response's prompt that begins a text, which chat templates write. It compares
-    each item with some 25 types, in the thread of all clients; ``requests`` has read the items already.
+    each item with some 25 types, in the event loop; ``requests`` has read the items already.
     """
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
@@ -140,16 +140,16 @@ def bound_parsers(state: State) -> None:
             setattr(holder, name, bounded_parser(reads, forced, DeltaMessage, collects=collects))
 
 
-def tokenize_in_turns(engine: EngineClient) -> None:
+def tokenize_fairly(engine: EngineClient) -> None:
     """vLLM's threads would tokenize texts in the order in which they come, whoever sends most of them."""
-    from tenant_sdk.gateway.client_turns import TOKENIZING_THREADS, FairThreadPool
+    from tenant_sdk.gateway.client_locks import TOKENIZING_THREADS, FairThreadPool
 
     engine.renderer._executor._inner = FairThreadPool(TOKENIZING_THREADS)
 
 
 def tell_of_requests(engine: EngineClient) -> None:
     """Have ``given_to_engine`` called when vLLM's engine has a request."""
-    from tenant_sdk.gateway.client_turns import given_to_engine
+    from tenant_sdk.gateway.client_locks import given_to_engine
 
     add: Callable[..., Awaitable[Any]] = engine.add_request
 
@@ -186,7 +186,7 @@ def answer_each_alone(engine: EngineClient) -> None:
 
 
 def leave_constraints_alone() -> None:
-    """Have vLLM look at no constraint in the thread of all clients, which may take minutes.
+    """Have vLLM look at no constraint in the event loop, which may take minutes.
 
     Beside strict tools, it asks whether xgrammar supports the constraint. The answer matters for constraints
     on calls alone, which ``serving`` turns off.

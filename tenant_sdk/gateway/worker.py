@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STATUS_SECONDS = 0.5  # between two states of ``GatewayStatus``
-ADAPTER_MOST = 1e6  # of what an adapter adds to a layer's output, for inputs about 1
+MAX_OUTPUT = 1e6  # of what an adapter adds to a layer's output, for inputs about 1
 TRIED_ROWS = 8
 PROBE_SECONDS = 2.0  # between two looks at a provider that was away
 
@@ -66,7 +66,7 @@ class PartlyFailed(ModelRunnerOutput):  # type: ignore[misc]
     non_finite: dict[str, str] = field(default_factory=dict)
 
 
-class _ExecutorsAwayError(Exception):
+class _ExecutorsUnavailableError(Exception):
     """Executors are known to be away: nothing is asked of them."""
 
 
@@ -103,7 +103,7 @@ class Worker(Base):  # type: ignore[misc]
             from tenant_sdk.gateway.segmented import multiply_meanwhile
 
             multiply_meanwhile(self.model_runner.model)
-        self.model_runner.model.register_forward_pre_hook(self._refuse_while_away)
+        self.model_runner.model.register_forward_pre_hook(self._refuse_while_unavailable)
         self.model_runner.model.register_forward_hook(_zero_non_finite_rows)
         vllm_patches.patch_sampling()
         self._non_finite, self._in_step = dict[str, str](), list[str]()
@@ -135,7 +135,7 @@ class Worker(Base):  # type: ignore[misc]
                 if down is not None and not _has_ordinary_size(down, up):
                     self.remove_lora(lora_request.lora_int_id)
                     raise ValueError(
-                        f"at {name} it makes numbers above {ADAPTER_MOST:g} of numbers about 1, or none at "
+                        f"at {name} it makes numbers above {MAX_OUTPUT:g} of numbers about 1, or none at "
                         "all; its training diverged, or lora_alpha is not what it was trained with"
                     )
         return added
@@ -158,15 +158,15 @@ class Worker(Base):  # type: ignore[misc]
                 self._write_status()
             self._non_finite = self._non_finite_sequences(scheduled)
             return output
-        except _ExecutorsAwayError:
+        except _ExecutorsUnavailableError:
             return self._failed_step()
         except Exception as error:
             return self._failed(error)
 
-    def _refuse_while_away(self, *_: object) -> None:
-        """End what waited while a step failed: each further step would wait for the patience again."""
-        if self._health.away:
-            raise _ExecutorsAwayError
+    def _refuse_while_unavailable(self, *_: object) -> None:
+        """End what waited while a step failed: each further step would retry for as long again."""
+        if self._health.unavailable:
+            raise _ExecutorsUnavailableError
 
     def _failed(self, error: Exception) -> FailedStep:
         """The output of a step that failed; what a library says of it may be a client's words."""
@@ -239,17 +239,17 @@ class Worker(Base):  # type: ignore[misc]
             self._write_status()
             pause.wait(STATUS_SECONDS)
             waited += STATUS_SECONDS
-            failed_at = self._health.testable
+            failed_at = self._health.probeable
             if failed_at is not None and waited >= PROBE_SECONDS:
                 waited = 0.0
                 try:
                     probe()
                 except SymbiosisError as error:  # which may be another: back with another model, say
-                    self._health.tested(failed_at, StepFailure.of(error), _error_for_user(error))
+                    self._health.probed(failed_at, StepFailure.of(error), _error_for_user(error))
                 except Exception:  # or nobody would look again, and all would be refused
                     log.exception("cannot look whether the executor is back")
                 else:
-                    if self._health.tested(failed_at):
+                    if self._health.probed(failed_at):
                         self._write_status()
 
     def _write_status(self) -> None:
@@ -318,4 +318,4 @@ def _has_ordinary_size(down: torch.Tensor, up: torch.Tensor) -> bool:
     generator.seed()  # its author must not know the rows
     x = torch.randn(TRIED_ROWS, down.shape[1], generator=generator)
     product = x @ down.cpu().float().T @ up.cpu().float().T
-    return bool((product.abs() < ADAPTER_MOST).all())
+    return bool((product.abs() < MAX_OUTPUT).all())

@@ -21,9 +21,9 @@ from transformers import AutoConfig, GenerationConfig, LevitConfig, PreTrainedCo
 
 from shared.configuration import (
     BACKBONES,
-    DEEPEST,
     FETCHING,
     LABELS,
+    MAX_DEPTH,
     harmless,
     infinite,
     keeps,
@@ -237,7 +237,7 @@ def _clean(value: Any, limits: _Limits, key: str, depth: int, lists: int = 0) ->
     Raises:
         ModelMismatch: a number that no layer accounts for, or nested too deeply.
     """
-    if depth > DEEPEST:
+    if depth > MAX_DEPTH:
         raise ModelMismatch(f"the executor's configuration: {key[:80]} is nested too deeply")
     if infinite(value):
         return value

@@ -31,7 +31,7 @@ MAX_TOKEN = 4096  # characters of one token: what decoding one token can yield
 MAX_RULES = 64  # one after the other
 MAX_PATTERN = 4096  # characters of all expressions together; those of known tokenizers have a few hundred
 MAX_ENTRIES = 1 << 20  # of a vocabulary, 901,629, and merges, 580,604
-MAX_PLACES = 1 << 22  # in a Unigram vocabulary's tree of all beginnings of tokens, half a kilobyte each
+MAX_TRIE_NODES = 1 << 22  # of a Unigram vocabulary, half a kilobyte each
 MAX_EXTRA = 1 << 15  # added tokens, 28,672
 MAX_LETTERS = 1 << 20  # characters of all added tokens together
 MAX_ADDED = 64  # special tokens around a text
@@ -314,7 +314,7 @@ def _check_vocabulary(file: _File) -> None:
     if longest > MAX_TOKEN:
         raise _refused(f"a token of {longest} characters; {MAX_TOKEN} is the limit")
     check_letters(token.content for token in file.added_tokens)
-    if not isinstance(vocabulary, dict) and _places(token for token, _ in vocabulary) > MAX_PLACES:
+    if not isinstance(vocabulary, dict) and _trie_nodes(token for token, _ in vocabulary) > MAX_TRIE_NODES:
         raise _refused("its vocabulary's tokens are long and have little in common")
     max_identity = 2 * (len(vocabulary) + len(file.added_tokens)) + MAX_HOLES
     if not 0 <= min(identities, default=0) <= max(identities, default=0) <= max_identity:
@@ -351,7 +351,7 @@ def check_letters(tokens: Iterable[str]) -> None:
         raise _refused(f"its special tokens have {letters} characters; {MAX_LETTERS} is the limit")
 
 
-def _places(tokens: Iterable[str]) -> int:
+def _trie_nodes(tokens: Iterable[str]) -> int:
     """How many beginnings tokens have, each counted once."""
     ordered = sorted(token.encode() for token in tokens)
     # Letter by letter is what is wanted here.

@@ -63,7 +63,7 @@ class Forecast:
         fetched for many rows to come, as far as all kinds of a cycle fit into half of the budget.
 
         Args:
-            stock: rows in store or under way, by kind.
+            stock: rows in store or in flight, by kind.
             budget_bytes: what effects in store may take in all.
             row_bytes: the size of one row's effect.
             chunk_rows: the largest number of rows to request for smaller requests, see ``next_chunk_rows``.

@@ -1,4 +1,4 @@
-"""Which masks' effects are in store, which are fetched next, and which make room for others. No I/O."""
+"""Which masks' effects are in store, which are fetched next, and which are evicted. No I/O."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IDLE_SECONDS = 0.5  # without a request, after which more is fetched than is nee
 
 
 class Chunk(Protocol):
-    """Rows of masks whose effects were requested together. The effects are there or under way."""
+    """Rows of masks whose effects were requested together. The effects are there or in flight."""
 
     @property
     def remaining(self) -> int:
@@ -35,7 +35,7 @@ class MaskStore(Generic[ChunkT]):
 
     Args:
         row_bytes: the size of one row's effects, of all sources together.
-        budget_bytes: what effects in store or under way may take.
+        budget_bytes: what effects in store or in flight may take.
         fill_when_idle: prefetch as much as the budget takes while nothing is asked for.
 
     Attributes:
@@ -82,7 +82,7 @@ class MaskStore(Generic[ChunkT]):
 
     @property
     def stock(self) -> dict[ProductKey, int]:
-        """Rows in store or under way, by kind."""
+        """Rows in store or in flight, by kind."""
         return {key: sum(chunk.remaining for chunk in chunks) for key, chunks in self._chunks.items()}
 
     @property
@@ -91,7 +91,7 @@ class MaskStore(Generic[ChunkT]):
         return self.budget_bytes - sum(rows * self._row_bytes(key) for key, rows in self.stock.items())
 
     def next_prefetch(self, now: float) -> PrefetchRequest | None:
-        """Returns what to fetch now, or None if there is enough, or no room. Makes room if that helps."""
+        """Returns what to fetch now, perhaps instead of other effects; None: there is enough, or no space."""
         stock = self.stock
         limits: dict[str, Any] = {
             "budget_bytes": self.budget_bytes,
@@ -100,7 +100,7 @@ class MaskStore(Generic[ChunkT]):
         }
         prefetch = self._forecast.next_prefetch(stock, **limits)
         if prefetch is not None:
-            return prefetch if self._make_room(prefetch) else None
+            return prefetch if self._evict_for(prefetch) else None
         if not self._fill_when_idle or now < self._taken_at + IDLE_SECONDS:
             return None
         prefetch = self._forecast.idle_prefetch(stock, **limits)
@@ -118,7 +118,7 @@ class MaskStore(Generic[ChunkT]):
     def _size(self, prefetch: PrefetchRequest) -> int:
         return prefetch.rows * self._row_bytes(prefetch.key)
 
-    def _make_room(self, prefetch: PrefetchRequest) -> bool:
+    def _evict_for(self, prefetch: PrefetchRequest) -> bool:
         """Returns whether a prefetch fits into the budget, perhaps after it evicts what will not be used."""
         size = self._size(prefetch)
         if size > self.budget_bytes:

@@ -75,7 +75,7 @@ class MaskGenerator(ABC):
 
     @property
     def rows_ahead(self) -> int:
-        """Rows of masks, of all kinds, whose effects are in store or under way; 0: none are fetched ahead."""
+        """Rows of masks, of all kinds, whose effects are in store or in flight; 0: none are fetched ahead."""
         return 0
 
     def fill(self, budget_bytes: int, timeout: float, chunk_rows: int = 0) -> None:

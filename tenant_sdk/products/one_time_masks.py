@@ -26,7 +26,7 @@ from tenant_sdk.products.modes import Privacy
 
 log = logging.getLogger(__name__)
 
-PREFETCHES_UNDER_WAY = 2  # ahead: so that a source computes one while the other's answer travels
+PREFETCHES_IN_FLIGHT = 2  # ahead: so that a source computes one while the other's answer travels
 EFFECT_REQUESTS_AT_ONCE = 16  # of what is needed now, such as that of many experts
 
 
@@ -77,7 +77,7 @@ def _results(effects: list[Future[torch.Tensor]]) -> list[torch.Tensor]:
     try:
         return [effect.result() for effect in effects]
     except CancelledError:
-        raise ConnectionLost("the session was closed while an effect was under way") from None
+        raise ConnectionLost("the session was closed while an effect was in flight") from None
 
 
 class OneTimeMask:
@@ -143,7 +143,7 @@ class OneTimeMasks(MaskGenerator):
     Args:
         shapes: the provider's groups.
         sources: at least one.
-        budget_bytes: what effects in store or under way may take.
+        budget_bytes: what effects in store or in flight may take.
         entropy: secret random bytes; the operating system's.
         fill_when_idle: fetch as much as the budget takes while nothing is asked for.
     """
@@ -170,11 +170,11 @@ class OneTimeMasks(MaskGenerator):
         self._fill_when_idle, self._clock = fill_when_idle, clock
         self._changed = Condition()  # guards all below
         self._store = MaskStore[_SeedChunk](self._row_bytes, budget_bytes, fill_when_idle=fill_when_idle)
-        self._under_way = 0
+        self._in_flight = 0
         self._paused = True  # until the first request; after a source failed, until the next one
         self._closed = False
         self._warned = not budget_bytes  # users who give none know
-        self._idle = False  # nothing under way, and nothing to fetch
+        self._idle = False  # nothing in flight, and nothing to fetch
         self._fork_guard = ForkGuard()
         register_for_fork(self)
         Thread(target=self._fetch_ahead, name="symbiosis-masks", daemon=True).start()
@@ -232,7 +232,7 @@ class OneTimeMasks(MaskGenerator):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way and nothing has to be fetched ahead."""
+        """Whether nothing is in flight and nothing has to be fetched ahead."""
         return self._idle
 
     def _max_rows(self, key: ProductKey) -> int:
@@ -265,14 +265,14 @@ class OneTimeMasks(MaskGenerator):
         again = exact if key.answer_bits < EXACT else None
         chunk = _SeedChunk(rows, [MaskStream(seed) for seed in seeds], effects, again)
         self._store.add(key, chunk)
-        self._under_way += len(effects)
+        self._in_flight += len(effects)
         self._idle = False
         for effect in effects:
             effect.add_done_callback(self._arrived)
 
     def _arrived(self, effect: Future[torch.Tensor]) -> None:
         with self._changed:
-            self._under_way -= 1
+            self._in_flight -= 1
             if effect.cancelled() or effect.exception() is not None:
                 self._paused = True  # users of the effect get the error; do not ask on and on
             self._changed.notify_all()
@@ -280,7 +280,7 @@ class OneTimeMasks(MaskGenerator):
     def _fetch_ahead(self) -> None:
         with self._changed:
             while not self._closed:
-                if not self._paused and self._under_way < PREFETCHES_UNDER_WAY * len(self._sources):
+                if not self._paused and self._in_flight < PREFETCHES_IN_FLIGHT * len(self._sources):
                     prefetch = self._store.next_prefetch(self._clock())
                     self._warn_too_large(self._store.too_large)
                     if prefetch is not None:
@@ -290,7 +290,7 @@ class OneTimeMasks(MaskGenerator):
                         except RuntimeError:
                             return  # the interpreter ends, and its pools take no more work
                         continue
-                    self._idle = self._under_way == 0
+                    self._idle = self._in_flight == 0
                     if self._idle:
                         self._changed.notify_all()
                 self._changed.wait(IDLE_SECONDS if self._fill_when_idle else None)
@@ -340,6 +340,6 @@ class OneTimeMasks(MaskGenerator):
             self._store.clear()
             self._changed.notify_all()
         for source in self._sources:
-            source.close()  # which ends what is under way
+            source.close()  # which ends what is in flight
         for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)  # one may be opening a connection

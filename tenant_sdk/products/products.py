@@ -24,7 +24,7 @@ class Products(ABC):
         rows: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> LazyResult:
-        """Ask for a product of some members of a group; several may be under way at once.
+        """Ask for a product of some members of a group; several may be in flight at once.
 
         Returns when the request is on its way, or waits for the connection to take it. The first request of
         a kind also waits for what checking needs.
@@ -55,7 +55,7 @@ class Products(ABC):
 
     @property
     def rows_ahead(self) -> int:
-        """Rows of masks, of all kinds, whose effects are in store or under way; 0: none are fetched ahead."""
+        """Rows of masks, of all kinds, whose effects are in store or in flight; 0: none are fetched ahead."""
         return 0
 
     def fill(self, budget_bytes: int, timeout: float, chunk_rows: int = 0) -> None:

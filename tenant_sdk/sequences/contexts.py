@@ -22,7 +22,7 @@ from tenant_sdk.sequences.encrypted_file import EncryptedFile
 from tenant_sdk.sequences.kv_budget import KvBudget
 from tenant_sdk.sequences.kv_layers import DiskLayer, HostLayer
 from tenant_sdk.sequences.positions import rope_stable_length
-from tenant_sdk.sequences.prefill import MOST, Demand
+from tenant_sdk.sequences.prefill import MAX_CHUNK, Demand
 from tenant_sdk.sequences.text_cache import TextCache, guard
 
 PLACES = ("device", "host", "disk")
@@ -120,7 +120,7 @@ class LongContext:
         eager = getattr(config, "_attn_implementation", None) == "eager"
         heads = _largest_size(config, "num_attention_heads") if eager else 0
         windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
-        kept = [min(context, window + MOST) if window else context for window in windows]
+        kept = [min(context, window + MAX_CHUNK) if window else context for window in windows]
         copies = self.batch_size * max(kept, default=context) * _repeated_head_bytes(base, config)
         demand = Demand(groups, _largest_size(config, "hidden_size"), heads, self.batch_size, copies)
         memory = 2**30 + copies if self.memory_gib is None else int(self.memory_gib * 2**30)

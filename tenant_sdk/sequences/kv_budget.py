@@ -97,7 +97,7 @@ class KvBudget:
             needed = sum(each.nbytes(more if each is layer else 0) for each in layers if each.resident)
             if needed <= self._budget:
                 break
-            leaving.leave_memory()
+            leaving.spill_buffers()
         return layer.resident
 
     # -- reading ---------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tenant_sdk.sequences.kv_budget import KvBudget
 
 BLOCK = 256  # tokens that are written to the disk at once
-_GRAIN = 64  # tokens: buffers have room for a multiple of these
+_GRANULARITY = 64  # tokens: buffers have room for a multiple of these
 
 
 class Buffer:
@@ -48,7 +48,7 @@ class Buffer:
 
     def _capacity(self, more: int) -> int:
         now, needed = self._memory.shape[2], self.length + more
-        return now if needed <= now else -(-max(needed, now + now // 8) // _GRAIN) * _GRAIN
+        return now if needed <= now else -(-max(needed, now + now // 8) // _GRANULARITY) * _GRANULARITY
 
     def append(self, new: Tensor) -> None:
         """Copy tokens ``[B, H, T, D]`` behind those that are there; all take their dtype."""
@@ -282,7 +282,7 @@ class DiskLayer(HostLayer):
         for buffer, each in zip(self._buffers, tokens, strict=True):
             buffer.append(each[:, :, last:])
 
-    def leave_memory(self) -> None:
+    def spill_buffers(self) -> None:
         """Write what is in the buffers to the disk."""
         self.resident = False
         self._write([buffer.tokens for buffer in self._buffers])

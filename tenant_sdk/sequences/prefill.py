@@ -10,7 +10,7 @@ from shared.wire.messages import GroupInfo
 
 # A pass over all groups costs the same round trips for any number of rows. So few rows waste them, and from
 # some number on they are lost beside the products, while memory grows on.
-LEAST, MOST = 16, 4096
+MIN_CHUNK, MAX_CHUNK = 16, 4096
 # Copies of a request's rows and answers that are there at once, of four bytes each: the layer's input, its
 # integers, their mask and the bytes sent; the answer, the mask's effect, their difference and the output.
 _INPUT_COPIES, _OUTPUT_COPIES = 4, 4
@@ -52,9 +52,11 @@ class Demand:
         Raises:
             ConfigurationError: they do not suffice for 16.
         """
-        fit = (memory - self.copies) // self.bytes_a_token(context) // LEAST * LEAST
-        if fit < LEAST:
-            needed = (LEAST * self.bytes_a_token(context) + self.copies) / 2**30 * 1.05  # two digits suffice
+        fit = (memory - self.copies) // self.bytes_a_token(context) // MIN_CHUNK * MIN_CHUNK
+        if fit < MIN_CHUNK:
+            needed = (
+                (MIN_CHUNK * self.bytes_a_token(context) + self.copies) / 2**30 * 1.05
+            )  # two digits suffice
             copied = (
                 f" (keys and values copied for every head take {self.copies / 2**30:.2g} GiB, see "
                 "docs/how-to/long-contexts.md)"
@@ -62,10 +64,10 @@ class Demand:
             raise ConfigurationError(
                 "{:.2g} GiB are not enough to read {} tokens of a prompt with a context of {:,}{}: give "
                 "{memory_gib} or more, or a smaller context",
-                *(memory / 2**30, LEAST, context, copied if self.copies else ""),
+                *(memory / 2**30, MIN_CHUNK, context, copied if self.copies else ""),
                 memory_gib=Metavar(f"{needed:.2g}"),
             )
-        return min(fit, MOST)
+        return min(fit, MAX_CHUNK)
 
 
 def _width(group: GroupInfo) -> int:

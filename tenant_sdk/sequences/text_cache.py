@@ -21,7 +21,7 @@ from shared.errors import ConfigurationError
 _GOES_ON_IN_CHUNKS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21)
 
 
-def forgets(cache: Any) -> bool:
+def can_crop(cache: Any) -> bool:
     """Whether tokens can be removed from a cache without a trace: no layer has put them into a state.
 
     Convolutions keep their last inputs, and so can go back; recurrent layers cannot.
@@ -91,7 +91,7 @@ class TextCache(DynamicCache):
             return True
         if (
             self.reordered
-            or not forgets(self)
+            or not can_crop(self)
             or not all(isinstance(layer, DynamicLayer) and not layer.is_sliding for layer in self.layers)
         ):
             return False

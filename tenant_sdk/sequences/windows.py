@@ -78,7 +78,7 @@ class _AttendedLayer:
     """Keys and values [B, H, T, E] of a layer, of as many tokens as were there; and their gradients.
 
     Attributes:
-        span: the window that is under way.
+        span: the window that is in progress.
         gradients: by later windows, of what is before them.
     """
 
@@ -148,7 +148,7 @@ class WindowCache(Cache):
 
     Attributes:
         past: how many tokens were before the window.
-        attended: of the layer that is under way.
+        attended: of the layer that is in progress.
     """
 
     def __init__(self, layers: int) -> None:
@@ -250,7 +250,7 @@ class WindowedRun:
             hidden = [self._first_layer_input(at) for at in range(len(self.spans))]
             for index in range(len(self.stack.layers)):
                 self._layer_forward(index, hidden)
-                self._freed.give_back()
+                self._freed.trim()
             for at, span in enumerate(self.spans):
                 gradient = loss.add(hidden[at], self.batch.labels[:, span])
                 hidden[at] = hidden[at].new_empty(0)
@@ -303,7 +303,7 @@ class WindowedRun:
             del tops
             for index in range(len(self.stack.layers) - 1, self._first - 1, -1):
                 self._layer_backward(index, gradients, add)
-                self._freed.give_back()
+                self._freed.trim()
             embeddings = self._embeddings_backward(gradients, add) if self._outside else None
         return embeddings, [by_parameter.get(id(p)) for p in parameters]
 

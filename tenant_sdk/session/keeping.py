@@ -31,7 +31,7 @@ from tenant_sdk.session.weight_cache import WeightCache
 from tenant_sdk.trust.operators import SYSTEM
 
 TRAINING_ROWS = 256  # of a request that is measured for training
-MOST_NUMBERS = 1 << 24  # in such a request; the widths are the executor's words
+MAX_NUMBERS = 1 << 24  # in such a request; the widths are the executor's words
 TRIES = 9  # of which the middle one counts
 COLD_BYTES = 64 << 20  # of weights that are multiplied in turn, so that none lies in a processor's cache
 MAX_COPIES = 16  # of a weight among them
@@ -198,7 +198,7 @@ def _usual_seconds(products: Products, groups: Iterable[int], shape: Shape, *, t
         groups: of this shape, which are asked for in turn.
     """
     request_class = RequestClass.FINETUNING if training else RequestClass.DECODE
-    count = max(1, min(TRAINING_ROWS, MOST_NUMBERS // max(shape))) if training else 1
+    count = max(1, min(TRAINING_ROWS, MAX_NUMBERS // max(shape))) if training else 1
     member_bits = (1 << len(shape) - 1) - 1
     generator = torch.Generator()  # of its own: the program's numbers stay as they are
     forward, *backward = (torch.randn(count, width, generator=generator) for width in shape)

@@ -225,7 +225,7 @@ class SessionConfig:
         Option(
             MASKS,
             "Memory for effects of masks that are fetched in advance, in MiB. 0: fetch none in advance.",
-            least=0,
+            minimum=0,
             unit="MIB",
         ),
     ] = 256.0
@@ -245,8 +245,8 @@ class SessionConfig:
             "Round the number of rows of a request (one for each token) up to a power of two, and to at "
             "least this number. Added rows are zeros under separate masks, and cost as much as other rows. "
             "0: add none.",
-            least=0,
-            most=1 << 16,
+            minimum=0,
+            maximum=1 << 16,
             unit="ROWS",
         ),
     ] = 0
@@ -283,9 +283,9 @@ class SessionConfig:
             VERIFICATION,
             "Fraction of requests that are checked if {verify} is sampled. Executors cannot predict which "
             "requests are checked.",
-            least=0,
-            above=True,
-            most=1,
+            minimum=0,
+            exclusive=True,
+            maximum=1,
             unit="RATE",
         ),
     ] = 0.05
@@ -296,8 +296,8 @@ class SessionConfig:
             "With {answers} half: fraction of checked requests that are repeated with all bits. This also "
             "finds errors that are too small for the check. Executors cannot predict which requests are "
             "sent again. 0: none.",
-            least=0,
-            most=1,
+            minimum=0,
+            maximum=1,
             unit="RATE",
         ),
     ] = 0.005
@@ -356,8 +356,8 @@ class SessionConfig:
             "Maximum time without progress, in seconds. Then a connection attempt fails, and a request is "
             "sent again (see {patience}). With {patience} 0, the request fails. This is also the maximum "
             "time for which the session repeats a request to an overloaded executor.",
-            least=0,
-            above=True,
+            minimum=0,
+            exclusive=True,
             unit="SECONDS",
         ),
     ] = 60.0
@@ -369,7 +369,7 @@ class SessionConfig:
             "restart. The session then repeats lost requests with the same bytes, so with exact answers, "
             "the results are the same. 0: do not wait. This does not apply to the first connection, nor to "
             "an executor in this process.",
-            least=0,
+            minimum=0,
             unit="SECONDS",
         ),
     ] = 600.0
@@ -381,7 +381,7 @@ class SessionConfig:
             "When a session begins, it measures its requests and its own products. It chooses the layers "
             "that save most time or bytes, and downloads their weights from the executor. 0: keep none "
             "(docs/how-to/distance.md).",
-            least=0,
+            minimum=0,
             unit="GIB",
         ),
     ] = 0.0

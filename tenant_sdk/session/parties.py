@@ -74,12 +74,12 @@ class PartyConnector:
         """
         config = self._config
         # In this process it would not come back.
-        patience = config.patience if any(isinstance(target, str) for target in self._targets) else 0.0
+        retry_seconds = config.patience if any(isinstance(target, str) for target in self._targets) else 0.0
         dtype = DTYPE_NAMES[config.wire_dtype]
         # Of mask sources, all of the manifest is compared with the provider's.
         digest = "" if self._is_mask_source else config.digest or ""
         party = url_of(self._targets[0])
-        options = ConnectionOptions(stats, patience, party, digest, self._clock)
+        options = ConnectionOptions(stats, retry_seconds, party, digest, self._clock)
         return RemoteExecutor(self._find, dtype, options)
 
     def probe_replicas(self) -> None:
@@ -93,9 +93,9 @@ class PartyConnector:
         addresses = self._resolver.resolve()
         if len(addresses) > 1:
             with ThreadPoolExecutor(min(len(addresses), AT_ONCE)) as pool:
-                list(pool.map(self._meet, addresses))
+                list(pool.map(self._probe, addresses))
 
-    def _meet(self, address: Address) -> None:
+    def _probe(self, address: Address) -> None:
         seconds = min(self._config.timeout, OPENING_SECONDS)
         try:
             probe_executor(address, self._context, seconds, self._on_connect(address))

@@ -90,15 +90,15 @@ class Chat:
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         tokens = chat_prompt(self._tokenizer, messages)
-        room = context_length(self._model) - len(tokens)
-        if room < 1:
+        remaining = context_length(self._model) - len(tokens)
+        if remaining < 1:
             raise ConfigurationError(
                 OptionText(
                     "the conversation has {} tokens, and the model's context {}: /clear begins a new one",
                     *(len(tokens), context_length(self._model)),
                 )
             )
-        max_tokens = min(self._sampling.max_new_tokens or ANSWER, room)
+        max_tokens = min(self._sampling.max_new_tokens or ANSWER, remaining)
         sampling = replace(self._sampling, max_new_tokens=max_tokens)
         # If this fails, keys and values are of half a text, and of no more use.
         before, self._options = self._options, {}

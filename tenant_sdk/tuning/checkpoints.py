@@ -69,7 +69,7 @@ class TrainingCheckpoints:
         except BlockingIOError:
             os.close(descriptor)
             raise ConfigurationError(
-                "another training is under way with {}; wait until it ends, or choose another {output}",
+                "another training is in progress with {}; wait until it ends, or choose another {output}",
                 str(self.folder),
             ) from None
         except OSError as error:  # some file systems of clusters have no locks, and trainings run there too
@@ -99,7 +99,7 @@ class TrainingCheckpoints:
 
         Raises:
             ConfigurationError: an interrupted training would be overwritten, or there is none to
-                resume, or it had other settings, or another training is under way.
+                resume, or it had other settings, or another training is in progress.
         """
         self.check(resume=resume)
         self._resumed = resume

@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from shared.errors import ConfigurationError, OptionText, counted
 from tenant_sdk.sequences.positions import rope_stable_length
-from tenant_sdk.sequences.text_cache import forgets
+from tenant_sdk.sequences.text_cache import can_crop
 from tenant_sdk.terminal import visible
 from tenant_sdk.trust.attestation import base_model
 from tenant_sdk.tuning.data import check_token_ids
@@ -130,7 +130,7 @@ def context_length(model: Any) -> int:
 
 
 def sequence_length(asked: int, model: Any, virtual_tokens: int = 0) -> int:
-    """Tokens of an example, for which the model's context has room.
+    """How many tokens of an example fit into the model's context, at most ``asked``.
 
     Args:
         virtual_tokens: of an adapter that the model is yet to get.
@@ -138,13 +138,13 @@ def sequence_length(asked: int, model: Any, virtual_tokens: int = 0) -> int:
     Raises:
         ConfigurationError: there is none.
     """
-    room = context_length(model) - virtual_tokens
-    if (length := min(asked, room)) < 2:
+    available = context_length(model) - virtual_tokens
+    if (length := min(asked, available)) < 2:
         positions = getattr(model.config, "max_position_embeddings", None) or asked
         raise ConfigurationError(
             "no room for text: the model takes {} positions, {} of them for virtual tokens, and "
             "{sequence_length}",
-            *(positions, max(positions - room, 0)),
+            *(positions, max(positions - available, 0)),
             sequence_length=asked,
         )
     return length
@@ -275,7 +275,7 @@ def generate_answers(
     longest = max(map(len, prompts), default=0) + sampling.most_tokens
     # Some releases of transformers (5.19) count padding as text that is repeated.
     padded = sampling.repetition_penalty == 1 and ignores_padding(model, longest)
-    for part in together(prompts, padded=padded):
+    for part in batched(prompts, padded=padded):
         more = options(len(part), max(map(len, part)) + sampling.most_tokens)
         ids = answer_ids(model, tokenizer, part, sampling, more)
         yield from (text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True))
@@ -292,20 +292,20 @@ def ignores_padding(model: Any, longest: int) -> bool:
     return not (
         (adapter is not None and adapter.is_prompt_learning)
         or getattr(base, "_is_stateful", False)
-        or not forgets(DynamicCache(config=base.config))
+        or not can_crop(DynamicCache(config=base.config))
         or "position_ids" not in inspect.signature(base.forward).parameters
         or ((stable_length := rope_stable_length(base)) is not None and longest > stable_length)
     )
 
 
-def together(
-    prompts: Sequence[Sequence[int]], *, padded: bool, most: int = _BATCH
+def batched(
+    prompts: Sequence[Sequence[int]], *, padded: bool, size: int = _BATCH
 ) -> Iterator[Sequence[Sequence[int]]]:
     """Prompts that are answered together, in order; without padding, they have one length."""
     same = [prompts] if padded else [[*each] for _, each in itertools.groupby(prompts, key=len)]
     for each in same:
-        for at in range(0, len(each), most):
-            yield each[at : at + most]
+        for at in range(0, len(each), size):
+            yield each[at : at + size]
 
 
 @torch.no_grad()

@@ -41,7 +41,7 @@ class ReadingOptions:
             _DATA,
             "Tokens in a block of plain text, and maximum number of tokens in a record. Longer records with "
             "`text` are split, and other longer records are left out; both are reported.",
-            least=2,
+            minimum=2,
             unit="TOKENS",
         ),
     ] = LENGTH
@@ -97,7 +97,7 @@ class TrainingOptions(ReadingOptions):
             unit="NAME",
         ),
     ] = "lora"
-    rank: Annotated[int, Option(_ADAPTER, "Rank of the low-rank methods.", least=1)] = 8
+    rank: Annotated[int, Option(_ADAPTER, "Rank of the low-rank methods.", minimum=1)] = 8
     target_modules: Annotated[
         str,
         Option(
@@ -112,14 +112,14 @@ class TrainingOptions(ReadingOptions):
             _ADAPTER,
             "Scale of lora, rslora and adalora. It is divided by the rank, or, for rslora, by the square "
             "root of the rank. Default: twice the rank.",
-            least=0,
-            above=True,
+            minimum=0,
+            exclusive=True,
             unit="NUMBER",
         ),
     ] = None
     dropout: Annotated[
         float,
-        Option(_ADAPTER, "Dropout of lora, rslora and adalora.", least=0, most=0.99, unit="SHARE"),
+        Option(_ADAPTER, "Dropout of lora, rslora and adalora.", minimum=0, maximum=0.99, unit="SHARE"),
     ] = 0.0
     adapter: Annotated[
         Path | None,
@@ -131,7 +131,8 @@ class TrainingOptions(ReadingOptions):
         ),
     ] = None
     virtual_tokens: Annotated[
-        int, Option(_ADAPTER, "Number of virtual tokens of the methods prefix, prompt and p-tuning.", least=1)
+        int,
+        Option(_ADAPTER, "Number of virtual tokens of the methods prefix, prompt and p-tuning.", minimum=1),
     ] = 20
     learning_rate: Annotated[
         float | None,
@@ -139,8 +140,8 @@ class TrainingOptions(ReadingOptions):
             _TRAINING,
             "Learning rate. The default depends on the method and on the model's width: 0.001 for lora up to "
             "a width of 824, less for wider models.",
-            least=0,
-            above=True,
+            minimum=0,
+            exclusive=True,
             unit="RATE",
         ),
     ] = None
@@ -158,29 +159,33 @@ class TrainingOptions(ReadingOptions):
         Option(
             _TRAINING,
             "Steps in which the learning rate rises. Default: a tenth of all steps, 10 at most.",
-            least=0,
+            minimum=0,
             unit="STEPS",
         ),
     ] = None
     weight_decay: Annotated[
-        float, Option(_TRAINING, "Weight decay of the optimizer, AdamW.", least=0, unit="NUMBER")
+        float, Option(_TRAINING, "Weight decay of the optimizer, AdamW.", minimum=0, unit="NUMBER")
     ] = 0.0
     steps: Annotated[
-        int | None, Option(_TRAINING, "Number of optimizer steps, instead of {epochs}.", least=1)
+        int | None, Option(_TRAINING, "Number of optimizer steps, instead of {epochs}.", minimum=1)
     ] = None
     epochs: Annotated[
         float,
         # The number of steps may not change.
         TrainingOption(_TRAINING, "Passes over the data.", unit="COUNT", may_change=True),
     ] = 3.0
-    batch_size: Annotated[int, Option(_TRAINING, "Blocks or records that are computed at once.", least=1)] = 8
-    gradient_accumulation: Annotated[int, Option(_TRAINING, "Batches in a step.", least=1, unit="COUNT")] = 1
+    batch_size: Annotated[
+        int, Option(_TRAINING, "Blocks or records that are computed at once.", minimum=1)
+    ] = 8
+    gradient_accumulation: Annotated[
+        int, Option(_TRAINING, "Batches in a step.", minimum=1, unit="COUNT")
+    ] = 1
     eval_steps: Annotated[
         int | None,
         TrainingOption(
             _TRAINING,
             "Steps between measurements of the held-out loss. Default: a fifth of all steps.",
-            least=1,
+            minimum=1,
             unit="STEPS",
             may_change=True,
         ),
@@ -192,7 +197,7 @@ class TrainingOptions(ReadingOptions):
             "End the training if this many measurements of the held-out loss in a row are not below the "
             "lowest loss so far. The saved adapter is the one with the lowest loss. The measurement before "
             "the training does not count.",
-            least=1,
+            minimum=1,
             unit="COUNT",
         ),
     ] = None
@@ -202,7 +207,7 @@ class TrainingOptions(ReadingOptions):
             _DATA,
             "Number of held-out prompts that base and adapter answer at the end. Only prompts whose held-out "
             "answer has at most 64 tokens are used. Three are shown, and the right answers are counted.",
-            least=0,
+            minimum=0,
             unit="COUNT",
             may_change=True,
         ),
@@ -214,8 +219,8 @@ class TrainingOptions(ReadingOptions):
             "Memory that this process may use. If it is short, long sequences are computed in windows (parts "
             "of a sequence). Default: the memory in use when the training begins, plus 80 % of the free "
             "memory.",
-            least=0,
-            above=True,
+            minimum=0,
+            exclusive=True,
             unit="GIB",
             may_change=True,
         ),
@@ -229,10 +234,10 @@ class TrainingOptions(ReadingOptions):
     ] = False
     seed: Annotated[
         int,
-        Option(_TRAINING, "Seed of everything random except masks.", least=0, unit="NUMBER"),
+        Option(_TRAINING, "Seed of everything random except masks.", minimum=0, unit="NUMBER"),
     ] = 0
     save_steps: Annotated[
-        int, TrainingOption(_TRAINING, "Steps between checkpoints.", least=1, may_change=True)
+        int, TrainingOption(_TRAINING, "Steps between checkpoints.", minimum=1, may_change=True)
     ] = 50
     resume: Annotated[
         bool, TrainingOption(_TRAINING, "Continue an interrupted training run.", may_change=True)
@@ -340,11 +345,11 @@ class EvaluationOptions(AdapterChoice, ReadingOptions):
         Option(
             _DATA,
             "The model answers the prompts whose answers in the data have at most this many tokens.",
-            least=0,
+            minimum=0,
             unit="TOKENS",
         ),
     ] = MAX_ANSWER_TOKENS
-    batch_size: Annotated[int, Option(_DATA, "Records that are computed at once.", least=1)] = 8
+    batch_size: Annotated[int, Option(_DATA, "Records that are computed at once.", minimum=1)] = 8
     output: Annotated[
         Path | None,
         Option(

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from shared.encoded import mostly_hole
+from shared.encoded import is_sparse
 from shared.errors import ConfigurationError, peer_text
 from tenant_sdk.tuning.tables import check_header
 
@@ -28,9 +28,9 @@ _MAX_VALUES, _MAX_BYTES = 20_000_000, 2 << 30  # of a file, whose bytes are thos
 # each row, and for so many bytes of text.
 _FEW_ROWS, _FEW_BYTES, _PACKED = 1 << 20, 64 << 20, 100
 _ROWS, _ROWS_BYTES, _MAX_ROWS_VALUES = 8, 256 << 20, 1 << 20  # that are in memory at once
-_ROOM = 3 << 30  # bytes that the process takes, a third of a gigabyte of libraries among them
+_MEMORY_BYTES = 3 << 30  # bytes that the process takes, a third of a gigabyte of libraries among them
 _SAFE = (14, 0, 1)  # of pyarrow
-_LEAST_SECONDS, _SECOND_BYTES = 60, 100_000  # of a processor, and bytes of a file for each second more
+_MIN_SECONDS, _SECOND_BYTES = 60, 100_000  # of a processor, and bytes of a file for each second more
 _REFUSED = 3  # the status of a process that has written why it refuses the file
 _LAST_WORDS = 300
 
@@ -47,7 +47,7 @@ def parquet_records(path: Path, known: Sequence[str], used: Collection[str]) -> 
     """
     if importlib.util.find_spec("pyarrow") is None:
         raise ConfigurationError(f"{path}: Parquet files need pyarrow: pip install pyarrow")
-    if mostly_hole(path):  # the limits below are by its size
+    if is_sparse(path):  # the limits below are by its size
         raise ConfigurationError(f"most of {path} is a hole: it was not copied as a whole")
     words = [str(path), ",".join(known), ",".join(used)]
     done = subprocess.run(  # noqa: S603 - this program
@@ -73,7 +73,7 @@ def parquet_records(path: Path, known: Sequence[str], used: Collection[str]) -> 
 
 def _seconds(path: Path) -> int:
     """Of a processor, for reading a file."""
-    return _LEAST_SECONDS + path.stat().st_size // _SECOND_BYTES
+    return _MIN_SECONDS + path.stat().st_size // _SECOND_BYTES
 
 
 def main(path: Path, known: Sequence[str], used: Collection[str]) -> int:
@@ -82,7 +82,7 @@ def main(path: Path, known: Sequence[str], used: Collection[str]) -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the file's text would lie in it
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     try:
-        limit_memory(_ROOM + path.stat().st_size)
+        limit_memory(_MEMORY_BYTES + path.stat().st_size)
         seconds = _seconds(path)
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
         for number, line in enumerate(lines_of(path, known, used)):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _GROUP = "Sampling"
 TOKENS = 100  # unless another number is given
-_LEAST_TEMPERATURE = 1e-3
+_MIN_TEMPERATURE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Sampling:
         Option(
             _GROUP,
             "Stop after at most this many tokens. Default: 100, or 1000 in a chat.",
-            least=1,
+            minimum=1,
             unit="TOKENS",
         ),
     ] = None
@@ -40,7 +40,7 @@ class Sampling:
         Option(
             _GROUP,
             "Sampling temperature. 0: always take the most likely token.",
-            least=0,
+            minimum=0,
             unit="NUMBER",
         ),
     ] = 0.0
@@ -49,14 +49,14 @@ class Sampling:
         Option(
             _GROUP,
             "Sample from the most likely tokens whose probabilities add up to this.",
-            least=0,
-            above=True,
-            most=1,
+            minimum=0,
+            exclusive=True,
+            maximum=1,
             unit="SHARE",
         ),
     ] = 1.0
     seed: Annotated[
-        int, Option(_GROUP, "Seed of everything random except masks.", least=0, unit="NUMBER")
+        int, Option(_GROUP, "Seed of everything random except masks.", minimum=0, unit="NUMBER")
     ] = 0
     repetition_penalty: Annotated[
         float,
@@ -64,8 +64,8 @@ class Sampling:
             _GROUP,
             "Above 1, tokens that are already in the prompt or the text become less likely, so an adapter "
             "copies less from the prompt. 1: off.",
-            least=0,
-            above=True,
+            minimum=0,
+            exclusive=True,
             unit="NUMBER",
         ),
     ] = 1.0
@@ -90,9 +90,9 @@ class Sampling:
     def __post_init__(self) -> None:
         """Refuse values that make no sense."""
         check_fields(self)
-        if 0 < self.temperature < _LEAST_TEMPERATURE:  # logits that are divided by it would be infinite
+        if 0 < self.temperature < _MIN_TEMPERATURE:  # logits that are divided by it would be infinite
             raise ConfigurationError(
-                "{temperature} must be 0 or at least {}", _LEAST_TEMPERATURE, temperature=self.temperature
+                "{temperature} must be 0 or at least {}", _MIN_TEMPERATURE, temperature=self.temperature
             )
         if not all(self.stop):
             raise ConfigurationError(OptionText("{stop} must be a text that is not empty"))

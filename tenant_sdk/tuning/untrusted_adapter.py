@@ -94,7 +94,7 @@ def copy_and_check(
         ConfigurationError: it is no adapter, is damaged, of a kind that is not loaded, or holds other tensors
             than its configuration asks for.
         ModelMismatch: it was made for another model.
-        OSError: there is no room for the copy.
+        OSError: the disk is full.
     """
     check_adapter_folder(source)
     digest = hashlib.sha256()

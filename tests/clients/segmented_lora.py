@@ -1,4 +1,4 @@
-"""In the gateway's environment: adapters' products are made once, while an answer is under way, and added."""
+"""In the gateway's environment: adapters' products are made once, while an answer is in flight, and added."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from provider.cli import app
 from provider.config import ServeConfig
 from provider.observe.metrics import Metrics
-from provider.serve.provider import ALIVE_SECONDS
+from provider.serve.provider import LIVENESS_SECONDS
 
 DOCUMENT = (CHART.parents[2] / "docs" / "how-to" / "operations.md").read_text()
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -83,7 +83,7 @@ def check_pod(pod: dict[str, Any], config: ServeConfig) -> None:
     assert config.host == config.admin_host == "0.0.0.0"
     for name, path in (("startup", "/readyz"), ("readiness", "/readyz"), ("liveness", "/healthz")):
         assert container[f"{name}Probe"]["httpGet"] == {"path": path, "port": "admin"}
-    assert container["livenessProbe"]["timeoutSeconds"] > ALIVE_SECONDS
+    assert container["livenessProbe"]["timeoutSeconds"] > LIVENESS_SECONDS
     stopping = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod["terminationGracePeriodSeconds"] >= stopping + config.drain_seconds + 10
     mounted = {mount["mountPath"]: mount for mount in container["volumeMounts"]}

@@ -17,7 +17,7 @@ from provider.serve.certificates import write_certificates
 from shared.launching import free_port
 from tenant_sdk.command_line.main import app
 
-PATIENCE = ("--timeout", 20, "--wait", 0)
+LIMITS = ("--timeout", 20, "--wait", 0)
 PROMPT = ("--prompt", "x")
 WAIVED = ("--allow-same", "token", "--allow-same", "authority")
 
@@ -30,7 +30,7 @@ def examined(
 ) -> dict[str, tuple[int, str]]:
     """Exit status, and what doctor says in several situations; of what is well a process says it."""
     executor = serve(checkpoint("llama"))
-    well = tenant("doctor", executor, *PATIENCE)
+    well = tenant("doctor", executor, *LIMITS)
     other = tmp_path_factory.mktemp("other")
     write_certificates(other, now=datetime.datetime.now(datetime.UTC))
     wrong = {
@@ -40,7 +40,7 @@ def examined(
         "host": replace(executor, url="wss://no-such-host.invalid:8765"),
         "variable": replace(executor, token=""),
     }
-    said = {name: here("doctor", each, *PATIENCE) for name, each in wrong.items()}
+    said = {name: here("doctor", each, *LIMITS) for name, each in wrong.items()}
     assert {type(each.exception) for each in said.values()} == {SystemExit}  # it has said all
     status, out, err = finish(well)
     return {"well": (status, out + err)} | {

@@ -595,7 +595,7 @@ def test_the_provider_dies_and_comes_back(
 
     with ThreadPoolExecutor(6) as pool:  # the first step has one of them, and the others wait for it
         assert set(pool.map(status_of, range(6))) == {503}
-    # They all end with that step: none of them waits for the patience again.
+    # They all end with that step: none of them retries for as long again.
     assert Status(running).failed_steps == failed_steps + 1
     # vLLM's next step computes nothing, which says nothing of the provider. Its engine loads adapters between
     # steps, so that step is over when the second is loaded.

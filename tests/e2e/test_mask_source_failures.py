@@ -187,7 +187,7 @@ def test_a_source_that_stalls_is_a_timeout_that_names_it(
         with pytest.raises(RequestTimeout, match="made no progress") as caught:
             go_on()
         assert middle.executor.url in str(caught.value)
-        # One of what was under way, and one of what is needed.
+        # One of what was in flight, and one of what is needed.
         assert timeouts in ([middle.executor.url], [middle.executor.url] * 2)
         middle.gate.set()
 
@@ -195,7 +195,7 @@ def test_a_source_that_stalls_is_a_timeout_that_names_it(
 # -- the end --------------------------------------------------------------------------------------
 
 
-def test_closing_while_effects_are_under_way(
+def test_closing_while_effects_are_in_flight(
     executors: ExecutorFactory, proxy: Proxy, threads: ThreadPoolExecutor
 ) -> None:
     """Whoever waits gets an error, close() returns, and soon no thread of the session is left."""

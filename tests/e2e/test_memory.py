@@ -80,7 +80,7 @@ for wave in range(8):  # each of larger blocks, which do not fit where those of 
     held += [small for _, small in blocks]
     del blocks
     if sys.argv[1] == "give back":
-        freed.give_back()
+        freed.trim()
 print(most >> 20)
 """
 

@@ -27,7 +27,7 @@ QKV = (0, Direction.FORWARD, 0b111)
 
 
 def answers(session: tenant_sdk.Session) -> list[list[torch.Tensor]]:
-    """Of several requests that are under way together."""
+    """Of several requests that are in flight together."""
     draw = torch.Generator().manual_seed(0)
     pending = [session.products.submit(*QKV, [torch.randn((40, 64), generator=draw)]) for _ in range(4)]
     return [each.result() for each in pending]

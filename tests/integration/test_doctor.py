@@ -343,19 +343,19 @@ def test_a_mask_source_is_called_one(llama: Executor) -> None:
 
 def test_rows_of_noise_are_few_at_a_time() -> None:
     """How many groups there are, and how wide, the executor says; nothing has been compared yet."""
-    under_way = most = 0
+    in_flight = most = 0
 
     def submit(*_: object) -> SimpleNamespace:
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
+        nonlocal in_flight, most
+        in_flight += 1
+        most = max(most, in_flight)
         return SimpleNamespace(result=result)
 
     def result() -> None:
-        nonlocal under_way
-        under_way -= 1
+        nonlocal in_flight
+        in_flight -= 1
 
     shapes = [SimpleNamespace(inputs=4, outputs=(4,))] * 1000
     remote = SimpleNamespace(shapes=shapes, manifest=SimpleNamespace(serves=lambda _: True), submit=submit)
     assert "1000 groups" in str(_layers(remote))  # type: ignore[arg-type]
-    assert (under_way, most) == (0, 16)
+    assert (in_flight, most) == (0, 16)

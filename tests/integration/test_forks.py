@@ -97,7 +97,7 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
         linear = model.model.layers[0].self_attn.q_proj
         layer, rows, remote = linear._group, torch.arange(128.0).view(2, 64), session.executor
         key = ProductKey(0, FORWARD, 1)
-        under_way = remote.submit_piece(
+        in_flight = remote.submit_piece(
             remote.connection.channel, Operation.PRODUCT, key, [rows], RequestClass.UNDECLARED
         )
         remote.submit(Operation.PRODUCT, key, [rows + 128]).result()  # the one before is sent
@@ -111,7 +111,7 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
                 lambda: session.products.submit(layer.index, FORWARD, 1, [rows]).result(),
                 lambda: remote.scales(0),
                 lambda: session.load_model(progress=False),
-                under_way.result,
+                in_flight.result,
                 *(lambda c=channel: submit(c) for channel in channels),  # type: ignore[misc]
                 *(channel.ping for channel in channels),
             )
@@ -127,7 +127,7 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
             in_child(child)
         assert [bytes_sent(channel._sock) for channel in channels] == before
         assert session.stats.requests == requests
-        assert under_way.result()[0].any()
+        assert in_flight.result()[0].any()
         torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-3, atol=1e-3)
         assert session.stats.requests > requests
     if masking in ("one source", "two sources", "local"):

@@ -107,8 +107,8 @@ def test_both_send_and_reveal_the_same_bits(
             drawn, hidden = seeds(sent)[-sources:], products(sent)[-1]
 
             scaled = x if request.direction == FORWARD else x * tenant.provider.scales(request)
-            room = independent.room(bits, sources)
-            integers, _ = independent.quantise(scaled, request.bound(tenant.manifest), room)
+            limit = independent.product_limit(bits, sources)
+            integers, _ = independent.quantise(scaled, request.bound(tenant.manifest), limit)
             assert independent.hide(integers, drawn) == hidden
             mine = tenant.multiply(request, x, bits, seeds=drawn)
             assert mine.tobytes() == torch.cat(theirs, 1).numpy().tobytes()
@@ -129,10 +129,12 @@ def test_what_comes_is_the_product_on_the_ring(
         for _ in range(REQUESTS):
             request = some_request(rng, tenant.manifest)
             x = rows_of(rng, request.rows, request.columns)
-            rows, _ = independent.quantise(x, request.bound(tenant.manifest), independent.room(bits, sources))
+            rows, _ = independent.quantise(
+                x, request.bound(tenant.manifest), independent.product_limit(bits, sources)
+            )
             planes = planes_of(weights, tenant.manifest, request)
             product = rows @ planes
-            assert abs(product).max() <= independent.room(bits, sources)
+            assert abs(product).max() <= independent.product_limit(bits, sources)
             drawn = [rng.bytes(wire.SEED) for _ in range(sources)]
             masks = [independent.mask_of(seed, *rows.shape) for seed in drawn]
             answer, effects = tenant.ask(request, rows, bits, drawn)

@@ -210,7 +210,7 @@ class _Breaker:
             self.asked += 1
             if self.asked % self.every == 0 and pending.done is False:
                 self.broken += 1
-                channel.flush()  # it is under way
+                channel.flush()  # it is in flight
                 channel._break(ConnectionLost("broken for the test"))
             return wait(channel, pending)
 
@@ -323,7 +323,7 @@ def test_another_model_is_refused_and_named(
         )
         assert "weights, digest" in told
         same.drain(1.0)
-        session.executor.connection.policy.patience = 2.0
+        session.executor.connection.policy.retry_seconds = 2.0
         with pytest.raises(ConnectionLost, match=f"{other.url}: serves something else than {same.url}"):
             product(session)
 
@@ -379,7 +379,7 @@ def test_a_name_with_two_addresses(
         # One that is new in DNS is found.
         third = start(host="127.0.0.3", port=one.port)
         there[:] = ["127.0.0.3", "127.0.0.4"]
-        monkeypatch.setattr(addresses, "LOOK_UP_SECONDS", 0.0)
+        monkeypatch.setattr(addresses, "RESOLVE_SECONDS", 0.0)
         for each in (one, other):
             each.drain(1.0)
         assert all(map(torch.equal, product(session), expected))

@@ -284,14 +284,14 @@ def test_other_refusals_are_not_repeated(shop: Callable[..., Shop]) -> None:
 
 
 class Asked(NamedTuple):
-    """A request under way, and its answer."""
+    """A request in flight, and its answer."""
 
     pending: LazyResult
     expected: torch.Tensor
 
 
 class Windows:
-    """Up to three windows of requests of one session under way at once, from three threads.
+    """Up to three windows of requests of one session in flight at once, from three threads.
 
     Args:
         draw: decides what is asked, and in which order results are taken.
@@ -372,7 +372,7 @@ def arrivals(monkeypatch: pytest.MonkeyPatch) -> dict[Channel, list[int]]:
 def test_tenants_that_connect_ask_cancel_die_and_come_back(
     shop: Callable[..., Shop], arrivals: dict[Channel, list[int]], seed: int, early: bool
 ) -> None:
-    """In random order, with many requests under way, until the executor drains, perhaps under load.
+    """In random order, with many requests in flight, until the executor drains, perhaps under load.
 
     Every reply is the reference product of its request, in whatever order they are multiplied.
     """

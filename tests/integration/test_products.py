@@ -1,4 +1,4 @@
-"""Products that are submitted: what may be asked for, and what several under way at once owe each other."""
+"""Products that are submitted: what may be asked for, and what several in flight at once owe each other."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_rows_of_other_shapes_are_refused_before_anything_is_sent(
             torch.testing.assert_close(got, right, rtol=1e-3, atol=1e-3)
 
 
-def test_after_a_wrong_answer_nothing_that_was_under_way_is_used(
+def test_after_a_wrong_answer_nothing_that_was_in_flight_is_used(
     executors: ExecutorFactory, proxy: Callable[[Executor], InterceptingProxy]
 ) -> None:
     provider, source, _ = executors("llama")
@@ -76,7 +76,7 @@ def test_after_a_wrong_answer_nothing_that_was_under_way_is_used(
             session.products.submit(0, FORWARD, 1, [rows])
 
 
-def test_products_under_way_when_another_is_found_wrong(
+def test_products_in_flight_when_another_is_found_wrong(
     executors: ExecutorFactory, proxy: Callable[[Executor], InterceptingProxy]
 ) -> None:
     provider, source, _ = executors("llama")

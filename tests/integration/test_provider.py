@@ -112,7 +112,7 @@ def test_until_all_is_loaded_it_is_alive_and_not_ready(
         assert ask(provider, "/readyz") == (200, "ready\n")
         Executor(provider.url, llama.token, llama.ca).connect().close()
         with monkeypatch.context() as patch:
-            patch.setattr("provider.serve.provider.ALIVE_SECONDS", 0.05)
+            patch.setattr("provider.serve.provider.LIVENESS_SECONDS", 0.05)
             stuck = threading.Event()
             provider.server.service.engine.loop.call_soon_threadsafe(stuck.wait)  # type: ignore[arg-type]
             assert ask(provider, "/healthz") == (503, "stuck\n")

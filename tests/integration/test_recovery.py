@@ -194,7 +194,7 @@ def test_pieces_of_which_some_are_lost(
 def test_threads_that_share_a_session(
     executors: ExecutorFactory, proxy: Proxy, threads: ThreadPoolExecutor
 ) -> None:
-    """All of them lose what is under way, one of them connects again, and all go on."""
+    """All of them lose what is in flight, one of them connects again, and all go on."""
     provider, source, _ = executors("llama")
     middle, behind = proxy(provider), proxy(source)
     with captured_requests() as sent, one_time(middle.executor, behind.executor, patience=60.0) as session:

@@ -319,7 +319,7 @@ def test_who_is_in_the_handshake_when_nobody_listens_any_more_is_served(
         executor.connect()
 
 
-def test_draining_answers_what_is_under_way(held: tuple[Executor, Server, Any]) -> None:
+def test_draining_answers_what_is_in_flight(held: tuple[Executor, Server, Any]) -> None:
     executor, server, lane = held
     with ThreadPoolExecutor(4) as threads, executor.connect() as busy, executor.connect() as idle:
         request = threads.submit(ask, busy)
@@ -342,7 +342,7 @@ def test_draining_answers_what_is_under_way(held: tuple[Executor, Server, Any]) 
 
 @contextlib.contextmanager
 def drained(held: tuple[Executor, Server, Any]) -> Iterator[tuple[Peer, Callable[[], None]]]:
-    """A peer, and what begins to drain once a product is under way; after the block nothing is left."""
+    """A peer, and what begins to drain once a product is in flight; after the block nothing is left."""
     executor, server, lane = held
     with ThreadPoolExecutor(1) as threads, open_raw(executor) as peer:
         draining = list[Future[bool]]()
@@ -372,7 +372,7 @@ def test_draining_answers_what_has_arrived_behind_it(held: tuple[Executor, Serve
 
 
 def test_draining_reads_no_more_than_had_arrived(held: tuple[Executor, Server, Any]) -> None:
-    """Or who always has a request under way would never be told; what is not answered is sent again."""
+    """Or who always has a request in flight would never be told; what is not answered is sent again."""
     _, server, lane = held
     with drained(held) as (peer, drain):
         (connection,) = server.connections._open

@@ -90,10 +90,10 @@ def test_who_leaves_gives_back_what_it_had(checkpoint: Callable[[str], Path]) ->
     hello = b'{"client":"x"}'
     greeting = Header(Operation.HELLO, rows=1, columns=len(hello))
     first = accepted(greeting, torch.frombuffer(bytearray(hello), dtype=torch.uint8))
-    under_way, queued, arriving = product(), product(), product()
+    in_flight, queued, arriving = product(), product(), product()
     one = quotas.in_flight()[1] // 3
 
-    for each in (first, under_way):
+    for each in (first, in_flight):
         service.engine.loop.call_soon_threadsafe(lambda each=each: gone.answer(each))  # type: ignore[misc]
     assert lane.busy.wait(800)
     service.engine.loop.call_soon_threadsafe(lambda: gone.answer(queued))

@@ -90,7 +90,7 @@ def test_loss_curves_equal_local(
 
 
 class Killer(TrainerCallback):
-    """Kills the executor while a request of the given step is under way."""
+    """Kills the executor while a request of the given step is in flight."""
 
     def __init__(self, executor: Executor, at_step: int) -> None:
         self._executor, self._at_step = executor, at_step
@@ -102,7 +102,7 @@ class Killer(TrainerCallback):
     def _kill_in_the_middle(self) -> None:
         assert self._executor.process is not None
         before = self._requests()
-        while self._requests() < before + 3:  # the step is under way
+        while self._requests() < before + 3:  # the step is in progress
             pass
         self._executor.process.kill()
 

@@ -132,7 +132,7 @@ def test_many_threads(
     checkpoint: Callable[[str], Path],
     threads: ThreadPoolExecutor,
 ) -> None:
-    """Of all sizes at once, so that memory grows under those that are under way; no answer changes later."""
+    """Of all sizes at once, so that memory grows under those that are in flight; no answer changes later."""
     weight = Checkpoint(checkpoint("llama")).read("model.layers.0.self_attn.q_proj.weight")
     with llama_everywhere.connect(transport) as session:
 
@@ -283,12 +283,12 @@ def test_draining_answers_what_has_arrived(
     one, lane = held(everywhere, checkpoint("llama"))
     with one.connect(transport) as session:
         channel = session.executor.connection.channel  # the session itself would open a new one
-        under_way = threads.submit(product, session, torch.ones(1, 64))
+        in_flight = threads.submit(product, session, torch.ones(1, 64))
         assert lane.busy.wait(SECONDS)
         drained = threads.submit(one.end)
         eventually(lambda: one.server.draining)
         lane.go.set()
-        assert error_of(under_way) is None
+        assert error_of(in_flight) is None
         with pytest.raises(ConnectionLost, match=r"shutting down|broke"):
             ask_for_ever(session, channel)
         assert drained.result(timeout=SECONDS)
@@ -303,10 +303,10 @@ def test_an_engine_that_was_closed_answers_nobody_of_this_process(
         tenant_sdk.connect(executor, privacy="plain") as waits,
         tenant_sdk.connect(executor, privacy="plain") as late,
     ):
-        under_way = threads.submit(product, waits, torch.ones(1, 64))
+        in_flight = threads.submit(product, waits, torch.ones(1, 64))
         assert lane.busy.wait(SECONDS)
         service.close()
-        for future in (under_way, threads.submit(product, late, torch.ones(1, 64))):
+        for future in (in_flight, threads.submit(product, late, torch.ones(1, 64))):
             with pytest.raises(ConnectionLost, match="broke"):
                 future.result(timeout=SECONDS)
         lane.go.set()

@@ -280,7 +280,7 @@ def test_a_worker_without_memory_to_start_is_tried_again_with_pauses(
             header, payload = next((h, p) for h, p in served if pool.lane_of[h.group] == 1)
             submitted(engine, "a", 1, header, payload).result(SECONDS)
         assert any("ended while it loaded its share" in why and "memory" in why for why in said)
-        assert pauses == list(process.BACK_OFF[:3])
+        assert pauses == list(process.BACKOFF_SECONDS[:3])
         assert (lost.restarts, other.restarts) == (3, 0)
         header, payload = next((h, p) for h, p in served if pool.lane_of[h.group] == 0)
         answered(engine, header, payload)

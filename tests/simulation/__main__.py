@@ -36,12 +36,12 @@ def simulated(first: int, count: int | None, processes: int) -> Iterator[list[Re
         return
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         # A window: the pool would take all parts at once, of which there may be no end.
-        under_way = [
+        in_flight = [
             pool.apply_async(simulate_all, (part,)) for part in itertools.islice(parts, 2 * processes)
         ]
-        while under_way:
-            yield under_way.pop(0).get()
-            under_way += [pool.apply_async(simulate_all, (part,)) for part in itertools.islice(parts, 1)]
+        while in_flight:
+            yield in_flight.pop(0).get()
+            in_flight += [pool.apply_async(simulate_all, (part,)) for part in itertools.islice(parts, 1)]
 
 
 def show(result: Result) -> None:

@@ -67,7 +67,7 @@ class EventLoop(Loop):
 
     def __init__(self, task: LoopTask, kernel: Kernel) -> None:
         super().__init__(task, lambda: kernel.now)
-        super()._let_go()  # nothing here has a descriptor
+        super()._close_descriptors()  # nothing here has a descriptor
         self._kernel, self._sockets, self._events = kernel, dict[int, Socket](), dict[int, int]()
         self._due = float("inf")
         self.dead = False
@@ -315,14 +315,14 @@ class Executor:
 
     def accept(self, socket: Socket, tenant: str) -> bool:
         """Let a tenant in, whose handshake has come; whether there is room."""
-        with ExitStack() as room:
+        with ExitStack() as reservation:
             try:
                 self.connections.reserve()
-                room.callback(self.connections.release)
+                reservation.callback(self.connections.release)
                 self.connections.reserve_for(tenant)
             except Refused:
                 return False
-            room.pop_all()
+            reservation.pop_all()
         limits = self.served.manifest.limits
         self.loop.adopt(socket)
         connection = WebsocketConnection(

@@ -182,14 +182,14 @@ class Allowed:
         codes: with which executors may refuse.
         half: sessions take half answers.
         seconds: that a request may take.
-        patience, timeout: before which a request does not fail because an executor is away, or overloaded.
+        retry_seconds, timeout: before these, no request fails because an executor is away, or overloaded.
     """
 
     lost: bool
     codes: frozenset[str]
     half: bool
     seconds: float
-    patience: float = 0.0
+    retry_seconds: float = 0.0
     timeout: float = 0.0
 
 
@@ -215,7 +215,7 @@ def _too_early(error: SymbiosisError | None, seconds: float, allowed: Allowed) -
     """Whether a request failed that should have been repeated."""
     if isinstance(error, ConnectionLost | RequestTimeout | ConnectError):
         ended = "the session" in str(error) or "connections broke" in str(error)
-        early = seconds < allowed.patience and not ended
+        early = seconds < allowed.retry_seconds and not ended
     else:
         # Pauses double, and have up to a half on top: the last one ends after the timeout.
         early = isinstance(error, RequestRefused) and error.code == "overloaded"

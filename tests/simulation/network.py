@@ -19,7 +19,7 @@ from typing import Any
 
 from simulation.kernel import Kernel
 
-ROOM = 1 << 16  # bytes on their way in one direction
+CAPACITY = 1 << 16  # bytes on their way in one direction
 ALL = 1 << 40
 
 
@@ -94,10 +94,10 @@ class Socket:
         self._check()
         if self._error is not None:
             raise self._error
-        room = min(ROOM - self._on_the_way, 1 << 14)
-        if room <= 0:
+        free = min(CAPACITY - self._on_the_way, 1 << 14)
+        if free <= 0:
             raise ssl.SSLWantWriteError
-        chunk = bytes(data[:room])
+        chunk = bytes(data[:free])
         self._transmit(chunk)
         return len(chunk)
 
@@ -185,7 +185,7 @@ class Socket:
     def ready(self) -> int:
         """What it is ready for, as ``select.poll`` says it."""
         what = select.POLLIN if self._raw or self._ended or self._error else 0
-        if self._on_the_way < ROOM or self._error:
+        if self._on_the_way < CAPACITY or self._error:
             what |= select.POLLOUT
         return what
 

@@ -52,7 +52,7 @@ class Options:
     """
 
     timeout: float = 5.0
-    patience: float = 30.0
+    retry_seconds: float = 30.0
     opening: float = 5.0
     answers: str = "exact"
     verify_rate: float = 1.0
@@ -128,7 +128,7 @@ class Tenant:
         try:
             for number, party in enumerate(self.parties):
                 how = ConnectionOptions(
-                    stats=stats, patience=options.patience, party=party[0].party,
+                    stats=stats, retry_seconds=options.retry_seconds, party=party[0].party,
                     clock=SimulatedClock(self.kernel),
                 )  # fmt: skip
                 remotes.append(RemoteExecutor(partial(self._find, party), options=how))
@@ -208,7 +208,7 @@ class Tenant:
     # -- requests --------------------------------------------------------------------------------
 
     def work(self, products: RingProducts, requests: int) -> None:
-        """Make requests, of which some are under way together."""
+        """Make requests, of which some are in flight together."""
         draw = self.kernel.random
         while requests > 0 and products._failed is None:
             together = min(requests, draw.choice((1, 1, 2, 3)))

@@ -209,7 +209,7 @@ def quota_is_not_asked() -> Iterator[None]:
 @trial("", "workers")
 def a_request_that_waits_for_a_worker_is_forgotten() -> Iterator[None]:
     def turn_away(self: Engine, lane: int, now: float) -> None:
-        for submission in [each for each in self._submissions.values() if not each.under_way]:
+        for submission in [each for each in self._submissions.values() if not each.in_flight]:
             self.policy.drop(submission.queued)
             del self._submissions[submission.queued]
 
@@ -257,7 +257,7 @@ def refusals_are_not_repeated() -> Iterator[None]:
 
 
 @trial("are promised", "cuts")
-def a_request_outlives_patience() -> Iterator[None]:
+def a_request_is_retried_for_too_long() -> Iterator[None]:
     def wait(original: Any, self: ReconnectingConnection, until: float) -> None:
         original(self, until + 3000.0)
 

@@ -172,7 +172,7 @@ class World:
         draw = self.kernel.random
         return Options(
             timeout=draw.choice((2.0, 5.0)),
-            patience=draw.choice((0.0, 20.0, 60.0)),
+            retry_seconds=draw.choice((0.0, 20.0, 60.0)),
             opening=2.0,
             answers=draw.choice(("exact", "exact", "half")),
             # Every answer is checked where one may be wrong.
@@ -261,16 +261,16 @@ class World:
         tasks = draw.choice((1, 1, 1, 2, 3))
         if "flood" in self.kinds and tenant is self.tenants[0]:
             tasks = 6
-        under_way = dict.fromkeys(range(tasks))
+        in_flight = dict.fromkeys(range(tasks))
 
         def work(number: int) -> None:
             tenant.work(products, tenant.requests)
-            under_way.pop(number)
+            in_flight.pop(number)
 
         for number in range(1, tasks):
             kernel.spawn(partial(work, number), f"{tenant.name}/{number}")
         work(0)
-        while under_way:
+        while in_flight:
             kernel.sleep(0.5)
         while kernel.now < self.good_since + CALM_AFTER:
             kernel.sleep(1.0)
@@ -297,8 +297,8 @@ class World:
         if products._failed is not None:
             tenant.close(products)
             products = self._connect(tenant)
-        # Without patience, each broken connection fails a request.
-        tries = 2 if tenant.options.patience else 4 + 2 * len(self.executors)
+        # Without retries, each broken connection fails a request.
+        tries = 2 if tenant.options.retry_seconds else 4 + 2 * len(self.executors)
         if "overload" in self.kinds:  # others may use up the quota for longer than the timeout
             tries += 20
         for _ in range(tries):
@@ -326,7 +326,7 @@ class World:
         if "memory" in kinds:
             codes |= {"internal"}
         # First products need scales, and others for the fingerprint, some after the other; each may wait.
-        seconds = 4 * (22 * (2 * options.timeout + options.opening) + options.patience) + self.jumped
+        seconds = 4 * (22 * (2 * options.timeout + options.opening) + options.retry_seconds) + self.jumped
         if not kinds:
             seconds = CALM_SECONDS
         return Allowed(
@@ -335,7 +335,7 @@ class World:
             options.answers == "half",
             seconds,
             # An effect that was asked for ahead has waited before the request did.
-            patience=0.0 if options.mask_budget else options.patience,
+            retry_seconds=0.0 if options.mask_budget else options.retry_seconds,
             timeout=0.0 if options.mask_budget else options.timeout,
         )
 
@@ -352,7 +352,7 @@ class World:
             damaged, allowed = tenant.name in self.network.damaged, self._allowed(tenant)
             faults = [outcome_fault(outcome, allowed, damaged=damaged) for outcome in tenant.outcomes]
             options = tenant.options
-            most = options.patience + 3 * options.timeout + options.opening + self.jumped
+            most = options.retry_seconds + 3 * options.timeout + options.opening + self.jumped
             slow = max(tenant.waits, default=0.0)
             if slow > most:
                 faults.append(

@@ -29,7 +29,7 @@ def registries(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def made(registries: Any, folder: Path) -> Any:
-    settings = SimpleNamespace(authenticator=Authenticator([]), folder=folder, say=print)
+    settings = SimpleNamespace(authenticator=Authenticator([]), folder=folder, notify=print)
     return registries.AdapterRegistry(settings, None, None, SequenceLimit(4, 1))
 
 
@@ -105,7 +105,7 @@ async def test_a_name_that_is_removed_meanwhile_is_not_served_again(
     imported = list[Path]()
     monkeypatch.setattr(registries, "import_adapter", lambda folder, *_, **__: imported.append(folder))
     registry.served["mine"] = SimpleNamespace(source=tmp_path, folder=tmp_path)
-    async with registry._changing.turn("another"):
+    async with registry._changing.hold("another"):
         scanning = asyncio.ensure_future(registry._add_again(tmp_path, "mine", renew=True))
         await asyncio.sleep(0)
         del registry.served["mine"]

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from provider.observe.admin import MAX_WAITING, REST, FreshAnswer
+from provider.observe.admin import COOLDOWN, MAX_WAITING, FreshAnswer
 
 
 class Clock:
@@ -34,7 +34,7 @@ def test_it_rests_after_each_answer() -> None:
 
     answer = FreshAnswer(make, clock, clock.sleep)
     assert [answer(), answer()] == [b"0", b"1"]
-    assert clock.slept == pytest.approx([REST * 0.01])
+    assert clock.slept == pytest.approx([COOLDOWN * 0.01])
     clock.now += 100.0
     assert answer() == b"2"
     assert len(clock.slept) == 1

@@ -45,7 +45,7 @@ def test_of_stripes_the_slowest_counts() -> None:
 
 def test_ways_to_workers_take_time_but_are_not_waited_for_twice() -> None:
     _, near = lanes(1, FAST)
-    _, far = lanes(1, FAST, there_and_back=0.5, copied=1e3)
+    _, far = lanes(1, FAST, round_trip=0.5, copied=1e3)
     copying = 10 * 4 * (64 + 128) / 1e3
     busy = near.product(0, Direction.FORWARD, 10).busy
     product = far.product(0, Direction.FORWARD, 10)

@@ -14,7 +14,7 @@ import torch
 from lanes import submitted
 from raw_peers import eventually
 
-from provider.engine.engine import AWAY_SECONDS, Completion, Engine
+from provider.engine.engine import LANE_WAIT_SECONDS, Completion, Engine
 from provider.engine.lanes import BatchResult, ProcessLane, RowRange
 from provider.engine.latency import LatencyModel
 from provider.engine.profiling import profiled, shapes_of
@@ -190,7 +190,7 @@ def test_what_arrives_during_a_product_shares_the_next(counted: Counted) -> None
         assert torch.equal(answer, alone(base, header, payload))
 
 
-def test_a_session_has_many_requests_under_way_and_an_early_answer(counted: Counted) -> None:
+def test_a_session_has_many_requests_in_flight_and_an_early_answer(counted: Counted) -> None:
     """A row behind a large request of the same session does not wait for all of it."""
     engine, lane, base = counted
     order: list[str] = []
@@ -348,7 +348,7 @@ def test_who_leaves_is_not_multiplied(counted: Counted) -> None:
     assert lane.rows == [1, 3]
     assert engine.waiting == 0
     assert isinstance(engine.policy, Opportunistic)
-    assert not engine.policy.tokens.under_way(("a", 1))
+    assert not engine.policy.tokens.in_flight(("a", 1))
 
 
 def test_answers_hold_no_memory_of_others(counted: Counted) -> None:
@@ -364,7 +364,7 @@ def test_answers_hold_no_memory_of_others(counted: Counted) -> None:
     assert [tensor.untyped_storage().nbytes() for tensor in small] == [tensor.nbytes for tensor in small]
 
 
-def test_two_lanes_have_batches_under_way_together(ring: BaseExecutor) -> None:
+def test_two_lanes_have_batches_in_flight_together(ring: BaseExecutor) -> None:
     """Each group on its lane; one that is held does not hold the other."""
     lanes = [CountedLane(ring), ProcessLane(ring)]
     latency = LatencyModel(shapes_of(ring.manifest.groups))
@@ -382,20 +382,20 @@ def test_two_lanes_have_batches_under_way_together(ring: BaseExecutor) -> None:
 
 
 class DeepLane(ProcessLane):
-    """Has two batches under way, and multiplies one after the other when it is told to."""
+    """Has two batches in flight, and multiplies one after the other when it is told to."""
 
     depth, inline = 2, False
 
     def __init__(self, executor: BaseExecutor) -> None:
         super().__init__(executor)
-        self.under_way = list[tuple[Sequence[RowRange], Future[BatchResult]]]()
+        self.in_flight = list[tuple[Sequence[RowRange], Future[BatchResult]]]()
         self.full = threading.Event()
 
     def start(self, batch: Sequence[RowRange]) -> Future[BatchResult]:
-        self.under_way.append((batch, Future()))
-        if len(self.under_way) == self.depth:
+        self.in_flight.append((batch, Future()))
+        if len(self.in_flight) == self.depth:
             self.full.set()
-        return self.under_way[-1][1]
+        return self.in_flight[-1][1]
 
 
 def test_a_batch_that_waits_for_another_took_only_its_own_time(base: BaseExecutor) -> None:
@@ -407,7 +407,7 @@ def test_a_batch_that_waits_for_another_took_only_its_own_time(base: BaseExecuto
     engine = Engine([lane], policy, latency, clock=lambda: now[0])
     futures = [submitted(engine, name, name, *rows_of_group_0(base, 3)) for name in "ab"]
     assert lane.full.wait(800)
-    for at, (batch, future), asked in zip((1.0, 1.5), lane.under_way, futures, strict=True):
+    for at, (batch, future), asked in zip((1.0, 1.5), lane.in_flight, futures, strict=True):
         now[0] = at
         future.set_result(lane.multiply(batch))
         asked.result(800)
@@ -441,7 +441,7 @@ def test_who_waits_for_a_lane_that_is_away_is_told(base: BaseExecutor) -> None:
     wait_for(engine)
     with pytest.raises(WireError, match="group 0 is being started again; ask again") as refused:
         early.result(800)
-    assert (refused.value.code, refused.value.retry_after) == ("restarting", AWAY_SECONDS)
+    assert (refused.value.code, refused.value.retry_after) == ("restarting", LANE_WAIT_SECONDS)
     assert not late.done()
     lane.away = False
     wait_for(engine)

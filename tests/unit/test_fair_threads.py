@@ -1,4 +1,4 @@
-"""Clients take turns at threads."""
+"""Clients share threads fairly."""
 
 import threading
 import weakref

@@ -64,7 +64,7 @@ def test_backlogged_tenants_get_the_same_within_the_bound_of_the_theorem(seed: i
 
 
 def test_whoever_floods_gets_no_more_than_its_share() -> None:
-    """One that has forty decodes under way all the time, beside one that fine-tunes."""
+    """One that has forty decodes in flight all the time, beside one that fine-tunes."""
     flood = Tenant("flood", 16, DECODE, at_once=40)
     tune = Tenant("tune", 512, FINETUNING, at_once=2)
     simulate(Opportunistic(model()), [flood, tune], 20.0)
@@ -89,8 +89,8 @@ def test_whoever_always_asks_for_the_first_group_does_not_starve_who_passes_thro
     flood = Stubborn("flood", rows, DECODE, at_once=7)
     simulate(Opportunistic(model()), [person, flood], 10.0)
     # It is served as much as the flood: in requests, as often for one row, and for more rows more often.
-    took_turns = alone / (1 + (FIXED + PER_ROW * rows) / (FIXED + PER_ROW))
-    assert len(person.replies) > 0.4 * took_turns
+    fair_share = alone / (1 + (FIXED + PER_ROW * rows) / (FIXED + PER_ROW))
+    assert len(person.replies) > 0.4 * fair_share
     assert tokens(flood, 1.0, 10.0) <= 1.5 * rows * tokens(person, 1.0, 10.0)
 
 

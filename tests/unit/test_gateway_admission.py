@@ -26,7 +26,7 @@ from shared.errors import (
     TlsError,
     VerificationError,
 )
-from tenant_sdk.command_line.gateway import _say
+from tenant_sdk.command_line.gateway import _notify
 from tenant_sdk.gateway import http_frontend
 from tenant_sdk.gateway.admission import (
     Authenticator,
@@ -126,7 +126,7 @@ def test_sequences_of_a_request_count() -> None:
     assert refusal.status == 429
     sequence_limit.leave("", 1, 6.0)
     sequence_limit.leave("", 3, 6.0)
-    assert (sequence_limit.under_way, sequence_limit.requests) == (0, 0)
+    assert (sequence_limit.in_flight, sequence_limit.requests) == (0, 0)
     assert sequence_limit.enter("", 4) is None
     refusal = sequence_limit.enter("", 1)
     assert refusal is not None
@@ -149,7 +149,7 @@ def test_no_key_takes_all_places() -> None:
 
 
 def test_what_one_client_uses_is_not_taken_from_others() -> None:
-    time_budget = TimeBudget(most=0.2, each_step=0.01)
+    time_budget = TimeBudget(burst=0.2, refill=0.01)
     assert time_budget.spend("0", 0.15)
     assert not time_budget.spend("0", 0.15)
     assert time_budget.spend("1", 0.15)
@@ -303,23 +303,23 @@ def answering(status: int, *bodies: bytes) -> Any:
     return application
 
 
-def away(at: float, *, failing: bool = False) -> GatewayStatus:
+def unavailable(at: float, *, failing: bool = False) -> GatewayStatus:
     return GatewayStatus(
-        failure=StepFailure.AWAY, error="wss://provider went away", failing=failing, failed_at=at
+        failure=StepFailure.UNAVAILABLE, error="wss://provider went away", failing=failing, failed_at=at
     )
 
 
 def test_while_the_provider_is_known_to_be_away_nobody_waits(tmp_path: Path) -> None:
     there = front(answering(200, b"yes"), tmp_path)
-    away(at=0.5, failing=True).write(tmp_path)
+    unavailable(at=0.5, failing=True).write(tmp_path)
     start, body = run(there)
     assert (start["status"], b"went away" in body["body"]) == (503, True)
     assert run(there, "/v1/models", method="GET")[0]["status"] == 200
-    away(at=0.5).write(tmp_path)  # a look found it
+    unavailable(at=0.5).write(tmp_path)  # a probe found it
     assert run(there)[0]["status"] == 200
 
 
-@pytest.mark.parametrize("failure", [StepFailure.HERE, StepFailure.WRONG])
+@pytest.mark.parametrize("failure", [StepFailure.INTERNAL, StepFailure.INVALID])
 def test_what_is_not_away_is_tried_again(tmp_path: Path, failure: StepFailure) -> None:
     """A session that got a wrong answer refuses at once by itself; another model may be gone again."""
     GatewayStatus(failure=failure, error="NaN", failing=True).write(tmp_path)
@@ -335,14 +335,14 @@ def test_an_adapter_that_was_refused_says_why(tmp_path: Path) -> None:
 
 
 def test_what_failed_before_is_not_told(tmp_path: Path) -> None:
-    away(at=0.5).write(tmp_path)
+    unavailable(at=0.5).write(tmp_path)
     start, body = run(front(answering(500, b"{}"), tmp_path))
     assert start["status"] == 500
     assert b"went away" not in body["body"]
 
 
 def test_a_step_that_failed_is_told_as_it_is(tmp_path: Path) -> None:
-    away(at=2.0).write(tmp_path)
+    unavailable(at=2.0).write(tmp_path)
     start, body = run(front(answering(500, b'{"error": "Internal server error"}'), tmp_path))
     assert start["status"] == 503
     assert (b"retry-after", b"3") in start["headers"]
@@ -350,7 +350,7 @@ def test_a_step_that_failed_is_told_as_it_is(tmp_path: Path) -> None:
 
 
 def test_so_is_one_in_a_stream(tmp_path: Path) -> None:
-    away(at=2.0).write(tmp_path)
+    unavailable(at=2.0).write(tmp_path)
     events = [b'data: {"choices": []}\n\n', b'data: {"error": {"message": "x"}}\n\n', b"data: [DONE]\n\n"]
     start, *bodies = run(front(answering(200, *events), tmp_path))
     assert start["status"] == 200
@@ -494,12 +494,12 @@ def test_lines_that_nobody_can_read_end_nothing(monkeypatch: pytest.MonkeyPatch)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
-    _say("a line")
+    _notify("a line")
     assert stream.getvalue() == "a line\n"
     monkeypatch.setattr(stream, "write", full)
-    _say("a line on a full disk")
+    _notify("a line on a full disk")
     stream.close()
-    _say("a line for nobody")
+    _notify("a line for nobody")
 
 
 @pytest.mark.parametrize(

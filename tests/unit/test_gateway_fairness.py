@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shared.latency import LinearLatency
@@ -69,7 +69,7 @@ def test_an_adapter_of_two_clients_has_one_place() -> None:
 def test_one_long_prompt_of_a_client_is_read_at_a_time() -> None:
     running = [SequenceInfo("a0", "a", prefilling=True)]
     assert next_admissions(running, [*several("a", 3, 1), *several("b", 2)], 32, 0, 2) == ["b0", "b1"]
-    alone = next_admissions(running, several("a", 3, 1), 32, 0, 2, several=False)
+    alone = next_admissions(running, several("a", 3, 1), 32, 0, 2, contended=False)
     assert alone == ["a1", "a2", "a3"]
 
 
@@ -100,7 +100,7 @@ def test_a_client_counts_for_a_while_after_its_last_sequence() -> None:
 def test_prompts_take_a_time_that_decoding_sequences_set() -> None:
     def rows(line: LinearLatency, decoding: int, busy: bool) -> int:
         steps = StepLatency(line, 1e-6)
-        return steps.rows(decoding, 0, steps.most(decoding, busy=busy), 512)
+        return steps.rows(decoding, 0, steps.max_seconds(decoding, busy=busy), 512)
 
     near, far = LinearLatency(0.018, 0.0005), LinearLatency(0.5, 0.0005)
     assert rows(near, 1, True) == 19
@@ -118,7 +118,7 @@ def test_long_sequences_take_turns_by_what_they_attend_to(tokens: int, most: int
     steps, debt, got = StepLatency(LinearLatency(0.02, 0.0005), 3e-6), AttentionTimeDebt(), Counter[str]()
     long = [SequenceInfo(f"a{at}", "a", tokens=tokens) for at in range(min(31, most * 4))]
     plain, total, count = SequenceInfo("b0", "b", tokens=20), 0.0, 2000
-    limit = steps.most(1 + len(long), 20, busy=True)
+    limit = steps.max_seconds(1 + len(long), 20, busy=True)
     for _ in range(count):
         spare = limit - steps.seconds(1 + len(long), 20)
         paused = debt.paused([*long, plain], steps, spare, clients=2, least_attending="b")
@@ -135,7 +135,7 @@ def test_long_sequences_take_turns_by_what_they_attend_to(tokens: int, most: int
 
 def test_prompts_get_what_attention_leaves() -> None:
     steps = StepLatency(LinearLatency(0.02, 0.0005), 1e-6)
-    most = steps.most(2, 100, busy=True)
+    most = steps.max_seconds(2, 100, busy=True)
     assert steps.rows(2, 100, most, 512) == 23
     assert steps.rows(2, 10_000, most, 512) == 2 + MIN_ROWS
 
@@ -190,6 +190,7 @@ def test_who_has_more_than_its_share_makes_room() -> None:
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9)), max_size=10),
     st.integers(0, 20),
 )
+@example([("a", 1, 1)], [("b", 2)], 0)
 def test_what_runs_never_lacks_memory_beside_others(
     run: list[tuple[str, int, int]], wait: list[tuple[str, int]], free: int
 ) -> None:
@@ -205,7 +206,12 @@ def test_what_runs_never_lacks_memory_beside_others(
     memory = Memory(memory.blocks, free + sum(each.blocks for each in running if each.name in given))
     if len({each.client for each in (*running, *waiting)}) > 1:
         assert sum(each.blocks_needed for each in left) <= memory.free
-        admitted = next_admissions(left, waiting, 99, 0, 3, memory=memory, several=False)
+        waiting += [
+            each._replace(blocks=0, blocks_needed=each.blocks + each.blocks_needed)
+            for each in running
+            if each.name in given
+        ]
+        admitted = next_admissions(left, waiting, 99, 0, 3, memory=memory, contended=False)
         begun = [each for each in waiting if each.name in admitted]
         assert sum(each.blocks_needed for each in (*left, *begun)) <= memory.free
 

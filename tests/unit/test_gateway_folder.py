@@ -100,8 +100,8 @@ def test_no_process_looks_into_the_working_directory(
     assert os.environ["PYTHONSAFEPATH"] == "1"
 
 
-def test_chats_wait_for_their_turn_without_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When vLLM's limit is over, it takes our threads, and with them all clients' turns, away."""
+def test_chats_wait_for_a_thread_without_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When vLLM's limit is over, it takes our threads, and with them the fair sharing, away."""
     monkeypatch.setattr(os, "environ", {**os.environ, "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT": "30"})
     serving._set_environment(GatewayOptions(), tmp_path)
     assert os.environ["VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"] == "0"

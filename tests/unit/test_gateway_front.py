@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from tenant_sdk.gateway import client_turns, http_frontend
+from tenant_sdk.gateway import client_locks, http_frontend
 from tenant_sdk.gateway.admission import Authenticator, Refusal, SequenceLimit
-from tenant_sdk.gateway.client_turns import ClientGone
+from tenant_sdk.gateway.client_locks import ClientGone
 from tenant_sdk.gateway.constraint_checks import REMEMBERED as KEPT
 from tenant_sdk.gateway.constraint_checks import ConstraintChecker
 from tenant_sdk.gateway.constraints import Constraint
@@ -132,7 +132,7 @@ async def test_slow_bodies_take_no_places(tmp_path: Path) -> None:
     application.go.set()
     there = front(application, tmp_path)
     slow = [await Client(there).says(b'{"prompt": "', more=True) for _ in range(40)]
-    assert there._sequence_limit.under_way == 0
+    assert there._sequence_limit.in_flight == 0
     for key in (0, 1):
         assert (await Client(there, key=key).says(BODY)).status == 200
     for each in slow:
@@ -206,10 +206,10 @@ async def test_an_answer_has_its_place_until_it_has_left(tmp_path: Path, path: s
     there = front(application, tmp_path)
     client = await Client(there, path, extensions={FLUSHED: left.wait}).says(BODY)
     assert client.status == 200
-    assert there._sequence_limit.under_way + there._management.total == 1
+    assert there._sequence_limit.in_flight + there._management.total == 1
     left.set()
     await client.task
-    assert there._sequence_limit.under_way + there._management.total == 0
+    assert there._sequence_limit.in_flight + there._management.total == 0
 
 
 @awaited
@@ -230,18 +230,18 @@ async def test_a_client_tokenizes_one_text_at_a_time(
     tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another client's, which may wait for its turn elsewhere, is not behind them."""
-    monkeypatch.setattr(client_turns, "LEAST_PAUSE", 0.0)
+    monkeypatch.setattr(client_locks, "MIN_PAUSE", 0.0)
     application = Working()
     there = front(application, tmp_path, most=8, clock=lambda: 0.0)
     body = BODY if path == "/tokenize" else b'{"tokens": [1]}'
     for key in (0, 0, 0, 1):
         await Client(there, path, key).says(body)
-    assert there._sequence_limit.under_way == 4
+    assert there._sequence_limit.in_flight == 4
     application.go.set()
     await settled()
     assert len(application.scopes) == 4
     assert application.most_at_once == 2
-    assert there._sequence_limit.under_way == 0
+    assert there._sequence_limit.in_flight == 0
 
 
 @awaited
@@ -272,7 +272,7 @@ async def test_an_answer_that_is_not_read_lets_others_tokenize(tmp_path: Path) -
 
 @awaited
 async def test_a_body_that_is_tokenized_is_small(tmp_path: Path) -> None:
-    """Also with a long context: its tokens are listed in the thread of all clients."""
+    """Also with a long context: its tokens are listed in the event loop."""
     for context, size in ((64, 6 << 10), (1 << 17, TOKENIZED_BYTES + 1)):
         there = front(Working(), tmp_path, context=context)
         big = await Client(there, "/tokenize").says(b" " * size)
@@ -342,7 +342,7 @@ async def test_a_client_that_leaves_cancels_its_trial(tmp_path: Path) -> None:
     assert checker.asked == [("regex", "a")]
     await client.leaves()
     assert (checker.cancelled, client.sent, application.scopes) == (1, [], [])
-    assert there._sequence_limit.under_way == 0
+    assert there._sequence_limit.in_flight == 0
 
 
 @awaited
@@ -412,16 +412,16 @@ async def test_a_client_that_does_not_read_is_given_up(
     }
     await there(scope, receive, stuck)
     assert heard == [{"type": "http.disconnect"}]
-    assert there._sequence_limit.under_way == 0
+    assert there._sequence_limit.in_flight == 0
 
 
 @awaited
-async def test_large_bodies_are_read_in_turns(tmp_path: Path) -> None:
+async def test_large_bodies_are_read_one_at_a_time(tmp_path: Path) -> None:
     """A small one does not wait for them."""
     application = Working()
     application.go.set()
     there = front(application, tmp_path)
-    async with there._served.parser._turns.turn("0"):  # type: ignore[attr-defined]
+    async with there._served.parser._lock.hold("0"):  # type: ignore[attr-defined]
         large = await Client(there).says(BODY + b" " * http_frontend.SMALL_BODY_BYTES)
         assert large.sent == []
         assert (await Client(there, key=1).says(BODY)).status == 200

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tenant_sdk.gateway.admission import StepFailure
-from tenant_sdk.gateway.record_file import MOST_BYTES, read_record, write_record
-from tenant_sdk.gateway.status import MOST_TEXT, GatewayStatus, SequenceErrors, StepHealth
+from tenant_sdk.gateway.record_file import MAX_BYTES, read_record, write_record
+from tenant_sdk.gateway.status import MAX_TEXT, GatewayStatus, SequenceErrors, StepHealth
 
-AWAY, WRONG = StepFailure.AWAY, StepFailure.WRONG
+UNAVAILABLE, INVALID = StepFailure.UNAVAILABLE, StepFailure.INVALID
 
 
 def test_the_last_record_is_read(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_the_last_record_is_read(tmp_path: Path) -> None:
     for number in range(5):
         write_record(path, record := f"record {number}".encode() * (5 - number))
         assert read_record(path) == record
-    write_record(path, record := bytes(MOST_BYTES))
+    write_record(path, record := bytes(MAX_BYTES))
     assert read_record(path) == record
 
 
@@ -48,19 +48,19 @@ def test_a_disk_that_is_full_later_stops_nothing(tmp_path: Path, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    health.step_failed(AWAY, "it is away", 5.0)
+    health.step_failed(UNAVAILABLE, "it is away", 5.0)
     health.write(tmp_path, {"rows": 2})
     status = GatewayStatus.read(tmp_path)
-    assert (status.failing, status.failure, status.error, status.rows) == (True, AWAY, "it is away", 2)
+    assert (status.failing, status.failure, status.error, status.rows) == (True, UNAVAILABLE, "it is away", 2)
     assert SequenceErrors().add(tmp_path, {"b.2": "too slow"}) == ""
     assert SequenceErrors.reason(tmp_path, "b.2") == "too slow"
 
 
 def test_long_texts_fit(tmp_path: Path) -> None:
     health = StepHealth()
-    health.step_failed(AWAY, "\0" * 100_000, 5.0)
+    health.step_failed(UNAVAILABLE, "\0" * 100_000, 5.0)
     health.write(tmp_path, {})
-    assert len(GatewayStatus.read(tmp_path).error) == MOST_TEXT
+    assert len(GatewayStatus.read(tmp_path).error) == MAX_TEXT
     errors = SequenceErrors()
     errors.add(tmp_path, {f"{number}.x": "é" * 10_000 for number in range(9)})
     assert SequenceErrors.reason(tmp_path, "8.x") == "é" * 10_000
@@ -69,32 +69,32 @@ def test_long_texts_fit(tmp_path: Path) -> None:
 
 def test_a_test_ends_the_failure_that_it_began_after() -> None:
     health = StepHealth()
-    assert health.testable is None
-    health.step_failed(AWAY, "away", 1.0)
-    assert health.testable == 1.0
-    health.step_failed(AWAY, "away again", 2.0)  # while the test runs
-    assert not health.tested(1.0)
+    assert health.probeable is None
+    health.step_failed(UNAVAILABLE, "away", 1.0)
+    assert health.probeable == 1.0
+    health.step_failed(UNAVAILABLE, "away again", 2.0)  # while the test runs
+    assert not health.probed(1.0)
     assert health.status.failing
-    assert health.tested(2.0)
+    assert health.probed(2.0)
     assert not health.status.failing
 
 
 def test_a_wrong_answer_is_not_taken_back() -> None:
     health = StepHealth()
-    health.step_failed(AWAY, "away", 1.0)
-    health.step_failed(WRONG, "a wrong answer", 2.0)  # while the test runs
-    assert not health.tested(1.0, AWAY, "still away")
-    assert not health.tested(1.0)
-    assert health.testable is None
-    assert (health.status.failure, health.status.error) == (WRONG, "a wrong answer")
+    health.step_failed(UNAVAILABLE, "away", 1.0)
+    health.step_failed(INVALID, "a wrong answer", 2.0)  # while the test runs
+    assert not health.probed(1.0, UNAVAILABLE, "still away")
+    assert not health.probed(1.0)
+    assert health.probeable is None
+    assert (health.status.failure, health.status.error) == (INVALID, "a wrong answer")
 
 
 def test_a_test_may_find_another_fault() -> None:
     health = StepHealth()
-    health.step_failed(AWAY, "away", 1.0)
-    assert health.tested(1.0, WRONG, "it serves another model")
-    assert health.testable is None
+    health.step_failed(UNAVAILABLE, "away", 1.0)
+    assert health.probed(1.0, INVALID, "it serves another model")
+    assert health.probeable is None
     assert health.step_done()
     assert not health.step_done()
-    assert not health.tested(1.0, AWAY, "late")
+    assert not health.probed(1.0, UNAVAILABLE, "late")
     assert not health.status.failing

@@ -9,7 +9,7 @@ import sys
 from commands import ENVIRONMENT, ROOT, SECONDS
 from raw_peers import ESTABLISHED, SYN_SENT, connecting
 
-from shared.listeners import close_to_everybody
+from shared.listeners import drop_all_packets
 
 GROUP = """
 import os, socket, sys, tempfile
@@ -41,7 +41,7 @@ with tempfile.TemporaryDirectory() as folder:
 def test_nobody_can_connect() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert connecting(listener.getsockname()) == ESTABLISHED
-        close_to_everybody(listener)
+        drop_all_packets(listener)
         assert connecting(listener.getsockname()) == SYN_SENT
 
 

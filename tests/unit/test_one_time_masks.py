@@ -31,7 +31,7 @@ from tenant_sdk.connection.keys import ProductKey
 from tenant_sdk.products.forecast import MIN_ROWS
 from tenant_sdk.products.mask_store import CHUNK_ROWS
 from tenant_sdk.products.masks import Mask
-from tenant_sdk.products.one_time_masks import EFFECT_REQUESTS_AT_ONCE, PREFETCHES_UNDER_WAY, OneTimeMasks
+from tenant_sdk.products.one_time_masks import EFFECT_REQUESTS_AT_ONCE, PREFETCHES_IN_FLIGHT, OneTimeMasks
 
 MIB = 1 << 20
 
@@ -68,14 +68,14 @@ def in_store(store: OneTimeMasks, keys: list[ProductKey], rows: int) -> None:
 
     def there() -> bool:
         with store._changed:
-            return store._under_way == 0 and all(store._store.stock.get(key, 0) >= rows for key in keys)
+            return store._in_flight == 0 and all(store._store.stock.get(key, 0) >= rows for key in keys)
 
     eventually(there)
 
 
 def at_rest(store: OneTimeMasks) -> None:
-    """Wait until nothing is under way."""
-    eventually(lambda: store._under_way == 0)
+    """Wait until nothing is in flight."""
+    eventually(lambda: store._in_flight == 0)
 
 
 def take(store: OneTimeMasks, key: ProductKey, rows: int) -> Mask:
@@ -390,8 +390,8 @@ def test_a_source_that_fails_is_not_asked_on_and_on() -> None:
                 break
         assert failures == takes
         at_rest(store)
-        # What a request needs, and what was under way besides, for each of them.
-        assert len(source.requests) - before <= (takes + len(KEYS) * CHUNK_ROWS) * (1 + PREFETCHES_UNDER_WAY)
+        # What a request needs, and what was in flight besides, for each of them.
+        assert len(source.requests) - before <= (takes + len(KEYS) * CHUNK_ROWS) * (1 + PREFETCHES_IN_FLIGHT)
         asked = len(source.requests)
         source.error = None
         for at in range(3 * CHUNK_ROWS * len(KEYS)):  # and it is asked again when what is there is used up
@@ -427,7 +427,7 @@ def mask_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("symbiosis-mask")]
 
 
-def test_closing_ends_every_thread_also_under_way() -> None:
+def test_closing_ends_every_thread_also_in_flight() -> None:
     eventually(lambda: not mask_threads())
     sources = MemorySource(), MemorySource()
     with one_time_masks(*sources) as store:
@@ -436,7 +436,7 @@ def test_closing_ends_every_thread_also_under_way() -> None:
                 use(store, key, 1)
         for source in sources:
             source.gate.clear()
-        waiting = [take(store, KEYS[0], 200) for _ in range(2 * PREFETCHES_UNDER_WAY)]  # also behind others
+        waiting = [take(store, KEYS[0], 200) for _ in range(2 * PREFETCHES_IN_FLIGHT)]  # also behind others
         assert mask_threads()
     assert all(source.closed for source in sources)
     eventually(lambda: not mask_threads())

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shared.errors import ConfigurationError
 from shared.wire.messages import GroupInfo, Member
-from tenant_sdk.sequences.prefill import LEAST, MOST, Demand
+from tenant_sdk.sequences.prefill import MAX_CHUNK, MIN_CHUNK, Demand
 
 GIB = 2**30
 
@@ -25,7 +25,7 @@ def test_a_layer_of_llama_2_7b() -> None:
     """Half a MiB of rows and answers a token, and 0.7 MB of masks with 100,000 tokens."""
     assert demand().bytes_a_token(0) == 4 * (4 * 4096 + 4 * 22016 + 8 * 4096)
     assert demand().chunk(GIB, 100_000) == 848
-    assert demand().chunk(16 * GIB, 100_000) == MOST
+    assert demand().chunk(16 * GIB, 100_000) == MAX_CHUNK
 
 
 @given(
@@ -36,10 +36,10 @@ def test_a_chunk_fits(inputs: int, outputs: int, heads: int, batch: int, context
     try:
         chunk = needs.chunk(GIB, context)
     except ConfigurationError:
-        assert LEAST * needs.bytes_a_token(context) > GIB
+        assert MIN_CHUNK * needs.bytes_a_token(context) > GIB
         return
-    assert LEAST <= chunk <= MOST
-    assert chunk % LEAST == 0
+    assert MIN_CHUNK <= chunk <= MAX_CHUNK
+    assert chunk % MIN_CHUNK == 0
     assert chunk * needs.bytes_a_token(context) <= GIB
     assert needs.chunk(2 * GIB, context) >= chunk
 
@@ -67,4 +67,4 @@ def test_the_memory_that_is_named_is_enough() -> None:
             needs.chunk(1000, 40_000)
         named = re.search(r"memory_gib=([\d.e-]+) ", str(refused.value))
         assert named is not None
-        assert needs.chunk(int(float(named[1]) * GIB), 40_000) == LEAST
+        assert needs.chunk(int(float(named[1]) * GIB), 40_000) == MIN_CHUNK

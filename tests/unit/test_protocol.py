@@ -349,7 +349,7 @@ def test_both_sides_agree_about_every_product(
 
 
 def asked(tenant: TenantProtocol) -> tuple[Header, Header]:
-    """A product under way, and the header of its answer."""
+    """A product in flight, and the header of its answer."""
     request = Header(Operation.PRODUCT, Direction.FORWARD, FLOAT32, rows=3, members=0b111)
     header = tenant.product(request, SHAPES[0])
     return header, header._replace(operation=Operation.REPLY, columns=16)

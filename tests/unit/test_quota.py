@@ -119,19 +119,19 @@ def test_what_is_in_flight_never_exceeds_its_limit_and_returns_to_nothing(
 ) -> None:
     limit = Quota(bytes_in_flight=2000, rows_in_flight=80, requests_per_second=20, bytes_per_second=5000)
     quotas = Quotas(limit, Quota(bytes_in_flight=4000))
-    under_way: list[tuple[str, int, int]] = []
+    in_flight: list[tuple[str, int, int]] = []
     now = 0.0
     for tenant, rows, size, pause in steps:
         now += pause
         if refused(quotas, tenant, now, rows=rows, size=size) is None:
-            under_way.append((tenant, rows, size))
+            in_flight.append((tenant, rows, size))
         for whose in "abc":
-            mine = [(r, s) for t, r, s in under_way if t == whose]
+            mine = [(r, s) for t, r, s in in_flight if t == whose]
             assert len(mine) <= 1 or sum(s for _, s in mine) <= 2000
             assert len(mine) <= 1 or sum(r for r, _ in mine) <= 80
-        while under_way and data.draw(st.booleans()):
-            quotas.release(*under_way.pop(data.draw(st.integers(0, len(under_way) - 1))))
-        assert quotas.in_flight() == (sum(r for _, r, _ in under_way), sum(s for _, _, s in under_way))
-    for each in under_way:
+        while in_flight and data.draw(st.booleans()):
+            quotas.release(*in_flight.pop(data.draw(st.integers(0, len(in_flight) - 1))))
+        assert quotas.in_flight() == (sum(r for _, r, _ in in_flight), sum(s for _, _, s in in_flight))
+    for each in in_flight:
         quotas.release(*each)
     assert quotas.in_flight() == (0, 0)

@@ -60,14 +60,14 @@ class Channel:
 class World:
     """An executor that is there or not, and time that passes when somebody waits."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, patience: float) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, retry_seconds: float) -> None:
         self.clock, self.tries = SimulatedClock(), 0
         self.away_until, self.error, self.manifest = 0.0, REFUSED, "model"
         self.stats = Stats()
         monkeypatch.setattr(reconnecting, "_hello", lambda channel: channel.manifest)
         self.connection: Any = ReconnectingConnection(
             single_replica(self.open, URL),  # type: ignore[arg-type]
-            ConnectionOptions(stats=self.stats, patience=patience, clock=self.clock),
+            ConnectionOptions(stats=self.stats, retry_seconds=retry_seconds, clock=self.clock),
         )
         self.connection.policy.uniform = lambda: 0.0
 
@@ -96,12 +96,12 @@ class World:
 
     def request(self) -> RequestPolicy:
         policy = self.connection.policy
-        return RequestPolicy(policy.patience, self.now, policy.uniform, LogRateLimiter(REMIND_SECONDS))
+        return RequestPolicy(policy.retry_seconds, self.now, policy.uniform, LogRateLimiter(REMIND_SECONDS))
 
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
-    return lambda patience=600.0: World(monkeypatch, patience)
+    return lambda retry_seconds=600.0: World(monkeypatch, retry_seconds)
 
 
 def test_it_waits_says_so_and_goes_on(world: Callable[..., World], caplog: pytest.LogCaptureFixture) -> None:
@@ -134,7 +134,7 @@ def test_a_connection_that_opens_at_once_is_no_news(
     assert (caplog.text, here.waited, here.stats.reconnections) == ("", [], 1)
 
 
-def test_patience_runs_out(world: Callable[..., World]) -> None:
+def test_retries_end(world: Callable[..., World]) -> None:
     here = world(90.0)
     here.away_until = here.now + 1e6
     with pytest.raises(ConnectionLost, match="again for 90 s: cannot connect to executor:") as e:
@@ -177,7 +177,7 @@ def test_what_an_executor_asks_for_is_waited(world: Callable[..., World]) -> Non
     assert here.waited == [8.0, 8.0]
     here.away_until, here.error = here.now + 15.0, ConnectError("no room", retry_after=1e9)
     here.connection._answered(here.connection.channel)
-    here.lose()  # one that asks for years is tried once more before patience ends
+    here.lose()  # one that asks for years is tried once more before retries end
     assert here.waited[2:] == [20.0]
 
 
@@ -224,7 +224,7 @@ def test_something_else_that_is_back(world: Callable[..., World]) -> None:
     assert here.waited == []
 
 
-def test_without_patience_nothing_is_waited_for(world: Callable[..., World]) -> None:
+def test_without_retries_nothing_is_waited_for(world: Callable[..., World]) -> None:
     here = world(0.0)
     with pytest.raises(ConnectionLost, match="the connection broke"):
         here.lose()
@@ -275,7 +275,7 @@ def open_channel():
     raise ConnectionRefused("it is gone")
 
 connection = reconnecting.ReconnectingConnection(
-    reconnecting.single_replica(open_channel), reconnecting.ConnectionOptions(patience=1e6)
+    reconnecting.single_replica(open_channel), reconnecting.ConnectionOptions(retry_seconds=1e6)
 )
 connection.last_channel.broken = True
 ThreadPoolExecutor(1).submit(lambda: connection.channel)

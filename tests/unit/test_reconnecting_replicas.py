@@ -23,7 +23,7 @@ from shared.log_rate_limit import LogRateLimiter
 from shared.wire.messages import Limits, Manifest
 from tenant_sdk.connection.handshake import upgrade
 from tenant_sdk.connection.replicas import addresses, reconnecting
-from tenant_sdk.connection.replicas.addresses import LOOK_UP_SECONDS, Resolver
+from tenant_sdk.connection.replicas.addresses import RESOLVE_SECONDS, Resolver
 from tenant_sdk.connection.replicas.reconnecting import ConnectionOptions, ReconnectingConnection
 from tenant_sdk.connection.replicas.retrying import MAX_REPEATS, REMIND_SECONDS, GiveUp, RequestPolicy
 from tenant_sdk.connection.stats import Stats
@@ -46,10 +46,10 @@ class World:
         self.stats = Stats()
         monkeypatch.setattr(reconnecting, "_hello", lambda channel: self.manifests[channel.peer])
 
-    def connect(self, patience: float = 600.0) -> Any:
+    def connect(self, retry_seconds: float = 600.0) -> Any:
         made: Any = ReconnectingConnection(
             self.find,
-            ConnectionOptions(stats=self.stats, patience=patience, party="them", clock=self.clock),
+            ConnectionOptions(stats=self.stats, retry_seconds=retry_seconds, party="them", clock=self.clock),
         )
         made.policy.uniform = lambda: 0.0
         return made
@@ -80,7 +80,9 @@ def lose(connection: Any, error: SymbiosisError = LEAVING, request: RequestPolic
     """The channel that a request is sent again on, after the last one broke."""
     connection.last_channel.broken = True
     now, policy = connection._clock.now(), connection.policy
-    request = request or RequestPolicy(policy.patience, now, policy.uniform, LogRateLimiter(REMIND_SECONDS))
+    request = request or RequestPolicy(
+        policy.retry_seconds, now, policy.uniform, LogRateLimiter(REMIND_SECONDS)
+    )
     step = request.after_error(error, now, url=connection.url, timeout=60.0)
     if isinstance(step, GiveUp):
         raise step.error
@@ -183,7 +185,7 @@ def test_one_operator_in_two_places_ends_it_at_once(world: Callable[..., World])
     assert len(here.tries) == 2
 
 
-def test_without_patience_each_is_tried_once(world: Callable[..., World]) -> None:
+def test_without_retries_each_is_tried_once(world: Callable[..., World]) -> None:
     here = world(A, B)
     connection = here.connect(0.0)
     here.down = {A: REFUSED, B: REFUSED}
@@ -233,7 +235,7 @@ def test_a_name_is_looked_up_again_after_a_while(monkeypatch: pytest.MonkeyPatch
     clock, found = SimulatedClock(), [["10.0.0.1", "10.0.0.2"], ["10.0.0.3", "10.0.0.4"]]
     monkeypatch.setattr(addresses, "addresses_of", lambda url: found.pop(0))
     resolver = Resolver(["wss://name:1"], clock)
-    for seconds, expected in ((0.0, "10.0.0.1"), (LOOK_UP_SECONDS, "10.0.0.1"), (0.1, "10.0.0.3")):
+    for seconds, expected in ((0.0, "10.0.0.1"), (RESOLVE_SECONDS, "10.0.0.1"), (0.1, "10.0.0.3")):
         clock.time += seconds
         assert resolver.resolve()[0].ip == expected
 

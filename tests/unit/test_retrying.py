@@ -65,7 +65,7 @@ FINAL = [VerificationError("wrong"), WireError("frame", "no", fatal=True), Reque
 
 seconds = st.floats(0, 30) | st.floats(0, 5000)
 chances = st.floats(0, 1, exclude_max=True)
-patiences = st.just(0.0) | st.floats(0, 1000)
+retry_limits = st.just(0.0) | st.floats(0, 1000)
 put_off = st.builds(
     lambda code, asked: RequestRefused(code, "wait", retry_after=asked),
     st.sampled_from(["overloaded", "restarting", "unavailable"]),
@@ -74,11 +74,11 @@ put_off = st.builds(
 failures = st.lists(st.tuples(put_off | st.sampled_from(GONE) | st.sampled_from(FINAL), seconds), max_size=60)
 
 
-@given(failures=failures, patience=patiences, chance=chances, closed=st.booleans())
+@given(failures=failures, retry_seconds=retry_limits, chance=chances, closed=st.booleans())
 def test_a_request_is_sent_again_only_for_what_passes_and_not_for_ever(
-    failures: list[tuple[SymbiosisError, float]], patience: float, chance: float, closed: bool
+    failures: list[tuple[SymbiosisError, float]], retry_seconds: float, chance: float, closed: bool
 ) -> None:
-    policy = RequestPolicy(patience, 0.0, lambda: chance, LogRateLimiter(REMIND_SECONDS))
+    policy = RequestPolicy(retry_seconds, 0.0, lambda: chance, LogRateLimiter(REMIND_SECONDS))
     now, counts = 0.0, Counter[str]()
     began, first_lost = 0.0, None
     for error, later in failures:
@@ -89,18 +89,18 @@ def test_a_request_is_sent_again_only_for_what_passes_and_not_for_ever(
             return
         if isinstance(step, Reconnect):
             assert may_come_back(error)
-            assert patience > 0
+            assert retry_seconds > 0
             assert not closed
             counts["lost"] += 1
             first_lost = now if first_lost is None else first_lost
-            assert step.since == first_lost  # so that patience is counted from there
+            assert step.since == first_lost  # so that the seconds are counted from there
             began = now
             policy.reconnected(now)
             continue
         assert isinstance(error, RequestRefused)
         assert error.retry_after is not None
         assert step.at >= now + max(MIN_BACKOFF, error.retry_after)
-        assert step.at < (patience if error.code == "restarting" else began + TIMEOUT)
+        assert step.at < (retry_seconds if error.code == "restarting" else began + TIMEOUT)
         counts[error.code] += 1
         now = step.at
     assert counts["lost"] <= MAX_REPEATS
@@ -167,9 +167,9 @@ def test_that_requests_wait_is_said_now_and_then() -> None:
 tries = st.lists(st.tuples(st.sampled_from([*AWAY, *GONE, *NO]), st.floats(0, 20)), min_size=1, max_size=100)
 
 
-def broken(patience: float, chance: float, names: Sequence[str], now: float) -> ReconnectPolicy:
+def broken(retry_seconds: float, chance: float, names: Sequence[str], now: float) -> ReconnectPolicy:
     """The policy of a connection to the first replica, which has just broken."""
-    policy = ReconnectPolicy(patience, lambda: chance)
+    policy = ReconnectPolicy(retry_seconds, lambda: chance)
     policy.next(names, now, None)
     policy.opened(names[0], names[0], now, 0.1)
     policy.reset()
@@ -177,14 +177,14 @@ def broken(patience: float, chance: float, names: Sequence[str], now: float) -> 
     return policy
 
 
-@example(tries=[(AWAY[1], 0.0)], patience=1.0, chance=0.0, count=2)
-@given(tries=tries, patience=patiences, chance=chances, count=st.integers(1, 3))
-def test_replicas_are_tried_in_turn_until_patience_is_over(
-    tries: list[tuple[SymbiosisError, float]], patience: float, chance: float, count: int
+@example(tries=[(AWAY[1], 0.0)], retry_seconds=1.0, chance=0.0, count=2)
+@given(tries=tries, retry_seconds=retry_limits, chance=chances, count=st.integers(1, 3))
+def test_replicas_are_tried_in_turn_until_the_time_for_retries_is_over(
+    tries: list[tuple[SymbiosisError, float]], retry_seconds: float, chance: float, count: int
 ) -> None:
     names, began = NAMES[:count], 1000.0
-    policy = broken(patience, chance, names, began)
-    now, end, busy = began, began + patience, 0.0
+    policy = broken(retry_seconds, chance, names, began)
+    now, end, busy = began, began + retry_seconds, 0.0
     tried, said_no, not_before = set[str](), set[str](), dict.fromkeys(names, began)
     left = itertools.islice(itertools.cycle(tries), 100_000)
     while not isinstance(step := policy.next(names, now, began), GiveUp):
@@ -207,7 +207,7 @@ def test_replicas_are_tried_in_turn_until_patience_is_over(
     # When all want to be asked later than that, one is asked.
     assert tried == set(names) or (tried and all(not_before[name] > now for name in {*names} - tried))
     in_vain = "again and again" in step.error.message
-    assert in_vain == (patience > 0 and len(said_no) < count)
+    assert in_vain == (retry_seconds > 0 and len(said_no) < count)
     if in_vain:
         assert end <= now <= end + busy + 1e-6  # a try may take longer than that, a wait does not
         assert step.error.__cause__ is not None
@@ -281,16 +281,16 @@ class World:
         raise error
 
 
-@given(happens=happenings, opens=openings, patience=patiences)
+@given(happens=happenings, opens=openings, retry_seconds=retry_limits)
 def test_whatever_happens_only_the_same_bytes_are_sent(
-    happens: list[SymbiosisError | None], opens: list[SymbiosisError | None], patience: float
+    happens: list[SymbiosisError | None], opens: list[SymbiosisError | None], retry_seconds: float
 ) -> None:
     """Each time on the only channel that is open; a request that has its answer is never sent again."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reconnecting, "_hello", lambda channel: "model")
         world = World(happens, opens)
         connection: Any = ReconnectingConnection(
-            world.find, ConnectionOptions(patience=patience, clock=world.clock)
+            world.find, ConnectionOptions(retry_seconds=retry_seconds, clock=world.clock)
         )
         for request in (b"first", b"second"):
             before, waited = len(world.sent), len(world.clock.waited)
@@ -304,7 +304,7 @@ def test_whatever_happens_only_the_same_bytes_are_sent(
             try:
                 assert connection.send(connection.channel, send)() is ANSWER
             except SymbiosisError:
-                if connection.last_channel.broken and not patience:
+                if connection.last_channel.broken and not retry_seconds:
                     break
             sent = world.sent[before:]
             assert {body for _, body in sent} <= {request}
@@ -317,7 +317,9 @@ def test_overload_is_waited_for_on_each_channel_anew(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(reconnecting, "_hello", lambda channel: "model")
     overloaded = RequestRefused("overloaded", "wait", retry_after=0.9 * TIMEOUT)
     world = World([overloaded, GONE[0], overloaded, None], [])
-    connection: Any = ReconnectingConnection(world.find, ConnectionOptions(patience=600.0, clock=world.clock))
+    connection: Any = ReconnectingConnection(
+        world.find, ConnectionOptions(retry_seconds=600.0, clock=world.clock)
+    )
     connection.policy.uniform = lambda: 0.0
     assert connection.answer(connection.channel, lambda channel: object()) is ANSWER
     assert world.clock.waited == [0.9 * TIMEOUT] * 2

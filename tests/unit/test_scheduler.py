@@ -65,7 +65,7 @@ class Counting(LatencyModel):
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_a_decision_takes_no_longer_because_one_tenant_has_more_under_way(others: int) -> None:
+def test_a_decision_takes_no_longer_because_one_tenant_has_more_in_flight(others: int) -> None:
     asked = []
     for count in (SCAN_LIMIT, 40 * SCAN_LIMIT):
         latency = Counting(SHAPES)
@@ -80,7 +80,7 @@ def test_a_decision_takes_no_longer_because_one_tenant_has_more_under_way(others
     assert asked[0] == asked[1]
 
 
-def test_a_decision_takes_no_longer_because_many_tenants_have_much_under_way() -> None:
+def test_a_decision_takes_no_longer_because_many_tenants_have_much_in_flight() -> None:
     asked = []
     for count in (SCAN_LIMIT_TOTAL // 64, SCAN_LIMIT):
         latency = Counting(SHAPES)

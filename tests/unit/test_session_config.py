@@ -146,7 +146,7 @@ import tenant_sdk.session.options as config
 
 @dataclasses.dataclass(frozen=True)
 class Extended(config.SessionConfig):
-    chatter: Annotated[int, Option(config.MASKS, "Requests that say nothing.", least=0, unit="COUNT")] = 0
+    chatter: Annotated[int, Option(config.MASKS, "Requests that say nothing.", minimum=0, unit="COUNT")] = 0
 
 config.SessionConfig = Extended
 from typer.testing import CliRunner

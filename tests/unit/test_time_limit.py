@@ -26,7 +26,7 @@ def test_a_loop_without_end_is_stopped() -> None:
 
 
 def test_nothing_comes_after_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOOKS", 0.01)
+    monkeypatch.setattr(module, "_POLL_SECONDS", 0.01)
     for _ in range(10):
         with suppress(TimeLimitExceeded), time_limit(-1.0):
             time.sleep(0.05)  # exceptions are asked for meanwhile, and come at its end

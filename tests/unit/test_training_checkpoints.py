@@ -77,7 +77,7 @@ def test_two_trainings_do_not_share_a_folder(tmp_path: Path, resume: bool) -> No
     first, second = (TrainingCheckpoints(tmp_path / "adapter", {"rate": rate}) for rate in (1, 2))
     with first.resumable():
         first.begin(resume=False)
-        with pytest.raises(ConfigurationError, match=r"another training is under way with .*/adapter\."):
+        with pytest.raises(ConfigurationError, match=r"another training is in progress with .*/adapter\."):
             begin(second, resume=resume)
         with pytest.raises(ConfigurationError, match="choose another output"):
             second.check(resume=resume)

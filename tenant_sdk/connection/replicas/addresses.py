@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shared.transport.endpoint import Endpoint
 
 MAX_ADDRESSES = 32  # of one name: whose operator answers with thousands shall not keep a tenant busy
-LOOK_UP_SECONDS = 5.0  # between two times that a name is looked up
+RESOLVE_SECONDS = 5.0  # between two times that a name is looked up
 
 
 class Address(NamedTuple):
@@ -45,7 +45,7 @@ class Resolver:
     def resolve(self) -> list[Address]:
         """Returns the addresses that there are now. A name is looked up again, but not all the time."""
         now = self._clock.now()
-        if now - self._looked_up > LOOK_UP_SECONDS:
+        if now - self._looked_up > RESOLVE_SECONDS:
             for target in self._targets:
                 if isinstance(target, str) and over_tls(target):
                     # Without an answer the last one holds; if there was none, connecting says what is wrong.

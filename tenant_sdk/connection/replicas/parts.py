@@ -49,7 +49,7 @@ class PartConnections:
                 party = f"{options.party}, groups from {group}"
                 of_part = replace(options, party=party, digest=first.digest)
                 self.all.append(ReconnectingConnection(find, of_part, group))
-            self.manifest = together([connection.manifest for connection in self.all])
+            self.manifest = merge_manifests([connection.manifest for connection in self.all])
         except BaseException:
             self.close()
             raise
@@ -72,7 +72,7 @@ class PartConnections:
             connection.close()
 
 
-def together(manifests: Sequence[Manifest]) -> Manifest:
+def merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
     """Returns one manifest for executors that serve a part each.
 
     Each group is as the executor that serves it lists it, and limits are the smallest ones.

@@ -60,7 +60,7 @@ class ConnectionOptions:
 
     Attributes:
         stats: to count in; a session with two executors has one.
-        patience: seconds to wait for an executor that went away. 0: not at all: a request that was under way
+        retry_seconds: how long to wait for an executor that went away. 0: not at all: a request in flight
             fails, and the next one tries once to connect again.
         party: the key under which ``Stats.replicas`` has the replica in use.
         digest: refuse replicas whose manifest has another one; empty: any.
@@ -68,7 +68,7 @@ class ConnectionOptions:
     """
 
     stats: Stats = field(default_factory=Stats)
-    patience: float = 0.0
+    retry_seconds: float = 0.0
     party: str = ""
     digest: str = ""
     clock: Clock = CLOCK
@@ -102,7 +102,7 @@ class ReconnectingConnection:
         _connections.add(self)
         self._reminder = LogRateLimiter(REMIND_SECONDS)  # that requests are put off
         self._reconnecting = threading.Lock()  # the thread that opens a channel holds it; it guards these:
-        self.policy = ReconnectPolicy(options.patience, random.SystemRandom().random)
+        self.policy = ReconnectPolicy(options.retry_seconds, random.SystemRandom().random)
         found = None
         while found is None:
             found = self._try(None, None)
@@ -141,7 +141,7 @@ class ReconnectingConnection:
         try:
             first = send(channel)
         except SymbiosisError as error:
-            if not (self.policy.patience and may_come_back(error)):
+            if not (self.policy.retry_seconds and may_come_back(error)):
                 raise
         return lambda: self.answer(channel, send, first)
 
@@ -151,7 +151,7 @@ class ReconnectingConnection:
         Args:
             channel: the channel of the first try.
             send: sends the request.
-            first: the future of the first try, if it is under way.
+            first: the future of the first try, if it is in flight.
 
         Raises:
             RequestRefused: for anything else, or overloaded for longer than the timeout.
@@ -161,7 +161,7 @@ class ReconnectingConnection:
         """
         clock = self._clock
         retry = RequestPolicy(
-            self.policy.patience, clock.now(), lambda: self.policy.uniform(), self._reminder
+            self.policy.retry_seconds, clock.now(), lambda: self.policy.uniform(), self._reminder
         )
         pending = first
         while True:
@@ -237,7 +237,7 @@ class ReconnectingConnection:
         return self._channel
 
     def _reopen(self, since: float, cause: SymbiosisError | None = None) -> None:
-        """Replace a broken channel, waiting until ``patience`` seconds after ``since``."""
+        """Replace a broken channel, waiting until ``retry_seconds`` after ``since``."""
         with self._reconnecting:
             started = self._clock.now()
             if self._channel.broken:  # else another thread has replaced it

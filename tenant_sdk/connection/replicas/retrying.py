@@ -103,16 +103,16 @@ class RequestPolicy:
     """Decides whether one request is sent again, with the same bytes as before.
 
     Args:
-        patience: seconds to wait for an executor that went away; 0: not at all.
+        retry_seconds: how long to wait for an executor that went away; 0: not at all.
         now: when its answer is first waited for, in seconds of any clock that does not go back.
         uniform: draws from [0, 1), uniformly.
         reminder: limits the warnings about all requests to the same executor.
     """
 
     def __init__(
-        self, patience: float, now: float, uniform: Callable[[], float], reminder: LogRateLimiter
+        self, retry_seconds: float, now: float, uniform: Callable[[], float], reminder: LogRateLimiter
     ) -> None:
-        self._patience, self._uniform, self._reminder = patience, uniform, reminder
+        self._retry_seconds, self._uniform, self._reminder = retry_seconds, uniform, reminder
         self._asked = now
         self._began, self._refusals = now, 0  # on this channel
         self._worker_losses = 0  # with this request on them
@@ -133,7 +133,7 @@ class RequestPolicy:
         """
         if isinstance(error, RequestRefused):
             return self._refused(error, now, url, timeout)
-        if closed or self._patience <= 0 or not may_come_back(error):
+        if closed or self._retry_seconds <= 0 or not may_come_back(error):
             return GiveUp(error)
         if self._lost_since is None:
             self._lost_since = now
@@ -160,7 +160,7 @@ class RequestPolicy:
             return GiveUp(error)
         at = now + retry_delay(self._refusals, error.retry_after, self._uniform())
         if error.code == "restarting":
-            if at >= self._asked + self._patience:
+            if at >= self._asked + self._retry_seconds:
                 return GiveUp(
                     ConnectionLost(
                         OptionText(
@@ -185,7 +185,7 @@ class ReconnectPolicy:
     All times are seconds of one clock that does not go back.
 
     Args:
-        patience: seconds to wait for an executor that went away; 0: not at all.
+        retry_seconds: how long to wait for an executor that went away; 0: not at all.
         uniform: draws from [0, 1), uniformly.
 
     Attributes:
@@ -195,8 +195,8 @@ class ReconnectPolicy:
         reminder: limits the warnings that no replica can be used.
     """
 
-    def __init__(self, patience: float, uniform: Callable[[], float]) -> None:
-        self.patience, self.uniform = patience, uniform
+    def __init__(self, retry_seconds: float, uniform: Callable[[], float]) -> None:
+        self.retry_seconds, self.uniform = retry_seconds, uniform
         self.replica = self.url = ""
         self.reminder = LogRateLimiter(REMIND_SECONDS)
         self._replicas = ReplicaSet(lambda: self.uniform())
@@ -217,7 +217,7 @@ class ReconnectPolicy:
             self._away_since = now
         self._cause = error or self._cause
         self._replicas.eject(self.replica, now, error, at_once=not self._rounds)
-        if not self.patience:
+        if not self.retry_seconds:
             self._tried.clear()
 
     def next(self, names: Iterable[str], now: float, since: float | None) -> Connect | Wait | GiveUp:
@@ -242,9 +242,9 @@ class ReconnectPolicy:
         count = len(self._replicas.names)
         if not count:
             return GiveUp(ConnectionLost("this party has no replicas any more"))
-        if since is None or not self.patience or self._replicas.refused:
+        if since is None or not self.retry_seconds or self._replicas.refused:
             return GiveUp(self._replicas.error())
-        remaining, why = since + self.patience - now, self._replicas.why()
+        remaining, why = since + self.retry_seconds - now, self._replicas.why()
         if remaining <= 0:
             who = f"all {count} replicas were" if count > 1 else f"{self.url} was"
             error = ConnectionLost(

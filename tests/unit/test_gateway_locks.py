@@ -1,4 +1,4 @@
-"""Clients of a gateway take turns with work that one of them has at a time."""
+"""Locks and threads that clients of a gateway share fairly."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from test_gateway_front import BODY, TEXT, Client, Working, awaited, front, settled
 
-from tenant_sdk.gateway import client_turns, http_frontend
-from tenant_sdk.gateway.client_turns import (
+from tenant_sdk.gateway import client_locks, http_frontend
+from tenant_sdk.gateway.client_locks import (
     ClientGone,
     FairLock,
     FairThreadPool,
-    PreparationTurns,
+    PacedLock,
     connection_closed,
     current_client,
     given_to_engine,
@@ -30,13 +30,13 @@ from tenant_sdk.gateway.requests import parse_request
 @awaited
 async def test_one_request_of_each_client_is_prepared_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the engine has it; then after as long as that took."""
-    monkeypatch.setattr(client_turns, "LEAST_PAUSE", 0.0)
+    monkeypatch.setattr(client_locks, "MIN_PAUSE", 0.0)
     now, clients, order = 0.0, 2, list[str]()
-    turns = PreparationTurns(lambda: now, lambda client: clients > 1)
+    lock = PacedLock(lambda: now, lambda client: clients > 1)
     engine_has, ends = dict[str, asyncio.Event](), asyncio.Event()
 
     async def request(client: str, name: str) -> None:
-        async with turns.turn(client):
+        async with lock.hold(client):
             order.append(name)
             engine_has[name] = asyncio.Event()
             await engine_has[name].wait()
@@ -72,8 +72,12 @@ async def test_one_request_of_each_client_is_prepared_at_a_time(monkeypatch: pyt
 async def disturbed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[http_frontend.HttpFrontend, Client, Working]:
-    """A gateway with long pauses, and a request of another client that is under way."""
-    for pause in ("client_turns.LEAST_PAUSE", "client_turns.MOST_PAUSE", "http_frontend.STRANGERS_PAUSE"):
+    """A gateway with long pauses, and a request of another client that is in flight."""
+    for pause in (
+        "client_locks.MIN_PAUSE",
+        "client_locks.MAX_PAUSE",
+        "http_frontend.UNAUTHENTICATED_PAUSE",
+    ):
         monkeypatch.setattr(f"tenant_sdk.gateway.{pause}", 600.0)
     application = Working()
     there = front(application, folder)
@@ -81,10 +85,10 @@ async def disturbed(
 
 
 @awaited
-async def test_every_request_waits_for_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strangers together, and each client, whatever it asks for: refusals take time, too."""
+async def test_every_request_is_paced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those without a key together, and each client, whatever it asks for: refusals take time, too."""
     there, working, application = await disturbed(tmp_path, monkeypatch)
-    # On a connection of a client, who may have many, its turn counts.
+    # On a connection of a client, who may have many, its lock counts.
     owned = await Client(there, "/v1/models", headers=[], extensions={OWNER: "1"}).says(b"")
     assert owned.status == 401
     assert (await Client(there, "/v1/models", headers=[]).says(b"")).status == 401
@@ -121,10 +125,10 @@ async def test_closed_connections_wait_for_nothing(tmp_path: Path, monkeypatch: 
 
 
 @awaited
-async def test_small_bodies_of_a_client_are_read_in_turns(
+async def test_small_bodies_of_a_client_are_read_one_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each takes milliseconds of the thread of all clients, also if it is refused then."""
+    """Each takes milliseconds of the event loop, also if it is refused then."""
     read, now = list[bytes](), [0.0]
 
     def slowly(path: str, body: bytes, context: int) -> Any:
@@ -135,9 +139,9 @@ async def test_small_bodies_of_a_client_are_read_in_turns(
     monkeypatch.setattr(http_frontend, "parse_request", slowly)
     application = Working()
     there = front(application, tmp_path, clock=lambda: now[0])
-    other = await Client(there, key=1).says(BODY)  # under way until the application goes on
+    other = await Client(there, key=1).says(BODY)  # in flight until the application goes on
     read.clear()
-    async with there._small_body_turns.turn("0"):
+    async with there._small_body_lock.hold("0"):
         first, second = [Client(there) for _ in range(2)]
         for each in (first, second):
             await each.says(b"{}")
@@ -156,11 +160,11 @@ async def _until(done: Callable[[], bool]) -> None:
 
 
 @awaited
-async def test_turns_alternate() -> None:
-    turns, order, held = FairLock(), list[str](), asyncio.Event()
+async def test_clients_hold_the_lock_alternately() -> None:
+    lock, order, held = FairLock(), list[str](), asyncio.Event()
 
     async def wait(client: str) -> None:
-        async with turns.turn(client):
+        async with lock.hold(client):
             order.append(client)
             await held.wait()
 
@@ -173,12 +177,12 @@ async def test_turns_alternate() -> None:
 
 @awaited
 async def test_a_client_that_hangs_up_waits_no_longer() -> None:
-    """Whether another client has the turn, or itself."""
-    turns, held, begun = FairLock(), asyncio.Event(), list[str]()
+    """Whether another client holds the lock, or itself."""
+    lock, held, begun = FairLock(), asyncio.Event(), list[str]()
 
     async def wait(client: str, closed: asyncio.Future[None]) -> None:
         connection_closed.set(closed)
-        async with turns.turn(client):
+        async with lock.hold(client):
             begun.append(client)
             await held.wait()
 
@@ -212,7 +216,7 @@ async def test_figures_are_made_once_for_all_who_ask() -> None:
     assert await figures() == b"2"
 
 
-def test_threads_are_shared_in_turns() -> None:
+def test_threads_are_shared_fairly() -> None:
     """One client's long work leaves a thread to the others, however much of it waits."""
     threads, done, go = FairThreadPool(2), list[str](), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Clients take turns with work that is done one at a time."""
+"""Locks and threads that clients share fairly."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from shared.fair_threads import FairThreads
 
 TOKENIZING_THREADS = 2
-# Seconds between two requests of a client that are prepared, if others have requests under way. What the
-# server does for a request before its turn takes up to a millisecond.
-LEAST_PAUSE, MOST_PAUSE = 0.005, 0.5
+# Seconds between two requests of a client that are prepared, if others have requests in flight. What the
+# server does for a request before the lock takes up to a millisecond.
+MIN_PAUSE, MAX_PAUSE = 0.005, 0.5
 # The client whose request is answered in this context.
 current_client: ContextVar[str] = ContextVar("current_client", default="")
-# Says that the engine has the request of this context; the server's threads have no more to do for it.
+# Says that the engine has the request of this context; the server has no more to do for it.
 given_to_engine: ContextVar[Callable[[], None]] = ContextVar("given_to_engine", default=lambda: None)
 # Done as soon as the connection is closed on which the request of this context came.
 connection_closed: ContextVar[asyncio.Future[None] | None] = ContextVar("connection_closed", default=None)
@@ -59,28 +59,28 @@ def _while_connected() -> Iterator[None]:
             closed.remove_done_callback(interrupt)
 
 
-class PreparationTurns:
-    """Of each client one request at a time is in the hands of the thread of all clients.
+class PacedLock:
+    """A lock for each client, for work of the event loop; it is free again some time after its release.
 
-    There, the gateway reads and checks a request, and vLLM checks and renders it until the engine has it.
-    Either takes up to 40 ms even for a short chat, if that has many messages or tools. A client's next
-    request waits as long as its last one took, so that others, if there are any, have half of the time.
+    In the event loop, the gateway reads and checks a request, and vLLM checks and renders it until the engine
+    has it. Either takes up to 40 ms even for a short chat, if that has many messages or tools. A client's
+    next request waits as long as its last one took, so that others, if there are any, have half of the time.
 
     Args:
         clock: in seconds.
-        others: whether another client than this has requests under way.
-        least_pause: seconds; default: ``LEAST_PAUSE``.
+        others: whether another client than this has requests in flight.
+        min_pause: seconds; default: ``MIN_PAUSE``.
     """
 
     def __init__(
-        self, clock: Callable[[], float], others: Callable[[str], bool], least_pause: float | None = None
+        self, clock: Callable[[], float], others: Callable[[str], bool], min_pause: float | None = None
     ) -> None:
         self._clock, self._others, self._client_locks = clock, others, dict[str, asyncio.Lock]()
-        self._least_pause = LEAST_PAUSE if least_pause is None else least_pause
+        self._min_pause = MIN_PAUSE if min_pause is None else min_pause
 
     @asynccontextmanager
-    async def turn(self, client: str) -> AsyncIterator[None]:
-        """Wait for the client's turn, and hold it until the engine has the request, or to the block's end.
+    async def hold(self, client: str) -> AsyncIterator[None]:
+        """Hold the client's lock until the engine has the request, or to the block's end.
 
         Raises:
             ClientGone: the client has hung up before.
@@ -95,7 +95,7 @@ class PreparationTurns:
             if held:
                 held = False
                 took = self._clock() - began
-                pause = min(max(took, self._least_pause), MOST_PAUSE) if self._others(client) else 0.0
+                pause = min(max(took, self._min_pause), MAX_PAUSE) if self._others(client) else 0.0
                 asyncio.get_running_loop().call_later(pause, lock.release)
 
         token = given_to_engine.set(release)
@@ -106,21 +106,21 @@ class PreparationTurns:
             release()
 
     async def wait(self, client: str) -> None:
-        """Wait for the client's turn, and do not hold it: what follows waits for the client."""
-        async with self.turn(client):
+        """Wait for the client's lock, and do not hold it: the client's next request waits."""
+        async with self.hold(client):
             pass
 
 
 class FairLock:
-    """One at a time; of each client one waits here, so that the others come in between."""
+    """A lock for all clients; of each client one waits for it, so that the others come in between."""
 
     def __init__(self) -> None:
         self._client_locks: dict[str, asyncio.Lock] = {}
         self._all = asyncio.Lock()
 
     @asynccontextmanager
-    async def turn(self, client: str) -> AsyncIterator[None]:
-        """Wait for the client's turn, and hold it in this block.
+    async def hold(self, client: str) -> AsyncIterator[None]:
+        """Hold the lock in this block.
 
         Raises:
             ClientGone: the client has hung up before.
@@ -133,7 +133,7 @@ class FairLock:
 
 
 class FairThreadPool(FairThreads, Executor):
-    """Threads by turns of the clients (``current_client``)."""
+    """Threads that clients (``current_client``) share fairly."""
 
     def submit(self, work: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
         """See concurrent.futures, and ``FairThreads``."""

@@ -1,4 +1,4 @@
-"""A tenant's turns in the executor's loop: its connections share one in each round, in order."""
+"""A tenant's time slices in the executor's loop: its connections share one in each round, in order."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class _Rounds:
         self._reads: dict[str, Any] = {}
 
     def ask(self, tenant: str, name: str, seconds: float, *, endless: bool = True) -> None:
-        """Of a connection whose each turn takes so long; it asks again each time if it is endless."""
+        """Of a connection whose each callback takes so long; it asks again each time if it is endless."""
 
         def read(_: float) -> None:
             self.served.append(name)
@@ -78,7 +78,7 @@ class _Rounds:
         self.loop.run_in_time_slice(tenant, 2.0, self._reads[name])
 
     def round(self) -> list[str]:
-        """Who had a turn in it."""
+        """Who was served in it."""
         self.served.clear()
         self.loop.call_soon_threadsafe(lambda: None)  # so that it does not wait
         self.loop._round()
@@ -89,11 +89,11 @@ class _Rounds:
 def rounds() -> Iterator[_Rounds]:
     made = _Rounds()
     yield made
-    made.loop._let_go()
+    made.loop._close_descriptors()
 
 
 def test_connections_of_a_tenant_share_its_seconds_in_order(rounds: _Rounds) -> None:
-    """Whoever floods, the others have their turns."""
+    """Whoever floods, the others are served."""
     for name in "abcd":
         rounds.ask("alice", name, 1.5)
     assert rounds.served == ["a", "a"]  # before others ask; the second began within 2 s
@@ -110,7 +110,7 @@ def test_a_tenants_connections_take_no_time_of_others(rounds: _Rounds) -> None:
         assert len([name for name in rounds.served if name != "bob"]) <= 4
 
 
-def test_who_asks_twice_has_one_turn(rounds: _Rounds) -> None:
+def test_who_asks_twice_is_served_once(rounds: _Rounds) -> None:
     rounds.ask("alice", "busy", 2.0, endless=False)
     for _ in range(3):
         rounds.ask("alice", "late", 0.1, endless=False)
@@ -118,7 +118,7 @@ def test_who_asks_twice_has_one_turn(rounds: _Rounds) -> None:
     assert rounds.round() == []
 
 
-def test_a_large_answer_is_written_in_turns() -> None:
+def test_a_large_answer_is_written_in_time_slices() -> None:
     """To encrypt it takes time, in which no other tenant is served."""
     sent, asked = list[int](), list[Any]()
 
@@ -134,7 +134,7 @@ def test_a_large_answer_is_written_in_turns() -> None:
     connection.tenant, connection._stage, connection._writing = "alice", OPEN, False
     connection._outgoing = WriteQueue(sock)
     connection._queue(iter((bytes(1 << 20),)))
-    assert not sent  # in a turn alone
+    assert not sent  # in a time slice alone
     connection._write_in_slice(-1.0)  # there is no time left
     assert not sent
     assert asked == [("alice", connection._write_in_slice)] * 2
@@ -145,13 +145,13 @@ def test_what_is_dropped_is_neither_begun_nor_among_the_last() -> None:
     sent, done = list[bytes](), list[int]()
 
     def send(data: memoryview) -> int:
-        if not room:
+        if not capacity:
             raise ssl.SSLWantWriteError
-        room.pop()
+        capacity.pop()
         sent.append(bytes(data))
         return len(data)
 
-    room = [1]
+    capacity = [1]
     sock: Any = SimpleNamespace(send=send, flush=lambda: 0)
     queue = WriteQueue(sock)
     for number in range(4):
@@ -161,6 +161,6 @@ def test_what_is_dropped_is_neither_begun_nor_among_the_last() -> None:
     queue.drop(1)
     assert done == [1, 2]
     assert len(queue) == 2
-    room += [1] * 3
+    capacity += [1] * 3
     assert queue.write(float("inf"))
     assert (sent, done, len(queue)) == ([b"\0", b"rest", b"\3", b"rest"], [1, 2, 0, 3], 0)
