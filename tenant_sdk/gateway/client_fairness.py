@@ -193,27 +193,31 @@ def next_admissions(
 
 
 def next_preemptions(
-    running: Sequence[SequenceInfo], waiting: Sequence[SequenceInfo], memory: Memory
+    running: Sequence[SequenceInfo],
+    waiting: Sequence[SequenceInfo],
+    memory: Memory,
+    admissible: Collection[str],
 ) -> list[str]:
-    """Names of the running sequences whose keys and values make room, to be computed again later.
+    """Names of the running sequences that are preempted for others' keys and values.
 
     Clients with more than an equal share give up their newest, if what runs could not go on otherwise, or
-    the next sequence of a client could not begin that has room in its share. For a client whose only sequence
+    the next sequence of a client could not begin that fits into its share. For a client whose only sequence
     exceeds its share, they give up none that is their only one: the two would stop each other for ever.
 
     Args:
         running: sequences that have begun, in the order in which they came.
         waiting: the others, likewise.
         memory: for keys and values.
+        admissible: names of those that could begin if there were memory (``next_admissions``). If memory were
+            freed for another one, a preempted sequence would take it in the same step, again and again.
     """
     used, share = _used(running), _share((*running, *waiting), memory)
     if share is None:
         return []
     missing = sum(each.blocks_needed for each in running) - memory.free
     exceeding = 0  # missing beside, for those that exceed a share
-    prefilling = {each.client for each in running if each.prefilling}
-    for client in {each.client for each in waiting} - prefilling:
-        first = next(each for each in waiting if each.client == client)
+    first_of = {each.client: each for each in reversed(waiting) if each.name in admissible}
+    for client, first in first_of.items():
         if used[client] + first.blocks_needed <= share:
             missing += first.blocks_needed
         elif not used[client]:

@@ -84,21 +84,18 @@ class Scheduler(Base):  # type: ignore[misc]
     def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
         """See vLLM; clients take turns. What a step does is remembered, since clients hang up."""
         clients = Counter({client_of(each.request_id): 0 for each in (*self.running, *self.waiting)})
-        self._preempt_over_share()
+        contended = self._recent_clients.count(clients, time.monotonic()) > 1
+        constrained = self._paused_constraints() if contended else set[str]()
+        self._preempt_over_share(constrained, contended=contended)
         # A decoding sequence needs one row; prompts get the others.
         self.running.sort(key=lambda each: (_prefilling(each), _arrived(each) if _prefilling(each) else 0.0))
         waiting = {each.request_id: each for each in sorted(self.waiting, key=_arrived)}
         running = [self._sequence_info(each) for each in self.running]
-        contended = self._recent_clients.count(clients, time.monotonic()) > 1
         self.max_num_scheduled_tokens, self._for_prompts = self._most_rows, 0
-        constrained = self._paused_constraints(waiting.values()) if contended else set[str]()
         paused = self._share_step(running, clients) | constrained if contended else set[str]()
-        admitted = next_admissions(
+        admitted = self._admissions(
             running,
             [self._sequence_info(each) for name, each in waiting.items() if name not in constrained],
-            self.max_num_running_reqs,
-            self.lora_config.max_loras if self.lora_config else 0,
-            self.vllm_config.additional_config["clients"],
             contended=contended,
             memory=self._memory(),
         )
@@ -127,8 +124,16 @@ class Scheduler(Base):  # type: ignore[misc]
         }
         return scheduled
 
-    def _paused_constraints(self, waiting: Iterable[Request]) -> set[str]:
-        sequences = [each for each in (*self.running, *waiting) if each.structured_output_request is not None]
+    def _admissions(
+        self, running: list[SequenceInfo], waiting: list[SequenceInfo], **options: Any
+    ) -> list[str]:
+        max_adapters = self.lora_config.max_loras if self.lora_config else 0
+        clients = self.vllm_config.additional_config["clients"]
+        return next_admissions(running, waiting, self.max_num_running_reqs, max_adapters, clients, **options)
+
+    def _paused_constraints(self) -> set[str]:
+        requests = (*self.running, *self.waiting)
+        sequences = [each for each in requests if each.structured_output_request is not None]
         grammars = [self._grammar(each.request_id) for each in sequences]
         return paused_constraints(
             [
@@ -155,13 +160,15 @@ class Scheduler(Base):  # type: ignore[misc]
                 clients,
             )
 
-    def _preempt_over_share(self) -> None:
+    def _preempt_over_share(self, constrained: set[str], *, contended: bool) -> None:
         """Take memory from clients that have more than their share, if others wait for it."""
         running, waiting = (
             [self._sequence_info(each) for each in sorted(several, key=_arrived)]
             for several in (self.running, self.waiting)
         )
-        for name in next_preemptions(running, waiting, self._memory()):
+        able = [each for each in waiting if each.name not in constrained]
+        admissible = self._admissions(running, able, contended=contended)
+        for name in next_preemptions(running, waiting, self._memory(), admissible):
             request = self.requests[name]
             self.running.remove(request)
             self._preempt_request(request, time.monotonic())

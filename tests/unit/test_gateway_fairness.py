@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -167,6 +168,15 @@ def test_a_client_begins_within_its_share_of_the_memory() -> None:
     assert next_admissions(running, large, 32, 0, 2, memory=Memory(100, 64)) == ["b0"]
 
 
+def preempted(
+    running: Sequence[SequenceInfo], waiting: Sequence[SequenceInfo], memory: Memory, places: int = 99
+) -> list[str]:
+    """As in a step with so many places for sequences, for three clients, without adapters."""
+    return next_preemptions(
+        running, waiting, memory, next_admissions(running, waiting, places, 0, 3, contended=True)
+    )
+
+
 def test_who_has_more_than_its_share_makes_room() -> None:
     running = [SequenceInfo(f"a{at}", "a", blocks=10) for at in range(9)]
     waiting = [
@@ -174,15 +184,27 @@ def test_who_has_more_than_its_share_makes_room() -> None:
         SequenceInfo("b0", "b", blocks_needed=30),
         SequenceInfo("b1", "b", blocks_needed=30),
     ]
-    assert next_preemptions(running, waiting, Memory(100, 10)) == ["a8", "a7"]
-    assert next_preemptions(running, waiting[:1], Memory(100, 10)) == []
+    assert preempted(running, waiting, Memory(100, 10)) == ["a8", "a7"]
+    assert preempted(running, waiting[:1], Memory(100, 10)) == []
     # What runs already goes on first.
     prefilling = SequenceInfo("b", "b", prefilling=True, blocks=5, blocks_needed=25)
-    assert next_preemptions([*running, prefilling], waiting, Memory(100, 5)) == ["a8", "a7"]
+    assert preempted([*running, prefilling], waiting, Memory(100, 5)) == ["a8", "a7"]
     within = [*running[:5], SequenceInfo("b", "b", blocks=50, blocks_needed=1)]
-    assert next_preemptions(within, [], Memory(100, 0)) == ["b"]  # it alone has more than its share
+    assert preempted(within, [], Memory(100, 0)) == ["b"]  # it alone has more than its share
     large = [SequenceInfo("b0", "b", blocks_needed=60)]
-    assert next_preemptions(running, large, Memory(100, 10)) == ["a8", "a7", "a6", "a5"]
+    assert preempted(running, large, Memory(100, 10)) == ["a8", "a7", "a6", "a5"]
+
+
+def test_nothing_is_preempted_for_what_could_not_begin() -> None:
+    """The preempted sequence would take what it gave in the same step, and be preempted again in the next."""
+    large = SequenceInfo("large", "h", blocks=60, blocks_needed=1)
+    short = [SequenceInfo(f"v{at}", "v", blocks=2) for at in range(8)]
+    waiting = [SequenceInfo("v8", "v", blocks_needed=30)]
+    assert preempted([*short, large], waiting, Memory(100, 24)) == ["large"]
+    assert preempted([*short, large], waiting, Memory(100, 24), places=10) == []  # v has all that it can have
+    adapted = [SequenceInfo("v8", "v", 7, blocks_needed=30)]
+    assert preempted([*short, large], adapted, Memory(100, 24)) == []  # no place for another adapter
+    assert next_preemptions([*short, large], waiting, Memory(100, 24), ()) == []  # its constraint waits
 
 
 @given(
@@ -201,7 +223,7 @@ def test_what_runs_never_lacks_memory_beside_others(
     ]
     waiting = [SequenceInfo(f"w{at}", client, blocks_needed=more) for at, (client, more) in enumerate(wait)]
     memory = Memory(sum(each.blocks for each in running) + free, free)
-    given = next_preemptions(running, waiting, memory)
+    given = preempted(running, waiting, memory)
     left = [each for each in running if each.name not in given]
     memory = Memory(memory.blocks, free + sum(each.blocks for each in running if each.name in given))
     if len({each.client for each in (*running, *waiting)}) > 1:
@@ -253,7 +275,7 @@ def unfinished(generations: list[Generation], blocks: int, steps: int) -> list[G
         def infos(*, running: bool, of: list[Generation] = going) -> list[SequenceInfo]:
             return [each.info for each in of if each.running == running]
 
-        stopped = next_preemptions(infos(running=True), infos(running=False), Memory(blocks, free()))
+        stopped = preempted(infos(running=True), infos(running=False), Memory(blocks, free()))
         for each in going:
             if each.name in stopped:
                 each.stop()
