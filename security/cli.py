@@ -258,8 +258,8 @@ def attack(
         float,
         typer.Option(
             metavar="MINUTES",
-            help="Most processor time for the attacks on all sessions of one tenant. Sessions for which no "
-            "time is left have no verdict.",
+            help="Maximum processor time for the attacks on all sessions of one tenant. Sessions for which "
+            "no time is left have no verdict.",
             min=0.1,
         ),
     ] = 60.0,

@@ -208,7 +208,7 @@ def shown_default(field: Field) -> str:
     """What a reader is told of a default; empty: nothing, its text says what that means."""
     if (
         field.option.cli_singular
-        or not isinstance(field.default, str | int | float)
+        or not isinstance(field.default, str | int | float | Path)
         or field.default is False
     ):
         return ""

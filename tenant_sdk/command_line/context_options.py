@@ -32,8 +32,8 @@ class AnswerOptions(AdapterChoice):
         float | None,
         Option(
             _PROMPT,
-            "With {draft}: seconds between two passes. Passes then have a constant rate, and the number of "
-            "passes of an answer is a multiple of 32, so it says little about the text.",
+            "With {draft}: seconds from the beginning of a pass to that of the next. The number of passes of "
+            "an answer is then a multiple of 32, so it says little about the text.",
             minimum=0,
             exclusive=True,
             unit="SECONDS",

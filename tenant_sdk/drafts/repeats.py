@@ -1,7 +1,7 @@
-"""What a text repeats: the token behind the newest ones where these stood before.
+"""An earlier occurrence of a text's newest tokens, and the token that followed it.
 
 A draft knows the model's last hidden state and no text. So it cannot guess a name or a number that the prompt
-has, and this is what prompt lookup guesses well (Saxena 2023, "Prompt Lookup Decoding").
+has. Prompt lookup can (Saxena 2023, "Prompt Lookup Decoding").
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def repeated(text: Ids) -> tuple[int, int]:
         text: ids ``[T]``; of them the newest ``WINDOW`` count.
 
     Returns:
-        How many of the newest tokens stood together before, at most ``LONGEST``, and the token that followed
-        the newest of these places. Zeros: the newest token is new.
+        The number of newest tokens that occurred together before, at most ``LONGEST``, and the token that
+        followed the last of these occurrences. Zeros: the newest token did not occur before.
     """
     text = text[-WINDOW:]
     places, length = np.flatnonzero(text[:-1] == text[-1]), 1

@@ -60,11 +60,11 @@ def _while_connected() -> Iterator[None]:
 
 
 class PacedLock:
-    """A lock for each client, for work of the event loop; it is free again some time after its release.
+    """A lock for each client, for work in the event loop. It becomes free some time after its release.
 
     In the event loop, the gateway reads and checks a request, and vLLM checks and renders it until the engine
-    has it. Either takes up to 40 ms even for a short chat, if that has many messages or tools. A client's
-    next request waits as long as its last one took, so that others, if there are any, have half of the time.
+    has it. Each takes up to 40 ms even for a short chat, if the chat has many messages or tools. A client's
+    next request waits as long as its last one took, so other clients have half of the time.
 
     Args:
         clock: in seconds.
@@ -112,7 +112,7 @@ class PacedLock:
 
 
 class FairLock:
-    """A lock for all clients; of each client one waits for it, so that the others come in between."""
+    """A lock for all clients. Of each client, one request waits for it, so clients take turns."""
 
     def __init__(self) -> None:
         self._client_locks: dict[str, asyncio.Lock] = {}

@@ -55,8 +55,8 @@ class GatewayOptions:
         str | Secret,
         Option(
             _SERVER,
-            "API keys for clients, separated by spaces. Without keys, only clients on this machine are "
-            "served.",
+            "API keys for clients, each of 16 characters or more, separated by spaces. Without keys, only "
+            "clients on this machine are served.",
             confidential="the API keys for clients, separated by spaces",
         ),
     ] = field(default="", repr=False)

@@ -1,4 +1,4 @@
-"""Which copies of adapters no request can use any more. No I/O."""
+"""Finds the copies of adapters that no request can use any more. No I/O."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tenant_sdk.gateway.admission import SequenceLimit
 
 
 class UnusedCopies:
-    """Copies of adapters that no name has any more, until the requests are gone that came before.
+    """Copies of adapters that no name has any more, until the earlier requests have ended.
 
     Args:
         sequence_limit: with the requests that may use copies.
@@ -24,7 +24,7 @@ class UnusedCopies:
         self._since.pop(copy, None)
 
     def removable(self, present: Collection[Path], used: Collection[Path]) -> list[Path]:
-        """What can be removed; begins a period. To be asked each second.
+        """The copies that can be removed. Begins a period; call it each second.
 
         Args:
             present: all copies.
