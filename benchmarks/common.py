@@ -149,7 +149,7 @@ def pss_mib(pid: int | None = None) -> float:
 
 
 def anonymous_mib(pid: int | None = None) -> float:
-    """Memory of a process in MiB that belongs to no file, so other programs do not change it."""
+    """Memory of a process in MiB without files and shared memory: other programs do not change it."""
     return _memory_mib(pid, "Anonymous")
 
 

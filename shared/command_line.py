@@ -157,7 +157,7 @@ class CommandLine:
             default = None
         elif default is MISSING:
             default = inspect.Parameter.empty
-        if defaults and option.minimum is not None and not option.exclusive:
+        if defaults and option.minimum is not None and not option.exclusive_minimum:
             # Typer's own "<float range>" would leave names too little room.
             maximum = None if option.maximum == math.inf else option.maximum
             more |= {"min": option.minimum, "max": maximum}

@@ -33,7 +33,7 @@ class Option:
         group: the heading under which it stands.
         text: what it is; ``{name}`` in it is another option, which each reader sees under its own name.
         minimum, maximum: bounds of a number, which is never infinite.
-        exclusive: it is more than ``minimum``.
+        exclusive_minimum: it is more than ``minimum``.
         choices: all that a word may be.
         unit: what stands for a value: ``SECONDS``, ``URL``.
         argument: a command line takes it without a name.
@@ -48,7 +48,7 @@ class Option:
     text: str
     minimum: float | None = None
     maximum: float = math.inf
-    exclusive: bool = False
+    exclusive_minimum: bool = False
     choices: tuple[str | int, ...] = ()
     unit: str = ""
     argument: bool = False
@@ -72,10 +72,10 @@ class Option:
             )
         if self.minimum is None or not isinstance(value, (int, float)):
             return
-        low = self.minimum < value if self.exclusive else self.minimum <= value
+        low = self.minimum < value if self.exclusive_minimum else self.minimum <= value
         if not (low and value <= self.maximum) or value == math.inf:
             most = "" if self.maximum == math.inf else f" and at most {self.maximum:g}"
-            least = f"{'more than' if self.exclusive else 'at least'} {self.minimum:g}"
+            least = f"{'more than' if self.exclusive_minimum else 'at least'} {self.minimum:g}"
             raise ConfigurationError("{} must be {}{}", OptionReference(name, value), least, most)
 
 

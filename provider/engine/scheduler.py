@@ -412,7 +412,7 @@ class DecodeController:
 
     def __init__(self, objective: float) -> None:
         self._objective = objective
-        self._in_flight: dict[Hashable, tuple[int, float]] = {}  # last group, seconds so far
+        self._progress: dict[Hashable, tuple[int, float]] = {}  # last group, seconds so far
         self._target_share = self.MAX_TARGET  # of the objective
         self.met = self.late = 0
         self.product_time_factor = 1.0
@@ -422,17 +422,13 @@ class DecodeController:
         """How many tokens met the objective, and how many were late."""
         return self.met, self.late
 
-    def in_flight(self, session: Hashable) -> bool:
-        """Returns whether a token of this session may not be complete."""
-        return session in self._in_flight
-
     def session_ended(self, session: Hashable) -> None:
         """Forget a session that has ended."""
-        self._in_flight.pop(session, None)
+        self._progress.pop(session, None)
 
     def answered(self, session: Hashable, group: int, seconds: float) -> None:
         """Record that a decode of a session has its answer."""
-        last, spent = self._in_flight.get(session, (-1, 0.0))
+        last, spent = self._progress.get(session, (-1, 0.0))
         if group <= last:
             late = spent > self._objective
             self.late += late
@@ -443,7 +439,7 @@ class DecodeController:
             factor = self.product_time_factor * (self._target_share * self._objective / spent) ** self.STEP
             self.product_time_factor = min(self.MAX_FACTOR, max(self.MIN_FACTOR, factor))
             spent = 0.0
-        self._in_flight[session] = (group, spent + seconds)
+        self._progress[session] = (group, spent + seconds)
 
 
 class _RecentTenants:

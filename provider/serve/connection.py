@@ -115,7 +115,7 @@ class Connection(ABC):
             self._end()
 
     def _broke(self, error: BaseException) -> None:
-        if self._stage < CLOSING:  # who has sent a close frame need not wait for ours
+        if self._stage < CLOSING:  # a peer that has ended need not wait for our close frame
             reason = type(error).__name__
             extra = self._log_fields | {"reason": reason}
             if self._session.logged:

@@ -252,7 +252,7 @@ class WebsocketConnection(Connection):
             self._set_interest(writing=False)
         self._resume_soon()
         if self._stage == CLOSING:
-            self._send_close()
+            self._send_close_notify()
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ class WebsocketConnection(Connection):
         self._set_interest(reading=True)  # for the tenant's end
         self._queue(iter((_close_frame(code, reason),)))
 
-    def _send_close(self) -> None:
+    def _send_close_notify(self) -> None:
         """Send TLS's own end, so that the tenant sees an end and not a cut; then wait for the tenant's."""
         self._advance(LINGERING)
         self._loop.call_later(LINGER_SECONDS, self._end)

@@ -53,7 +53,7 @@ class GatheredLane(WorkerLane):
             for index in range(count)
         ]
         super().__init__(name, assignments, expected)
-        self._joined = set(self.workers)  # who was told of the present store
+        self._informed = set(self.workers)  # who was told of the present store
 
     def _store(self) -> str:
         return f"{self._folder.name}/{self._generation}"
@@ -75,13 +75,13 @@ class GatheredLane(WorkerLane):
     def restart_assignment(self, worker: WorkerProcess) -> Assignment:
         """See ``provider.workers.process.WorkerOwner``: the first one that comes back ends all others."""
         with self._lock:
-            if worker in self._joined:
-                self._joined.clear()
+            if worker in self._informed:
+                self._informed.clear()
                 self._generation += 1
                 for other in self.workers:
                     if other is not worker:
                         other.kill()
-            self._joined.add(worker)
+            self._informed.add(worker)
             gathering = worker.assignment.gathering
             return replace(worker.assignment, gathering=gathering and replace(gathering, store=self._store()))
 

@@ -209,7 +209,7 @@ class WorkerLane:
         if self._in_flight:
             self._schedule_check()
 
-    # -- called by the workers' attendants ---------------------------------------------------------
+    # -- called in the loop's thread ---------------------------------------------------------------
 
     def done(self, worker: WorkerProcess, what: Done) -> None:
         """See ``provider.workers.process.WorkerOwner``."""

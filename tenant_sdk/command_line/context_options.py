@@ -35,7 +35,7 @@ class AnswerOptions(AdapterChoice):
             "With {draft}: seconds from the beginning of a pass to that of the next. The number of passes of "
             "an answer is then a multiple of 32, so it says little about the text.",
             minimum=0,
-            exclusive=True,
+            exclusive_minimum=True,
             unit="SECONDS",
         ),
     ] = None

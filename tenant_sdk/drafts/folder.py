@@ -23,7 +23,7 @@ from shared.errors import ConfigurationError, ModelMismatch, OptionText
 from shared.wire.messages import Manifest
 from tenant_sdk.drafts.card import DraftCard, check_adapter, read_card
 from tenant_sdk.drafts.decoding import Draft, DraftPace
-from tenant_sdk.drafts.head import MAX_TOKENS, WIDENING, DraftHead, Guesser, Vocabulary, head_of
+from tenant_sdk.drafts.head import MAX_VOCABULARY, WIDENING, DraftHead, Guesser, Vocabulary, head_of
 from tenant_sdk.drafts.length import DraftLength
 from tenant_sdk.drafts.options import CARD
 from tenant_sdk.drafts.passes import check_supported
@@ -185,7 +185,7 @@ def read_weights(folder: Path, card: DraftCard, vocabulary: int, width: int) -> 
     with torch.device("meta"):
         head = DraftHead(width, card.hidden)
     expected = head.state_dict()
-    most = 4 * sum(each.numel() for each in expected.values()) + 8 * MAX_TOKENS + _HEADER_BYTES
+    most = 4 * sum(each.numel() for each in expected.values()) + 8 * MAX_VOCABULARY + _HEADER_BYTES
     try:
         tensors = load(read_within(file, most))
     except UNREADABLE_TENSORS as error:
@@ -197,8 +197,8 @@ def read_weights(folder: Path, card: DraftCard, vocabulary: int, width: int) -> 
         raise _damaged(file, "it holds other tensors than the card describes")
     if not all(each.dtype == torch.float32 and each.isfinite().all() for each in tensors.values()):
         raise _damaged(file, "its numbers are not finite ones of type float32")
-    if tokens.dtype != torch.int64 or tokens.dim() != 1 or not 1 <= len(tokens) <= MAX_TOKENS:
-        raise _damaged(file, f"`{_TOKENS}` is no list of at most {MAX_TOKENS} token ids")
+    if tokens.dtype != torch.int64 or tokens.dim() != 1 or not 1 <= len(tokens) <= MAX_VOCABULARY:
+        raise _damaged(file, f"`{_TOKENS}` is no list of at most {MAX_VOCABULARY} token ids")
     if tokens.min() < 0 or tokens.max() >= vocabulary or len(tokens.unique()) != len(tokens):
         raise _damaged(file, f"`{_TOKENS}` holds ids that the model does not have, or one twice")
     head.load_state_dict(tensors, assign=True)

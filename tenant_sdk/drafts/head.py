@@ -22,7 +22,7 @@ from tenant_sdk.drafts.repeats import WINDOW, Ids, repeated
 from tenant_sdk.model.remote_weight import RemoteWeight
 
 WIDENING = 2  # width of the hidden layer, in widths of the model
-MAX_TOKENS = 8192  # that one draft can guess: each guess compares all of them
+MAX_VOCABULARY = 8192  # that one draft can guess: each guess compares all of them
 
 
 class DraftHead(nn.Module):

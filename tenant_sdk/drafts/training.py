@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from shared.atomic import atomic_file
 from shared.errors import ConfigurationError
-from tenant_sdk.drafts.head import MAX_TOKENS, WIDENING, DraftHead, Guesser, Vocabulary, backbones_of
+from tenant_sdk.drafts.head import MAX_VOCABULARY, WIDENING, DraftHead, Guesser, Vocabulary, backbones_of
 from tenant_sdk.drafts.repeats import LONGEST, WINDOW, Ids, repeated
 from tenant_sdk.storage import UNREADABLE_TENSORS
 from tenant_sdk.trust.attestation import base_model
@@ -114,7 +114,7 @@ def frequent_tokens(features: Sequence[Features], vocabulary: int) -> Tensor:
     counts = torch.zeros(vocabulary, dtype=torch.int64)
     for each in features:
         counts += torch.bincount(each.ids[each.learned], minlength=vocabulary)
-    found = counts.argsort(descending=True)[:MAX_TOKENS]
+    found = counts.argsort(descending=True)[:MAX_VOCABULARY]
     return found[counts[found] > 0]
 
 

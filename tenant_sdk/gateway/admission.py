@@ -43,14 +43,14 @@ class StepFailure(enum.StrEnum):
     """What can be wrong when a step fails."""
 
     UNAVAILABLE = "away"  # the provider or a mask source; it may be back
-    INVALID = "wrong"  # an answer, so the session asks for nothing more
+    WRONG_ANSWER = "wrong"  # an answer, so the session asks for nothing more
     INTERNAL = "here"
 
     @classmethod
     def of(cls, error: Exception) -> StepFailure:
         """The kind of an error that a session raised, or vLLM."""
         if isinstance(error, (VerificationError, ModelMismatch, WireError)):
-            return cls.INVALID
+            return cls.WRONG_ANSWER
         if isinstance(error, RequestRefused):
             return cls.UNAVAILABLE if error.retry_after is not None else cls.INTERNAL
         return cls.UNAVAILABLE if isinstance(error, SymbiosisError) and may_come_back(error) else cls.INTERNAL
@@ -68,7 +68,7 @@ def failure_refusal(failure: str, message: str, retry_after: int) -> Refusal:
         failure: a ``StepFailure``.
         retry_after: seconds after which an executor that is away may be back.
     """
-    if failure == StepFailure.INVALID:
+    if failure == StepFailure.WRONG_ANSWER:
         message += ". If an answer was wrong, this gateway asks for nothing more until it is started again"
         return Refusal(502, "provider_error", message)
     if failure == StepFailure.UNAVAILABLE:

@@ -18,7 +18,7 @@ TOKENIZING_THREADS = 2
 MIN_PAUSE, MAX_PAUSE = 0.005, 0.5
 # The client whose request is answered in this context.
 current_client: ContextVar[str] = ContextVar("current_client", default="")
-# Says that the engine has the request of this context; the server has no more to do for it.
+# Says that the engine has the request of this context; the event loop prepares no more of it.
 given_to_engine: ContextVar[Callable[[], None]] = ContextVar("given_to_engine", default=lambda: None)
 # Done as soon as the connection is closed on which the request of this context came.
 connection_closed: ContextVar[asyncio.Future[None] | None] = ContextVar("connection_closed", default=None)

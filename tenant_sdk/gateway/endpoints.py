@@ -315,7 +315,7 @@ class Endpoints:
         """One more point of every line of the page, each second."""
         before, limiter = dict[str, float](), LogRateLimiter(REMIND_SECONDS)
         while True:
-            now = {"time": time.time(), "under_way": float(self._sequence_limit.in_flight)}
+            now = {"time": time.time()}
             try:
                 now |= await asyncio.to_thread(self._counts)
                 if before:

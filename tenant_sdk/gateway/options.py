@@ -118,7 +118,13 @@ class GatewayOptions:
     ] = 64
     kv_memory_gib: Annotated[
         float,
-        Option(_MODEL, "Memory for keys and values of all sequences.", minimum=0, exclusive=True, unit="GIB"),
+        Option(
+            _MODEL,
+            "Memory for keys and values of all sequences.",
+            minimum=0,
+            exclusive_minimum=True,
+            unit="GIB",
+        ),
     ] = 1.0
     max_adapters: Annotated[
         int,

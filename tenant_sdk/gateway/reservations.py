@@ -44,7 +44,7 @@ class Reservations:
         return sum(self.taken.values())
 
     def reserve(self, client: str, count: int) -> bool:
-        """Whether a client could; it gives back what it took."""
+        """Reserve for a client, until ``release``. Returns whether it could."""
         others = [min(self.reserved, amount) for other, amount in self.taken.items() if other != client]
         kept = self.reserved * (self.clients - 1) - sum(others)
         if self.total + count + kept > self.capacity:

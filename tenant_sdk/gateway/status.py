@@ -103,7 +103,7 @@ class StepHealth:
         """When the last step failed, if a test can show that the next one would not; else None."""
         with self._lock:
             status = self.status
-            return status.failed_at if status.failing and status.failure != StepFailure.INVALID else None
+            return status.failed_at if status.failing and status.failure != StepFailure.WRONG_ANSWER else None
 
     def probed(self, failed_at: float, failure: str = "", error: str = "") -> bool:
         """A test that began after a failure has ended.

@@ -34,7 +34,7 @@ TRAINING_ROWS = 256  # of a request that is measured for training
 MAX_NUMBERS = 1 << 24  # in such a request; the widths are the executor's words
 TRIES = 9  # of which the middle one counts
 COLD_BYTES = 64 << 20  # of weights that are multiplied in turn, so that none lies in a processor's cache
-MAX_COPIES = 16  # of a weight among them
+MAX_COPIES = TRIES  # of a weight among them
 
 Shape = tuple[int, ...]  # inputs, and outputs of each member
 # Products that are asked for weights, or what has the weights of a group's members, [O, D] each.
@@ -179,7 +179,7 @@ def _measured(
         inputs, *outputs = shape = _shape(info)
         if shape in seconds_of_shape:
             continue
-        # Only the first of these requests waits for masks, as in a pass none does.
+        # The first two or three wait for masks, as in a pass none does; the middle one does not.
         remote, local = _usual_seconds(products, [at], shape, training=training), math.inf
         if (size := _size(shape, dtype)) <= budget:
             cold = {

@@ -284,7 +284,7 @@ class SessionConfig:
             "Fraction of requests that are checked if {verify} is sampled. Executors cannot predict which "
             "requests are checked.",
             minimum=0,
-            exclusive=True,
+            exclusive_minimum=True,
             maximum=1,
             unit="RATE",
         ),
@@ -357,7 +357,7 @@ class SessionConfig:
             "sent again (see {patience}). With {patience} 0, the request fails. This is also the maximum "
             "time for which the session repeats a request to an overloaded executor.",
             minimum=0,
-            exclusive=True,
+            exclusive_minimum=True,
             unit="SECONDS",
         ),
     ] = 60.0

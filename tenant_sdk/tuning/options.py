@@ -113,7 +113,7 @@ class TrainingOptions(ReadingOptions):
             "Scale of lora, rslora and adalora. It is divided by the rank, or, for rslora, by the square "
             "root of the rank. Default: twice the rank.",
             minimum=0,
-            exclusive=True,
+            exclusive_minimum=True,
             unit="NUMBER",
         ),
     ] = None
@@ -141,7 +141,7 @@ class TrainingOptions(ReadingOptions):
             "Learning rate. The default depends on the method and on the model's width: 0.001 for lora up to "
             "a width of 824, less for wider models.",
             minimum=0,
-            exclusive=True,
+            exclusive_minimum=True,
             unit="RATE",
         ),
     ] = None
@@ -220,7 +220,7 @@ class TrainingOptions(ReadingOptions):
             "of a sequence). Default: the memory in use when the training begins, plus 80 % of the free "
             "memory.",
             minimum=0,
-            exclusive=True,
+            exclusive_minimum=True,
             unit="GIB",
             may_change=True,
         ),

@@ -36,7 +36,7 @@ from tenant_sdk.tuning.checkpoints import is_checkpoint, step_of
 STATE = "training_state.safetensors"
 _FORMAT = 1
 # The Trainer goes on without them, unsaid.
-_TRAINER_STATE = (OPTIMIZER_NAME, SCHEDULER_NAME, "rng_state*.pth")
+_OPTIMIZER_FILES = (OPTIMIZER_NAME, SCHEDULER_NAME, "rng_state*.pth")
 _SCORES = ("ipt", "exp_avg_ipt", "exp_avg_unc")  # by name of a parameter, in AdaLoRA's ``RankAllocator``
 # Options of methods that keep something else from step to step, in plain attributes.
 _UNSUPPORTED = ("velora_config", "monteclora_config", "use_asa")
@@ -101,7 +101,7 @@ class ExactResume(TrainerCallback):
                 f"the model is that of step {resumed.step if resumed else 0} and the Trainer that of step "
                 f"{state.global_step}: the checkpoint's files are of different trainings; remove it"
             )
-        for name in _TRAINER_STATE:
+        for name in _OPTIMIZER_FILES:
             if not any(resumed.folder.glob(name)):
                 raise ConfigurationError(
                     f"{resumed.folder / name} is missing: no training goes on from there; remove the folder"

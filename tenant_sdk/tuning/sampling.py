@@ -50,7 +50,7 @@ class Sampling:
             _GROUP,
             "Sample from the most likely tokens whose probabilities add up to this.",
             minimum=0,
-            exclusive=True,
+            exclusive_minimum=True,
             maximum=1,
             unit="SHARE",
         ),
@@ -65,7 +65,7 @@ class Sampling:
             "Above 1, tokens that are already in the prompt or the text become less likely, so an adapter "
             "copies less from the prompt. 1: off.",
             minimum=0,
-            exclusive=True,
+            exclusive_minimum=True,
             unit="NUMBER",
         ),
     ] = 1.0

@@ -222,7 +222,8 @@ def _check_weights(file: Path, meta_adapter: _MetaAdapter, own_modules: Collecti
     """Refuse weights other than those that PEFT expects and would place; see ``CheckedAdapter``."""
     _check_header(file, meta_adapter.max_header_bytes)
     named = base_model(meta_adapter.model).named_parameters()
-    base = {_base_name(name): each for name, each in named if not each.is_meta}
+    # A stub of zeros is no weight that a file could repeat.
+    base = {_base_name(name): each for name, each in named if _held_numbers(each) == each.numel()}
     tensors, overwritten, biases = dict[str, Tensor](), set[str](), set[str]()
     try:
         with safe_open(file, framework="pt") as opened:

@@ -33,7 +33,7 @@ from tenant_sdk.command_line.output import NAMES
 from tenant_sdk.drafts.card import draft_folders
 from tenant_sdk.drafts.decoding import Draft
 from tenant_sdk.drafts.folder import WEIGHTS, load_draft
-from tenant_sdk.drafts.head import MAX_TOKENS, Guesser, Vocabulary
+from tenant_sdk.drafts.head import MAX_VOCABULARY, Guesser, Vocabulary
 from tenant_sdk.drafts.length import DraftLength
 from tenant_sdk.drafts.making import DraftCallbacks, make_draft
 from tenant_sdk.drafts.options import CARD, DraftOptions
@@ -181,7 +181,9 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a foreign token": (lambda folder: edit_weights(folder, lambda each: each["tokens"].fill_(-1)), "ids"),
     "a token twice": (lambda folder: edit_weights(folder, lambda each: each["tokens"].fill_(1)), "twice"),
     "many tokens": (
-        lambda folder: edit_weights(folder, lambda each: each.update(tokens=torch.arange(MAX_TOKENS + 1))),
+        lambda folder: edit_weights(
+            folder, lambda each: each.update(tokens=torch.arange(MAX_VOCABULARY + 1))
+        ),
         "at most 8192 token ids",
     ),
     "tokens as floats": (

@@ -78,6 +78,16 @@ def test_other_content_is_another_copy(own: Path, copies: Path, manifest: Manife
     assert before.folder.is_dir()
 
 
+def test_weights_of_the_base_are_refused(own: Path, copies: Path, manifest: Manifest) -> None:
+    """Zeros were taken for those of the base's stubs."""
+    group = manifest.groups[0]
+    name = f"base_model.model.{manifest.base_prefix}.{group.members[0].name}.weight".replace("..", ".")
+    weight = torch.zeros(group.members[0].outputs, group.inputs)
+    save_file(load_file(own / WEIGHTS) | {name: weight}, own / WEIGHTS)
+    with pytest.raises(ConfigurationError, match="no part of the adapter"):
+        import_adapter(own, copies, manifest)
+
+
 def test_a_file_is_as_large_as_an_adapter(own: Path, copies: Path, manifest: Manifest) -> None:
     """It could have a size that only a copy of the base's weights has, which are not here."""
     numbers = sum(group.inputs * member.outputs for group in manifest.groups for member in group.members)

@@ -319,7 +319,7 @@ def test_while_the_provider_is_known_to_be_away_nobody_waits(tmp_path: Path) -> 
     assert run(there)[0]["status"] == 200
 
 
-@pytest.mark.parametrize("failure", [StepFailure.INTERNAL, StepFailure.INVALID])
+@pytest.mark.parametrize("failure", [StepFailure.INTERNAL, StepFailure.WRONG_ANSWER])
 def test_what_is_not_away_is_tried_again(tmp_path: Path, failure: StepFailure) -> None:
     """A session that got a wrong answer refuses at once by itself; another model may be gone again."""
     GatewayStatus(failure=failure, error="NaN", failing=True).write(tmp_path)

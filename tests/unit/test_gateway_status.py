@@ -11,7 +11,7 @@ from tenant_sdk.gateway.admission import StepFailure
 from tenant_sdk.gateway.record_file import MAX_BYTES, read_record, write_record
 from tenant_sdk.gateway.status import MAX_TEXT, GatewayStatus, SequenceErrors, StepHealth
 
-UNAVAILABLE, INVALID = StepFailure.UNAVAILABLE, StepFailure.INVALID
+UNAVAILABLE, WRONG_ANSWER = StepFailure.UNAVAILABLE, StepFailure.WRONG_ANSWER
 
 
 def test_the_last_record_is_read(tmp_path: Path) -> None:
@@ -82,17 +82,17 @@ def test_a_test_ends_the_failure_that_it_began_after() -> None:
 def test_a_wrong_answer_is_not_taken_back() -> None:
     health = StepHealth()
     health.step_failed(UNAVAILABLE, "away", 1.0)
-    health.step_failed(INVALID, "a wrong answer", 2.0)  # while the test runs
+    health.step_failed(WRONG_ANSWER, "a wrong answer", 2.0)  # while the test runs
     assert not health.probed(1.0, UNAVAILABLE, "still away")
     assert not health.probed(1.0)
     assert health.probeable is None
-    assert (health.status.failure, health.status.error) == (INVALID, "a wrong answer")
+    assert (health.status.failure, health.status.error) == (WRONG_ANSWER, "a wrong answer")
 
 
 def test_a_test_may_find_another_fault() -> None:
     health = StepHealth()
     health.step_failed(UNAVAILABLE, "away", 1.0)
-    assert health.probed(1.0, INVALID, "it serves another model")
+    assert health.probed(1.0, WRONG_ANSWER, "it serves another model")
     assert health.probeable is None
     assert health.step_done()
     assert not health.step_done()
