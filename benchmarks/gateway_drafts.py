@@ -60,7 +60,8 @@ def measure(urls: dict[str, str], chats: list[Any], options: argparse.Namespace)
             rates[way].append(count / (time.perf_counter() - began))
             texts.append(found)
         same = sum(one == other for one, other in zip(*texts, strict=True))
-        console.print(f"round {at + 1} of {options.rounds}: {same} of {len(asked)} texts are the same")
+        now = ", ".join(f"{way} {each[-1]:.2f} tokens/s" for way, each in rates.items())
+        console.print(f"round {at + 1} of {options.rounds}: {now}; {same} of {len(asked)} texts are the same")
     return rates
 
 
