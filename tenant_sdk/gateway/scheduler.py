@@ -86,7 +86,8 @@ class Scheduler(Base):  # type: ignore[misc]
         clients = Counter({client_of(each.request_id): 0 for each in (*self.running, *self.waiting)})
         contended = self._recent_clients.count(clients, time.monotonic()) > 1
         constrained = self._paused_constraints() if contended else set[str]()
-        self._preempt_over_share(constrained, contended=contended)
+        if contended:
+            self._preempt_over_share(constrained)
         # A decoding sequence needs one row; prompts get the others.
         self.running.sort(key=lambda each: (_prefilling(each), _arrived(each) if _prefilling(each) else 0.0))
         waiting = {each.request_id: each for each in sorted(self.waiting, key=_arrived)}
@@ -160,14 +161,14 @@ class Scheduler(Base):  # type: ignore[misc]
                 clients,
             )
 
-    def _preempt_over_share(self, constrained: set[str], *, contended: bool) -> None:
+    def _preempt_over_share(self, constrained: set[str]) -> None:
         """Take memory from clients that have more than their share, if others wait for it."""
         running, waiting = (
             [self._sequence_info(each) for each in sorted(several, key=_arrived)]
             for several in (self.running, self.waiting)
         )
         able = [each for each in waiting if each.name not in constrained]
-        admissible = self._admissions(running, able, contended=contended)
+        admissible = self._admissions(running, able)
         for name in next_preemptions(running, waiting, self._memory(), admissible):
             request = self.requests[name]
             self.running.remove(request)

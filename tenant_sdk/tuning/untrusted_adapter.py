@@ -288,12 +288,8 @@ def _check_finite(file: Path) -> None:
 
 
 def _is_unchanged(held: Tensor | None, opened: Any, name: str) -> bool:
-    """Whether a tensor of a file is one that the model holds already; a remote one is not looked at."""
-    if (
-        held is None
-        or isinstance(held, RemoteWeight)
-        or list(held.shape) != opened.get_slice(name).get_shape()
-    ):
+    """Whether a tensor of a file is one that the model holds already."""
+    if held is None or list(held.shape) != opened.get_slice(name).get_shape():
         return False
     return torch.equal(opened.get_tensor(name).to(held), held)
 
