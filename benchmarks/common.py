@@ -6,12 +6,13 @@ import argparse
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tenant_sdk
 from provider.serve.tokens import TokenFile
-from shared.launching import Program
+from shared.launching import Program, free_port
 
 # The model of the design's figures: per token and layer 4,352 inputs and 7,936 outputs go over the wire.
 LAYERS, WIDTH, FEED_FORWARD, HEADS, VOCABULARY = 12, 768, 2048, 12, 32000
@@ -75,41 +76,82 @@ def provider(*arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-@contextmanager
-def executor(
-    folder: Path,
-    work: Path,
-    *options: str,
-    prefix: Sequence[str] = (),
-    host: str = "127.0.0.1",
-    replica_of: Executor | None = None,
-) -> Iterator[Executor]:
-    """Serve a checkpoint from a process of its own, begun with a prefix, until the block ends.
+class ExecutorProcess:
+    """Serves a checkpoint from a process of its own; can be killed, and comes back at its port.
 
     Args:
+        options: of ``symbiosis-provider serve``.
+        prefix: words before the command.
         replica_of: another one, whose certificate and tokens this one has too.
+
+    Attributes:
+        executor: the running one.
     """
-    work.mkdir(exist_ok=True)
-    tls, tokens, ready = work / "tls", work / "tokens.json", work / "ready.json"
-    if replica_of is not None:
-        tls, tokens, token = replica_of.ca.parent, replica_of.tokens.path, replica_of.token
-    else:
-        provider("certs", str(tls), "--host", host)
-        token = provider("token", "add", "bench", "--token-file", str(tokens))
-    command = [*prefix, sys.executable, "-m", "provider.cli", "serve", str(folder), "--tls-dir", str(tls)]
-    command += ["--token-file", str(tokens), "--port", "0", "--ready-file", str(ready)]
-    command += ["--numerics", "float32", *options]
-    with Program(command, ready, work / "executor.log") as program:
-        told = json.loads(program.wait_until_ready())
-        yield Executor(
+
+    executor: Executor
+
+    def __init__(
+        self,
+        folder: Path,
+        work: Path,
+        *options: object,
+        prefix: Sequence[str] = (),
+        host: str = "127.0.0.1",
+        replica_of: Executor | None = None,
+    ) -> None:
+        work.mkdir(exist_ok=True)
+        tls, tokens, self._ready = work / "tls", work / "tokens.json", work / "ready.json"
+        if replica_of is not None:
+            tls, tokens, self._token = replica_of.ca.parent, replica_of.tokens.path, replica_of.token
+        else:
+            provider("certs", str(tls), "--host", host)
+            self._token = provider("token", "add", "bench", "--token-file", str(tokens))
+        command = [*prefix, sys.executable, "-m", "provider.cli", "serve", folder, "--tls-dir", tls]
+        command += ["--token-file", tokens, "--ready-file", self._ready, "--port", free_port(), *options]
+        self._command, self._log = command, work / "executor.log"
+        self._ca, self._tokens = tls / "ca.pem", TokenFile(tokens)
+        self.start()
+
+    def start(self) -> None:
+        """Serve, and return when tenants can connect."""
+        self.program = Program(self._command, self._ready, self._log)
+        told = json.loads(self.program.wait_until_ready())
+        self.executor = Executor(
             told["url"],
             told["pid"],
-            token,
-            tls / "ca.pem",
+            self._token,
+            self._ca,
             told["admin_url"],
-            TokenFile(tokens),
+            self._tokens,
             told.get("local_url", ""),
         )
+
+    def restart(self, number: int = signal.SIGKILL) -> None:
+        """End it with a signal, and start it again."""
+        self.program.stop(number)
+        self.start()
+
+    def workers(self) -> list[int]:
+        """Process ids of its workers."""
+        url = f"{self.executor.admin_url}/status.json"
+        with urllib.request.urlopen(url, timeout=60) as answer:  # noqa: S310
+            return [worker["pid"] for worker in json.load(answer)["workers"]]
+
+    def kill_worker(self, which: int) -> None:
+        """End one of its workers, which it starts again itself."""
+        workers = self.workers()
+        with suppress(ProcessLookupError):
+            os.kill(workers[which % len(workers)], signal.SIGKILL)
+
+
+@contextmanager
+def executor(folder: Path, work: Path, *options: str, **more: Any) -> Iterator[Executor]:
+    """Serve a checkpoint with float32 products until the block ends; the arguments of ``ExecutorProcess``."""
+    process = ExecutorProcess(folder, work, "--numerics", "float32", *options, **more)
+    try:
+        yield process.executor
+    finally:
+        process.program.stop()
 
 
 def arguments(document: str, *, rounds: int = 0, output: str = "") -> argparse.ArgumentParser:
@@ -148,16 +190,15 @@ def pss_mib(pid: int | None = None) -> float:
     return _memory_mib(pid, "Pss")
 
 
-def anonymous_mib(pid: int | None = None) -> float:
-    """Memory of a process in MiB without files and shared memory: other programs do not change it."""
-    return _memory_mib(pid, "Anonymous")
+def own_mib(pid: int | None = None) -> float:
+    """Memory of a process in MiB without mapped files, which other programs change."""
+    return _memory_mib(pid, "Anonymous", "Pss_Shmem", "SwapPss")
 
 
-def _memory_mib(pid: int | None, kind: str) -> float:
-    for line in Path(f"/proc/{pid or os.getpid()}/smaps_rollup").read_text().splitlines():
-        if line.startswith(f"{kind}:"):
-            return int(line.split()[1]) / 1024
-    raise SystemExit(f"no {kind}: the memory figures need Linux")
+def _memory_mib(pid: int | None, *kinds: str) -> float:
+    lines = Path(f"/proc/{pid or os.getpid()}/smaps_rollup").read_text().splitlines()[1:]
+    found = {name.rstrip(":"): int(value) for name, value, _ in map(str.split, lines)}
+    return sum(found[kind] for kind in kinds) / 1024
 
 
 def cpu_seconds(pid: int) -> float:

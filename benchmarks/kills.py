@@ -11,7 +11,6 @@ enough kills.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
 import signal
@@ -19,16 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
-from common import arguments, provider, save
+from common import ExecutorProcess, arguments, save
 from rich.console import Console
 from rich.table import Table
-
-from shared.launching import Program, free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL, TEXT = ROOT / "examples" / "base_model", ROOT / "examples" / "data" / "clinic_notes_train.txt"
@@ -38,55 +34,6 @@ RETRY_SECONDS = 120  # seconds for which a tenant waits for a party that is star
 VICTIMS = ("provider", "worker", "mask source", "tenant", "stopped provider", "stopped mask source")
 NONE_YET, AWAY = "there is nothing to resume", "cannot connect"  # which a new session does not wait for
 console = Console(width=None if sys.stdout.isatty() else 120)
-
-
-class Party:
-    """A provider or a mask source, which can be killed and comes back at its port."""
-
-    def __init__(self, work: Path, *options: str) -> None:
-        self._work, self._options, self._port = work, options, free_port()
-        work.mkdir()
-        provider("certs", str(work / "tls"))
-        self.token = provider("token", "add", "tenant", "--token-file", str(work / "tokens.json"))
-        self.url, self.ca = f"wss://127.0.0.1:{self._port}", work / "tls" / "ca.pem"
-        self.start()
-
-    def start(self) -> None:
-        """Serve, and return when tenants can connect."""
-        ready, tls, tokens = (self._work / name for name in ("ready.json", "tls", "tokens.json"))
-        command = [
-            sys.executable,
-            "-m",
-            "provider.cli",
-            "serve",
-            MODEL,
-            "--tls-dir",
-            tls,
-            "--token-file",
-            tokens,
-        ]
-        command += ["--port", self._port, "--ready-file", ready, *self._options]
-        self.program = Program(command, ready, self._work / "log")
-        self.admin = json.loads(self.program.wait_until_ready())["admin_url"]
-
-    def kill(self) -> None:
-        """End it at once, and start it again."""
-        self.program.process.kill()
-        self.program.process.wait()
-        self.start()
-
-    def pause(self) -> None:
-        """Stop it for some seconds."""
-        self.program.process.send_signal(signal.SIGSTOP)
-        time.sleep(STOP_SECONDS)
-        self.program.process.send_signal(signal.SIGCONT)
-
-    def kill_worker(self, which: int) -> None:
-        """End one of its workers, which it starts again itself."""
-        with urllib.request.urlopen(f"{self.admin}/status.json", timeout=60) as answer:  # noqa: S310
-            workers = json.load(answer)["workers"]
-        with suppress(ProcessLookupError):
-            os.kill(workers[which % len(workers)]["pid"], signal.SIGKILL)
 
 
 class Training:
@@ -142,21 +89,24 @@ class Training:
         return hashlib.sha256((self.adapter / "adapter_model.safetensors").read_bytes()).hexdigest()
 
 
-def hit(victim: str, parties: dict[str, Party], training: Training, draw: random.Random) -> None:
+def hit(victim: str, parties: dict[str, ExecutorProcess], training: Training, draw: random.Random) -> None:
     """Kill or stop one of them."""
     if victim == "tenant":
         training.kill()
     elif victim == "worker":
         parties["provider"].kill_worker(draw.randrange(2))
     elif victim.startswith("stopped "):
-        parties[victim.removeprefix("stopped ")].pause()
+        program = parties[victim.removeprefix("stopped ")].program
+        program.process.send_signal(signal.SIGSTOP)
+        time.sleep(STOP_SECONDS)
+        program.process.send_signal(signal.SIGCONT)
     else:
-        parties[victim].kill()
+        parties[victim].restart()
 
 
-def write_profile(folder: Path, parties: dict[str, Party]) -> Path:
+def write_profile(folder: Path, parties: dict[str, ExecutorProcess]) -> Path:
     """Options of a session with these parties."""
-    served, source = parties["provider"], parties["mask source"]
+    served, source = (parties[name].executor for name in ("provider", "mask source"))
     for name, party in (("provider", served), ("source", source)):
         (folder / f"{name}.token").write_text(party.token)
         (folder / f"{name}.token").chmod(0o600)
@@ -188,8 +138,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, ExitStack() as ends:
         work = Path(name)
         parties = {
-            "provider": Party(work / "provider", "--workers", "2"),
-            "mask source": Party(work / "source"),
+            "provider": ExecutorProcess(MODEL, work / "provider", "--workers", "2"),
+            "mask source": ExecutorProcess(MODEL, work / "source"),
         }
         for party in parties.values():
             ends.callback(lambda party=party: party.program.stop())

@@ -1,13 +1,18 @@
-"""Tenants that come, train, decode and go, for a long time: do memory, descriptors, threads or latency grow?
+"""Everything at once, for a long time: do memory, descriptors, threads, files or latency grow?
 
+    make gateway                            # vLLM, in an environment of its own
     python benchmarks/soak.py --minutes 60
 
-A provider and a mask source are processes of their own. Tenants open sessions under one-time masks, train a
-step of LoRA, write some tokens, and close. One of them loses its connection each time. Meanwhile tokens are
-rotated, and the certificate is read again. This program notes memory, descriptors and threads of each process
-and the seconds of a round. It prints slopes with 99 % intervals, without a first third in which
-caches fill. It exits with 1 if something grows: its interval lies above 0, and it would grow by more than a
-twentieth in eight hours.
+A provider with two workers, its replica, a mask source and a gateway are processes of their own. Tenants open
+sessions under one-time masks, train a step of LoRA, write some tokens, and close. One of them loses its
+connection each time, and another one's token is replaced now and then. Clients of the gateway ask for streams
+of the base model and an adapter. Every 20 seconds, one thing happens, in turn: a token is replaced; the
+certificate and its authority are replaced; the adapter is replaced; the second worker is killed; the replica
+drains and starts again.
+
+This program notes memory, descriptors and threads of each process, and the seconds of a round and of a
+stream. It prints slopes with 99 % intervals, without a first third in which caches fill. It exits with
+1 if something grows: its interval lies above 0, and it would grow by more than a twentieth in eight hours.
 
 Memory that is free may still belong to a process: an executor keeps up to a gigabyte, and new blocks land in
 pages of it that were not touched before. So resident memory grows for thousands of sessions though no memory
@@ -16,9 +21,12 @@ is lost. Sessions without work, some hundred a second, are opened and closed fir
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import gc
+import logging
 import os
+import shutil
 import signal
 import statistics
 import sys
@@ -27,29 +35,38 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import numpy as np
+import openai
+import psutil
 import torch
-from common import Executor, anonymous_mib, arguments, executor, save, write_model
+from common import ExecutorProcess, arguments, own_mib, provider, save
+from gateway import PYTHON, gateway
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import logging
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import set_verbosity_error
 
 import tenant_sdk
+from shared.errors import AuthenticationError, WireError
 
-FIRST_SESSIONS = 8000  # without work, at each executor; its memory stays the same from some 7000 on
+MODEL = Path(__file__).resolve().parent.parent / "examples" / "base_model"
+NAMES = ("base", "clinic-notes")  # as the gateway's clients know them
+# Workers need more than the usual ten seconds to start again beside all this.
+GATEWAY = ("--max-adapters", 4, "--max-sequences", 8, "--patience", 120)
+FIRST_SESSIONS = 16000  # without work; memory of both replicas stays the same after some 7000 at each
 SAMPLE_SECONDS = 2.0
-ROTATE_SECONDS = 20.0
+EVENT_SECONDS = 20.0
 HOURS = 8
 GROWTH = 0.05
 BLOCKS = 10
-# Student's t for 99 % and nine degrees of freedom. Eleven lines are judged by their lower ends, so a run in
-# which nothing grows fails once in twenty times.
+# Student's t for 99 % and nine degrees of freedom. Eighteen lines are judged by their lower ends, so a run in
+# which nothing grows fails once in ten times.
 STUDENT = 3.25
 console = Console(width=None if sys.stdout.isatty() else 120)
 
@@ -77,79 +94,185 @@ def slope(times: list[float], values: list[float]) -> Slope:
     return Slope(float(y.mean()), hourly, STUDENT * spread)
 
 
-def connect(executors: tuple[Executor, Executor]) -> tenant_sdk.Session:
-    """Open a session with one-time masks."""
-    provider, source = executors
-    return provider.connect(
-        mask_sources=[source.url],
-        mask_source_token=source.token,
-        mask_source_ca=source.ca,
-        allow_same={"all"},
-    )
+class World:
+    """The running parties, and what happens to them.
 
+    Attributes:
+        rounds: seconds that each tenant's rounds took.
+        streams: seconds that each client's streams took.
+        refused: sessions that ended because their token was replaced.
+    """
 
-def open_first_sessions(executors: tuple[Executor, Executor]) -> None:
-    """Open and close sessions, one after the other."""
-    for _ in track(range(FIRST_SESSIONS), "first sessions", console=console, transient=True):
-        connect(executors).close()
+    def __init__(self, folder: Path, tenants: int, running: ExitStack) -> None:
+        self._folder = folder
+        self.provider = self._start("provider", "--workers", 2)
+        self.replica = self._start("replica", replica_of=self.provider.executor)
+        self.source = self._start("source")
+        for process in (self.provider, self.replica, self.source):
+            running.callback(lambda process=process: process.program.stop())
+        self._visitor = self.provider.executor.tokens.add("visitor")
+        self._authorities = self._write_authorities()
+        self._adapters = self._write_adapters()
+        served, source = self.provider.executor, self.source.executor
+        self._replace_adapter(0)
+        self.gateway = running.enter_context(gateway(served, source, folder / "adapters", folder, *GATEWAY))
+        children = psutil.Process().children()
+        self.gateway_process = next(each for each in children if str(PYTHON) in each.cmdline())
+        self.first_worker = self.provider.workers()[0]
+        self.rounds = [list[float]() for _ in range(tenants)]
+        self.streams = [list[float]() for _ in NAMES]
+        self.refused = 0
+        self.ends = threading.Event()
 
+    def _start(self, name: str, *options: object, **more: Any) -> ExecutorProcess:
+        return ExecutorProcess(MODEL, self._folder / name, "--threads", 1, *options, **more)
 
-def work(
-    number: int, executors: tuple[Executor, Executor], ends: threading.Event, rounds: list[float]
-) -> None:
-    """A tenant: sessions, one after the other."""
-    logging.set_verbosity_error()
-    words = torch.arange(16)[None] + number
-    while not ends.is_set():
-        began = time.monotonic()
-        with connect(executors) as session:
-            model = get_peft_model(session.load_model(progress=False), LoraConfig(target_modules=["q_proj"]))
-            model(words, labels=words).loss.backward()
-            model.generate(words[:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
-            if number == 0:  # and its requests move to a new connection
-                session.executor.connection.channel.close()
-                model(words)
-        gc.collect()  # models are cycles of objects, which Python would free at a time of its own
-        rounds.append(time.monotonic() - began)
+    def _write_authorities(self) -> tuple[Path, Path]:
+        """A second authority; tenants trust both."""
+        tls, other = self.provider.executor.ca.parent, self._folder / "other-tls"
+        provider("certs", str(other))
+        first = self._folder / "first-tls"
+        shutil.copytree(tls, first)
+        both = (first / "ca.pem").read_bytes() + (other / "ca.pem").read_bytes()
+        (tls / "ca.pem").write_bytes(both)
+        return first, other
 
+    def _write_adapters(self) -> list[Path]:
+        """Two adapters, which take each other's place."""
+        base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+        folders = [self._folder / f"adapter-{at}" for at in range(2)]
+        for at, folder in enumerate(folders):
+            torch.manual_seed(at)
+            config = LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+            get_peft_model(copy.deepcopy(base), config).save_pretrained(folder)
+        return folders
 
-def sample(pid: int) -> dict[str, float]:
-    """Of a process: MiB, descriptors, threads."""
-    if pid == os.getpid():
-        ctypes.CDLL(None).malloc_trim(0)  # give free memory back, so that what is left is in use
-    here = Path(f"/proc/{pid}")
-    descriptors = len(list((here / "fd").iterdir()))
-    return {
-        "MiB": anonymous_mib(pid),
-        "descriptors": descriptors,
-        "threads": len(list((here / "task").iterdir())),
-    }
+    def connect(self, number: int) -> tenant_sdk.Session:
+        """Open a session with one-time masks; the second tenant's token is replaced now and then."""
+        served, source = self.provider.executor, self.source.executor
+        urls = [served.url, self.replica.executor.url]
+        return tenant_sdk.connect(
+            urls if number % 2 else urls[::-1],
+            token=self._visitor if number == 1 else served.token,
+            ca=served.ca,
+            mask_sources=[source.url],
+            mask_source_token=source.token,
+            mask_source_ca=source.ca,
+            allow_same={"all"},
+        )
 
+    def happen(self, count: int) -> None:
+        """One after the other of what can happen."""
+        events = (
+            self._replace_token,
+            self._replace_certificate,
+            self._replace_adapter,
+            lambda _: self.provider.kill_worker(1),
+            lambda _: self.replica.restart(signal.SIGTERM),
+        )
+        events[count % len(events)](count // len(events) + 1)
 
-def watch(
-    executors: dict[str, Executor], minutes: float, rounds: list[list[float]]
-) -> tuple[list[float], dict[str, list[float]]]:
-    """Seconds, and what was seen then."""
-    times: list[float] = []
-    seen: dict[str, list[float]] = {}
-    began = rotated = time.monotonic()
-    while time.monotonic() - began < 60 * minutes:
-        time.sleep(SAMPLE_SECONDS)
-        if time.monotonic() - rotated > ROTATE_SECONDS:
-            rotated = time.monotonic()
-            for running in executors.values():
-                running.tokens.rotate("other", overlap_days=0)
-                os.kill(running.pid, signal.SIGHUP)
-        times.append(time.monotonic() - began)
-        pids = {"tenants": os.getpid(), **{name: running.pid for name, running in executors.items()}}
-        for name, pid in pids.items():
-            for kind, value in sample(pid).items():
-                seen.setdefault(f"{name}: {kind}", []).append(value)
-        latest = [done[-1] for done in rounds if done]
-        seen.setdefault("seconds of a round", []).append(statistics.mean(latest) if latest else float("nan"))
+    def _replace_token(self, _: int) -> None:
+        self._visitor = self.provider.executor.tokens.rotate("visitor", overlap_days=0)
+
+    def _replace_certificate(self, count: int) -> None:
+        folder = self.provider.executor.ca.parent
+        for name in ("server.pem", "server.key"):
+            shutil.copy(self._authorities[count % 2] / name, folder / name)
+        for process in (self.provider, self.replica):
+            process.program.process.send_signal(signal.SIGHUP)
+
+    def _replace_adapter(self, count: int) -> None:
+        folder, new = self._folder / "adapters" / NAMES[1], self._folder / "new"
+        shutil.copytree(self._adapters[count % 2], new)
+        folder.parent.mkdir(exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        new.rename(folder)
+
+    def work(self, number: int) -> None:
+        """A tenant: sessions, one after the other."""
+        words = torch.arange(16)[None] + number
+        while not self.ends.is_set():
+            began = time.monotonic()
+            try:
+                with self.connect(number) as session:
+                    model = get_peft_model(
+                        session.load_model(progress=False), LoraConfig(target_modules=["q_proj"])
+                    )
+                    model(words, labels=words).loss.backward()
+                    model.generate(words[:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
+                    if number == 0:  # and its requests move to a new connection
+                        session.executor.connection.channel.close()
+                        model(words)
+            except (AuthenticationError, WireError) as error:
+                if number != 1 or error.code != "unauthorized":
+                    raise
+                self.refused += 1
+            gc.collect()  # models are cycles of objects, which Python would free at a time of its own
+            self.rounds[number].append(time.monotonic() - began)
+
+    def chat(self, number: int) -> None:
+        """A client of the gateway: streams, one after the other."""
+        with openai.OpenAI(
+            base_url=f"{self.gateway}/v1", api_key="none", max_retries=0, timeout=600
+        ) as client:
+            while not self.ends.is_set():
+                began = time.monotonic()
+                prompt = f"And in the beginning, number {len(self.streams[number]) % 100}"
+                try:
+                    for _ in client.completions.create(
+                        model=NAMES[number], prompt=prompt, max_tokens=8, stream=True
+                    ):
+                        pass
+                except openai.NotFoundError:  # while its folder is replaced
+                    time.sleep(0.1)
+                self.streams[number].append(time.monotonic() - began)
+
+    def sample(self) -> dict[str, float]:
+        """Memory, descriptors, threads, files and seconds now."""
+        ctypes.CDLL(None).malloc_trim(
+            0
+        )  # give this process's free memory back, so that what is left is in use
+        gateways = [
+            self.gateway_process.pid,
+            *(each.pid for each in self.gateway_process.children(recursive=True)),
+        ]
+        parties = {
+            "tenants": [os.getpid()],
+            "provider": [self.provider.executor.pid],
+            "worker": [self.first_worker],
+            "mask source": [self.source.executor.pid],
+            "gateway": gateways,
+        }
+        seen: dict[str, float] = {}
+        for party, pids in parties.items():
+            seen[f"{party}: MiB"] = sum(map(own_mib, pids))
+            for kind, name in (("descriptors", "fd"), ("threads", "task")):
+                seen[f"{party}: {kind}"] = sum(
+                    len(list(Path(f"/proc/{pid}/{name}").iterdir())) for pid in pids
+                )
+        for kind, series in (("round", self.rounds), ("stream", self.streams)):
+            latest = [done[-1] for done in series if done]
+            seen[f"seconds of a {kind}"] = statistics.mean(latest) if latest else float("nan")
         files = sum(len(inside) for _, _, inside in os.walk(tempfile.gettempdir()))
-        seen.setdefault("temporary files", []).append(files)
-    return times, seen
+        return seen | {"temporary files": files}
+
+    def watch(self, minutes: float) -> tuple[list[float], dict[str, list[float]]]:
+        """Let things happen; returns seconds, and what was seen then."""
+        times: list[float] = []
+        seen: dict[str, list[float]] = {}
+        began = happened = time.monotonic()
+        count = 0
+        while time.monotonic() - began < 60 * minutes:
+            time.sleep(SAMPLE_SECONDS)
+            if time.monotonic() - happened > EVENT_SECONDS:
+                happened = time.monotonic()
+                self.happen(count)
+                count += 1
+            times.append(time.monotonic() - began)
+            for name, value in self.sample().items():
+                seen.setdefault(name, []).append(value)
+        return times, seen
 
 
 def main() -> int:
@@ -159,32 +282,30 @@ def main() -> int:
     parser.add_argument("--tenants", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    logging.basicConfig(level=logging.ERROR)  # that all run on one machine is known here
+    set_verbosity_error()
     with tempfile.TemporaryDirectory(prefix="symbiosis-soak-") as name, ExitStack() as running:
-        folder, tempfile.tempdir = Path(name), name
-        write_model(folder / "model", layers=2, width=128, feed_forward=256, heads=4, vocabulary=500)
-        parties = {
-            party: running.enter_context(executor(folder / "model", folder / party, "--numerics", "ring"))
-            for party in ("provider", "mask source")
-        }
-        for party in parties.values():
-            party.tokens.add("other")
-        ends, rounds = threading.Event(), [list[float]() for _ in range(options.tenants)]
-        both = (parties["provider"], parties["mask source"])
-        open_first_sessions(both)
-        tenants = [
-            threading.Thread(target=work, args=(at, both, ends, done), daemon=True)
-            for at, done in enumerate(rounds)
-        ]
-        for tenant in tenants:
-            tenant.start()
-        times, seen = watch(parties, options.minutes, rounds)
-        alive = all(tenant.is_alive() for tenant in tenants)
-        ends.set()
-        for tenant in tenants:
-            tenant.join()
+        tempfile.tempdir = name
+        world = World(Path(name), options.tenants, running)
+        for at in track(range(FIRST_SESSIONS), "first sessions", console=console, transient=True):
+            world.connect(2 * (at % 2)).close()
+        parts = [(world.work, at) for at in range(options.tenants)]
+        parts += [(world.chat, at) for at in range(len(NAMES))]
+        threads = [threading.Thread(target=part, args=(at,), daemon=True) for part, at in parts]
+        for thread in threads:
+            thread.start()
+        times, seen = world.watch(options.minutes)
+        alive = all(thread.is_alive() for thread in threads)
+        world.ends.set()
+        for thread in threads:
+            thread.join()
     first = len(times) // 3
     found = {what: slope(times[first:], values[first:]) for what, values in seen.items()}
-    table = Table(title=f"{options.minutes:g} minutes, {sum(map(len, rounds))} sessions")
+    sessions, streams = sum(map(len, world.rounds)), sum(map(len, world.streams))
+    table = Table(
+        title=f"{options.minutes:g} minutes, {sessions} sessions ({world.refused} ended with their token), "
+        f"{streams} streams"
+    )
     for title in ("", "mean", "an hour more", "interval", ""):
         table.add_column(title, justify="right")
     for what, line in found.items():
@@ -192,7 +313,9 @@ def main() -> int:
         table.add_row(what, f"{line.mean:.2f}", f"{line.hourly:+.2f}", f"± {line.half:.2f}", verdict)
     console.print(table)
     grows = [what for what, line in found.items() if line.grows()]
-    console.print(f"grows: {', '.join(grows) or 'nothing'}" + ("" if alive else "; a tenant failed"))
+    console.print(
+        f"grows: {', '.join(grows) or 'nothing'}" + ("" if alive else "; a tenant or a client failed")
+    )
     save(options.output, {"times": times, "seen": seen})
     return int(bool(grows) or not alive)
 
