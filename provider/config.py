@@ -101,7 +101,7 @@ class WorkerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(WorkerOptions):
-    """Options of a provider; each field's text says what it is, in the units of its name.
+    """Options of a provider. The annotation of each field has its meaning; its name may have the unit.
 
     Raises:
         ConfigurationError: a value that cannot be.
@@ -482,12 +482,12 @@ class ServeConfig(WorkerOptions):
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The device of each worker; empty: there are none, all is in this process."""
+        """The device of each worker; empty: there are no workers."""
         return super().worker_devices if self.devices else (self.device,) * self.workers
 
     @property
     def part_of_groups(self) -> tuple[int, int] | None:
-        """Which part of how many, from 1; None: all."""
+        """The number of the part, from 1, and the number of parts; None: all layers."""
         if not self.part:
             return None
         index, count = self.part.split("/")

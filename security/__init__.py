@@ -1,4 +1,4 @@
-"""The auditor: attacks on what a provider or a mask source sees, and the claims that they try to refute."""
+"""The auditor: attacks on the data of a provider or a mask source, and the claims that they try to refute."""
 
 from typing import TYPE_CHECKING
 

@@ -57,7 +57,7 @@ class AuditOptions:
     model: Annotated[Path | None, Option("", "Checkpoint folder. Default: that of the examples.")] = None
     text: Annotated[
         Path | None,
-        Option("", "Real text of tenants, an example a line. Default: that of the examples."),
+        Option("", "Real text of tenants, one example a line. Default: that of the examples."),
     ] = None
     quick: Annotated[bool, Option("", "Run fewer trials, with wider confidence intervals.")] = False
     seed: Annotated[int, Option("", "Seed of everything random except masks.", minimum=0)] = 0
@@ -67,7 +67,7 @@ class AuditOptions:
     answers: Annotated[
         str,
         Option(
-            "", "Answers that tenants with one-time masks ask for: exact or half.", choices=("exact", "half")
+            "", "Answers that tenants with one-time masks request: exact or half.", choices=("exact", "half")
         ),
     ] = "exact"
     gateway: Annotated[
@@ -133,18 +133,21 @@ def _check_writable(folder: Path) -> None:
 def run(options: AuditOptions) -> None:
     """Let tenants work in every mode, attack the data that each party saw, and judge all of CLAIMS.md.
 
-    This takes seven to ten minutes on two idle cores, or three to five with --quick, and up to 6 GiB of
-    memory. The audit of three gateways takes three more minutes and needs vLLM. Without vLLM, claims about
-    gateways are skipped.
+    This takes seven to ten minutes on two idle cores, or three to five with
+    --quick, and up to 6 GiB of memory. The audit of three gateways takes three
+    more minutes and needs vLLM. Without vLLM, claims about gateways are skipped.
 
-    Recordings are in the folder TMPDIR, and are removed at the end. For a large model they need much space:
-    with --quick and a model of 135 million parameters some 20 GB.
+    Recordings are in the folder TMPDIR, and are removed at the end. Those of a
+    large model need much space: with --quick and a model of 135 million
+    parameters, some 20 GB.
 
+    A control is the same attack without the defence. A control is "weak" if it
+    had so few trials that it may have succeeded by chance.
 
-    A control is the same attack without the defence. A control is "weak" if it had so few trials that it may
-    have succeeded by chance. Exit status 0: every claim that was not skipped holds, and every control
-    succeeded or was weak. 1: a claim does not hold, or a control failed. If a control failed, the failure of
-    the other attacks proves nothing. 2: an error; nothing is known.
+    Exit status 0: every claim that was not skipped holds, and every control
+    succeeded or was weak. 1: a claim does not hold, or a control failed. If a
+    control failed, the failure of the other attacks proves nothing. 2: an error;
+    nothing is known.
     """
     _check_packages()
     _check_writable(options.report)
@@ -266,12 +269,13 @@ def attack(
 ) -> None:
     """Run the passive attacks on a transcript of a real deployment, whose true text is unknown.
 
-    The command attacks each session separately and gives a verdict for each. docs/how-to/auditing.md
-    explains the output.
+    The command attacks each session separately, and prints a verdict for each.
+    docs/how-to/auditing.md explains the output.
 
-    Exit status 0: every session's rows (or seeds) look uniform, and no attack did better than on random
-    rows. 1: rows (or seeds) of a session do not look uniform, or an attack reads text. 2: an error (nothing
-    is known), or at least one session has no verdict and no session leaks.
+    Exit status 0: every session's rows (or seeds) look uniform, and no attack did
+    better than on random rows. 1: rows (or seeds) of a session do not look
+    uniform, or an attack reads text. 2: an error (nothing is known), or at least
+    one session has no verdict and no session leaks.
     """
     if with_ is not None and view != Party.PROVIDER:
         raise ConfigurationError("--with names what the mask source recorded, so --view is the provider's")

@@ -88,7 +88,7 @@ class TranscriptReport:
 
 @dataclass
 class TranscriptAudit:
-    """Attacks on recordings; ``docs/how-to/auditing.md`` says how to read what comes out.
+    """Attacks on recordings. ``docs/how-to/auditing.md`` explains the output.
 
     Args:
         model: checkpoint folder of what was served.
@@ -108,7 +108,7 @@ class TranscriptAudit:
     _used: dict[str, float] = field(default_factory=dict, init=False)  # seconds, by tenant
 
     def provider(self, recorded: Transcript, source: Transcript | None = None) -> TranscriptReport:
-        """What a provider's recording shows, session by session.
+        """Attack a provider's recording, session by session.
 
         Args:
             recorded: by the provider.
@@ -161,7 +161,7 @@ class TranscriptAudit:
         return reading
 
     def mask_source(self, recorded: Transcript) -> TranscriptReport:
-        """What a mask source's recording shows of the seeds of each tenant, all its sessions together.
+        """Test the seeds of each tenant in a mask source's recording, all sessions of a tenant together.
 
         Raises:
             TranscriptError: it holds no seeds.

@@ -165,7 +165,7 @@ def _shown(parts: Iterable[str | OptionReference], names: Names) -> str:
 
 
 class SymbiosisError(Exception):
-    """Root of the tree. ``code`` is stable; ``retry_after`` is in seconds, None for "do not retry".
+    """Base class of all errors. ``code`` is stable; ``retry_after`` is in seconds, None: do not retry.
 
     ``structured_message`` is what it says, ``message`` the same with options as Python's arguments, and
     ``str`` with options as ``show_options`` was told. With values or options, ``message`` is a template, but
@@ -220,7 +220,7 @@ def peer_seconds(seconds: float | None) -> float | None:
 
 
 class ConfigurationError(SymbiosisError):
-    """An option, a file or a folder that the user of this side gave is wrong."""
+    """An option, a file or a folder that the user of this program gave is wrong."""
 
     code = "configuration"
 
@@ -232,13 +232,13 @@ class CheckpointError(ConfigurationError):
 
 
 class ModelMismatch(ConfigurationError):
-    """The tenant's model does not have the layers, shapes or weights of the executor's."""
+    """Layers, shapes or weights of the tenant's model differ from those of the executor's model."""
 
     code = "model_mismatch"
 
 
 class StorageError(ConfigurationError):
-    """A file or folder cannot be written: no space left, a quota, no permission."""
+    """A file or folder cannot be written, for lack of space or permission, or because of a quota."""
 
     code = "storage"
 
@@ -258,7 +258,7 @@ class _CodedError(SymbiosisError):
 
 
 class WireError(_CodedError):
-    """The peer's bytes are not a valid message, or ask for something that does not exist.
+    """The peer's bytes are not a valid message, or request something that does not exist.
 
     ``fatal`` means that the position in the byte stream is lost, so the connection must close;
     otherwise only the one request fails.
@@ -272,11 +272,11 @@ class WireError(_CodedError):
 
 
 class RequestRefused(_CodedError):
-    """The executor refused one request; the session goes on."""
+    """The executor refused one request; the session continues."""
 
 
 class ConnectError(SymbiosisError):
-    """A session could not be opened: name, port, network."""
+    """A session could not be opened: the cause is the name, the port or the network."""
 
     code = "connect"
 
@@ -305,25 +305,25 @@ class AuthenticationError(ConnectError):
 
 
 class ProtocolVersionError(ConnectError):
-    """The executor does not speak this version of the protocol."""
+    """The executor has another version of the protocol."""
 
     code = "protocol_version"
 
 
 class ConnectionLost(SymbiosisError):
-    """The connection ended while the session was open; nothing was half applied, open a new session."""
+    """The connection ended while the session was open. No request was applied in part: open a new session."""
 
     code = "connection_lost"
 
 
 class RequestTimeout(SymbiosisError):
-    """No progress on a request within its timeout."""
+    """A request made no progress within its timeout."""
 
     code = "timeout"
 
 
 class VerificationError(SymbiosisError):
-    """An answer is wrong: the executor, a mask source or the fingerprints are not to be trusted."""
+    """An answer is wrong: the executor, a mask source or the fingerprints cannot be trusted."""
 
     code = "verification"
 
@@ -344,6 +344,6 @@ class NonFiniteError(SymbiosisError):
 
 
 class RemoteWeightUnavailable(SymbiosisError):
-    """The values of a frozen weight were read, but they stay with the provider."""
+    """A program read the values of a frozen weight, which stay with the provider."""
 
     code = "remote_weight"

@@ -16,10 +16,10 @@ COMMAND_SECONDS = 60.0  # a person may have to unlock a key ring
 
 @dataclass(frozen=True)
 class Secret:
-    """Where a secret is. ``what`` it is stands in messages; the secret itself never does.
+    """The place of a secret. Messages contain ``what``, the name of the secret, and never the secret.
 
-    One of ``variable`` (of the environment), ``file`` and ``command`` (run without a shell, in ``folder``).
-    ``given``: the option or the key that says which.
+    Give one of ``variable`` (of the environment), ``file`` and ``command`` (run without a shell, in
+    ``folder``). ``given`` is the option or the key that names the place.
     """
 
     what: str
@@ -36,13 +36,13 @@ class Secret:
 
     @property
     def names_variable(self) -> bool:
-        """Whether ``variable`` can be one's name; else it may be the secret itself, which is not shown."""
+        """Whether ``variable`` can be the name of one. If not, it may be the secret, and messages omit it."""
         return bool(os.environ.get(self.variable)) or (
             len(self.variable) <= 40 and self.variable.isidentifier()
         )
 
     def read(self) -> str:
-        """The secret. A program that prints it runs once.
+        """Returns the secret. A program that prints it runs only at the first call.
 
         Raises:
             ConfigurationError: it is not there, or others could read or change it.

@@ -49,7 +49,7 @@ REVOKE_SECONDS = 5.0  # between two looks at whose tokens are still valid
 
 
 class Provider:
-    """Serves from ``start`` to ``close``; as a context manager, for the block, and drains at its end.
+    """A provider. It serves from ``start`` to ``close``. A ``with`` block starts, drains and closes it.
 
     ::
 
@@ -92,7 +92,7 @@ class Provider:
         self._not_ready = "loading"
 
     def start(self) -> None:
-        """Load the checkpoint and listen; returns when tenants can come.
+        """Load the checkpoint and listen. Returns when tenants can connect.
 
         Raises:
             CheckpointError: see ``BaseExecutor``.
@@ -232,7 +232,7 @@ class Provider:
         }
 
     def alive(self) -> bool:
-        """See ``provider.observe.admin.Health``: whether the loop that answers everybody turns."""
+        """Whether the thread that answers all tenants makes progress."""
         if self._service is None:
             return True  # loading, which has no loop
         turned = threading.Event()
@@ -243,25 +243,25 @@ class Provider:
         return turned.wait(LIVENESS_SECONDS)
 
     def not_ready(self) -> str:
-        """See ``provider.observe.admin.Health``."""
+        """Returns the reason why the provider is not ready, in a word or two; empty: it is ready."""
         return self._not_ready or (self._pool.not_ready() if self._pool else "")
 
     def workers(self) -> list[WorkerState]:
-        """Returns the states of its workers; empty: it has none."""
+        """Returns the states of the workers; empty: there are none."""
         return list(self.server.service.metrics.workers())
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest of what is served."""
+        """The list of groups, parameters and files that is sent to tenants."""
         return self.server.service.executor.manifest
 
     @property
     def url(self) -> str:
-        """Where tenants connect."""
+        """The URL for tenants."""
         return self.server.url
 
     def announce(self) -> None:
-        """Write the ``ready_file``, if there is to be one: whoever waits for it may now send signals.
+        """Write the ``ready_file``, if the configuration names one. Signals may be sent from then on.
 
         Raises:
             ConfigurationError: it cannot be written.
@@ -271,11 +271,11 @@ class Provider:
             self.server.write_ready_file(self.config.ready_file, admin_url=self.admin_url, **more)
 
     def reload_certificate(self) -> bool:
-        """Read the certificate again, for sessions to come; if it cannot be used, the present one stays."""
+        """Read the certificate again, for new sessions. If it cannot be used, keep the present one."""
         return self._certificate.reload()
 
     def drain(self, seconds: float) -> bool:
-        """Let nobody in any more, and every session answer what has arrived; whether all ended in time."""
+        """Stop listening, and answer requests that have arrived. Returns whether sessions ended in time."""
         deadline, self._not_ready = time.monotonic() + seconds, "draining"
         if self.config.ready_file is not None:
             try:
@@ -288,7 +288,7 @@ class Provider:
         return self.server.drain(max(1.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """End everything; sessions that are left are cut off."""
+        """End the provider, and all sessions that are still open."""
         self._opened.close()
 
     def __enter__(self) -> Provider:

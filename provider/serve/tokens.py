@@ -132,7 +132,7 @@ class TokenFile:
         return self._last
 
     def check_readable(self) -> int:
-        """Returns how many tenants have a valid token.
+        """Returns the number of tenants that have a valid token.
 
         Raises:
             ConfigurationError: the file cannot be used.
@@ -141,7 +141,7 @@ class TokenFile:
         return sum(1 for count in self._valid(self._last).values() if count)
 
     def count_valid(self, tenant: str) -> int:
-        """Returns how many tokens of a tenant are valid now; 0 if there is no such file yet.
+        """Returns the number of valid tokens of a tenant; 0 if there is no file yet.
 
         Raises:
             ConfigurationError: the file cannot be used.
@@ -153,7 +153,7 @@ class TokenFile:
         return {name: sum(not each.ended(now) for each in stored) for name, stored in tokens.items()}
 
     def add(self, tenant: str, days: int | None = None) -> str:
-        """Make a token for a tenant, replacing older ones, and return it; it is stored nowhere.
+        """Make a token that replaces a tenant's older ones, and return it. The file has only its hash.
 
         Args:
             days: how long it is valid; None: until it is removed.
@@ -164,7 +164,7 @@ class TokenFile:
             return self._store(self._read(), tenant, [], days)
 
     def rotate(self, tenant: str, days: int | None = None, overlap_days: int = OVERLAP_DAYS) -> str:
-        """Make a further token for a tenant, and have the newest of the present ones end after the overlap.
+        """Make and return a further token. The newest of the tenant's present tokens ends after the overlap.
 
         Args:
             days: how long the new one is valid; None: until it is removed.
@@ -191,7 +191,7 @@ class TokenFile:
         return token
 
     def remove(self, tenant: str) -> None:
-        """Forget a tenant: its tokens open no further session, and open ones end soon."""
+        """Remove a tenant. Its tokens then open no session, and its open sessions end within seconds."""
         with self._exclusive_lock():
             tokens = self._read()
             if tenant not in tokens:
@@ -254,7 +254,7 @@ class TokenFile:
             raise ConfigurationError(f"cannot write {self.path}: {error.strerror}") from error
 
     def tenant_of(self, token: str) -> str | None:
-        """Returns the tenant that holds this token, or None. Time does not depend on which or whether.
+        """Returns the tenant that has this token, or None, in a time that does not depend on the token.
 
         Raises:
             ExpiredToken: it was one; the message is for who holds it.
@@ -276,7 +276,7 @@ class TokenFile:
         return tenant
 
     def ends(self) -> dict[str, float]:
-        """Returns when the last token of each tenant ends, in seconds since the epoch, of those that end.
+        """Returns the expiry of each tenant's last token, in seconds since the epoch, if it expires.
 
         Nothing if the file cannot be used, which others tell.
         """
@@ -292,18 +292,18 @@ class TokenFile:
         }
 
     def valid_tokens(self) -> set[tuple[str, str]]:
-        """Returns every token that opens a session now: its tenant, and its SHA-256."""
+        """Returns the tenant and the SHA-256 of every valid token."""
         now, tokens = self._clock(), self._last_good()
         return {
             (name, each.sha256) for name, stored in tokens.items() for each in stored if not each.ended(now)
         }
 
     def listed(self) -> list[tuple[str, StoredToken]]:
-        """Returns every token with its tenant, also those that have ended."""
+        """Returns every token with its tenant, including expired tokens."""
         return [(name, each) for name, stored in sorted(self._read().items()) for each in stored]
 
     def warn(self) -> None:
-        """Log which tenants' last tokens end soon, or that the file cannot be read or all may read it."""
+        """Log tenants whose last token expires soon, and a file that is unreadable or open to all users."""
         try:
             tokens, now = self._read(), self._clock()
             if self.path.stat().st_mode & stat.S_IROTH:

@@ -86,7 +86,7 @@ class RecordedRequest:
 
 @dataclass
 class Transcript:
-    """A whole recording."""
+    """A complete recording."""
 
     manifest: Manifest
     requests: list[RecordedRequest] = field(default_factory=list)
@@ -106,7 +106,7 @@ def newest(folder: str | Path) -> Path:
 
 
 def read_transcript(path: str | Path, *, digest: str | None = None, cut: bool = False) -> Transcript:
-    """A transcript from a file; rows are read when they are used.
+    """Returns the transcript in a file. Rows are read when they are used.
 
     Args:
         path: the file, or a folder, of which the newest is taken.

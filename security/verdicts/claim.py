@@ -38,7 +38,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Claim:
-    """One line of ``CLAIMS.md``; ``judge`` returns whether it holds, and the figure."""
+    """One line of ``CLAIMS.md``. ``judge`` returns whether the claim holds, and the figure."""
 
     identity: str
     text: str
@@ -48,7 +48,7 @@ class Claim:
     judge: Callable[[AuditResult], tuple[bool, str]]
 
     def verdict(self, result: AuditResult) -> Verdict:
-        """Judges the claim by one audit. What was not measured does not hold."""
+        """Judges the claim by one audit. A claim that was not measured does not hold."""
         for mode, why in result.skipped.items():
             if self.mode.startswith(mode):
                 return Verdict(self.identity, False, f"skipped: {why}", skipped=True)

@@ -43,12 +43,12 @@ class Finding:
 
     @property
     def beats_chance(self) -> bool:
-        """Whether the whole interval lies above chance."""
+        """Whether the whole interval is above chance."""
         return self.chance is not None and self.success.low > self.chance
 
     @property
     def off_chance(self) -> bool:
-        """Whether the interval does not hold chance.
+        """Whether chance is outside of the interval.
 
         Below it is information as well: who is always wrong between two inputs takes the other one, and
         who has the negative of an adapter has the adapter.
@@ -57,7 +57,7 @@ class Finding:
 
     @property
     def distance(self) -> float:
-        """How far the interval is from holding chance; negative if it holds it, nan without chance."""
+        """The distance from chance to the interval; negative if chance is inside, nan without chance."""
         if self.chance is None:
             return math.nan
         return max(self.success.low - self.chance, self.chance - self.success.high)
@@ -69,7 +69,7 @@ class Finding:
 
     @property
     def hits(self) -> int | None:
-        """How many of the trials succeeded; None for a cosine."""
+        """The number of successful trials; None for a cosine."""
         if self.attack == AdapterExtraction.name:
             return None
         rate = self.success.value if self.is_rate else (self.success.value + 1) / 2

@@ -63,7 +63,7 @@ def _select(result: AuditResult, mode: str, sees: str, attacks: Iterable[str]) -
 def at_chance(
     mode: str, sees: str, attacks: tuple[str, ...], may_run: tuple[str, ...] = ()
 ) -> Callable[[AuditResult], tuple[bool, str]]:
-    """Judges whether the intervals of all attacks hold chance; those of ``may_run`` where they could run."""
+    """Judges whether chance is in the intervals of all attacks, and of those of ``may_run`` that ran."""
 
     def judge(result: AuditResult) -> tuple[bool, str]:
         findings = []
@@ -158,7 +158,7 @@ def _few(finding: Finding, result: AuditResult) -> bool:
 
 
 def succeeds(mode: str, sees: str, attack: str, least: float) -> Control:
-    """Judges whether an attack succeeds at least so well."""
+    """Judges whether the success of an attack is at least ``least``."""
 
     def judge(result: AuditResult) -> tuple[bool, str]:
         findings = _select(result, mode, sees, (attack,))

@@ -60,10 +60,10 @@ class ObservedRequest:
 
 @dataclass
 class View:
-    """What an adversary saw of one tenant.
+    """The data of one tenant that an adversary has.
 
-    ``masks`` is what it knows to be masks, by group, direction and members: an even share of ``mask_count``,
-    if those are too many. ``sees`` says who that is.
+    ``masks`` are the masks that it knows, by group, direction and members: an even share of ``mask_count``,
+    if those are too many. ``sees`` names the adversary.
     """
 
     public: PublicModel
@@ -73,13 +73,13 @@ class View:
     sees = "anything"
 
     def of(self, group: int, direction: int = Direction.FORWARD) -> list[ObservedRequest]:
-        """Requests of one group and direction."""
+        """Requests for one group and direction."""
         return [seen for seen in self.requests if (seen.group, seen.direction) == (group, direction)]
 
     def blind(self, rng: np.random.Generator, groups: set[int]) -> View:
-        """Requests for some groups as they were, of rows drawn uniformly from the ring: nobody's.
+        """The requests for some groups, with random rows in place of theirs, uniform on the ring.
 
-        Where rows were floats, so are these, each with the norm of the row in whose place it is.
+        Rows of floats are replaced by floats, each row with the norm of the one that it replaces.
         """
 
         def drawn(seen: ObservedRequest) -> ObservedRequest:
@@ -95,13 +95,13 @@ class View:
 
     @cached_property
     def first_raw(self) -> torch.Tensor:
-        """All rows that the first group got, which stand for one token each: [N, D], as sent."""
+        """All rows for the first group, as they were sent, one for each token: [N, D]."""
         raw_rows = [seen.raw for seen in self.of(0)]
         return torch.cat(raw_rows) if raw_rows else torch.empty(0, self.public.manifest.groups[0].inputs)
 
     @cached_property
     def first(self) -> torch.Tensor:
-        """The same as float32."""
+        """``first_raw`` as float32."""
         return self.first_raw.float()
 
 
@@ -139,7 +139,7 @@ def _seen(request: RecordedRequest, rows: torch.Tensor | None = None) -> Observe
 
 
 def requests_of(transcripts: list[Transcript], tenant: str) -> list[RecordedRequest]:
-    """What one tenant sent, also after reconnecting, in order."""
+    """The requests of one tenant, in order, including those of later connections."""
     return [
         request
         for transcript in transcripts
@@ -149,9 +149,9 @@ def requests_of(transcripts: list[Transcript], tenant: str) -> list[RecordedRequ
 
 
 def provider_view(public: PublicModel, requests: list[RecordedRequest]) -> ProviderView:
-    """Rows, and masks of the first group's that the same tenant had multiplied, sent as rows or as seeds.
+    """A view of one tenant's rows, and of the masks for the first group that it sent as rows or seeds.
 
-    Of more than ``MASK_BYTES`` the view has the first of each request, in proportion.
+    If masks take more than ``MASK_BYTES``, the view has the first masks of each request, in proportion.
     """
     known = [r for r in requests if r.header.operation != Operation.PRODUCT]
     known = [r for r in known if r.kind[:2] == (0, Direction.FORWARD)]
@@ -248,7 +248,7 @@ def _rows_by_kind(requests: Iterable[tuple[int, int, int]]) -> dict[tuple[int, i
 def collusion_view(
     public: PublicModel, provider: list[RecordedRequest], *sources: list[RecordedRequest]
 ) -> CollusionView:
-    """Line the streams of masks up with the rows, kind by kind, and subtract them modulo 2^32.
+    """A view of a tenant's rows minus its masks, modulo 2^32, for each kind of product.
 
     Masks that the tenant fetched and did not use are passed over: under the right mask a row's
     numbers are small.

@@ -22,7 +22,7 @@ from shared.wire.messages import Manifest
 
 
 class PublicModel:
-    """The checkpoint that the executor serves, loaded where the adversary sits.
+    """The adversary's copy of the checkpoint that the executor serves.
 
     Args:
         folder: the checkpoint.
@@ -42,14 +42,14 @@ class PublicModel:
         self.vocabulary = int(self.model.config.vocab_size)
 
     def group_of(self, layer: str) -> int:
-        """The id of the group with the member whose name ends so, such as ``layers.0.mlp.up_proj``."""
+        """The id of the group with a member whose name ends with ``layer``, as ``layers.0.mlp.up_proj``."""
         for identity, group in enumerate(self.manifest.groups):
             if any(f".{member.name}".endswith(f".{layer}") for member in group.members):
                 return identity
         raise ConfigurationError(f"the executor serves no layer {layer}")
 
     def weight(self, group: int) -> torch.Tensor:
-        """Of all members of a group, one below the other: float32 [O, D]."""
+        """The weights of all members of a group, one below the other: float32 [O, D]."""
         members = self.manifest.groups[group].members
         return torch.cat([self._checkpoint.member_weight(member).float() for member in members])
 
@@ -59,18 +59,18 @@ class PublicModel:
         return value
 
     def scales(self, group: int) -> torch.Tensor:
-        """Of the ring's planes, float32 [O]: what backward rows are multiplied by before they are sent."""
+        """The scales of a group's planes, float32 [O]. Tenants multiply backward rows by them."""
         return self.planes(group).scales
 
     @cache  # noqa: B019 - of one model, for as long as it lives
     def planes(self, group: int) -> Planes:
-        """A group's integers on the ring of the manifest, or on the usual one."""
+        """A group's planes, in the numerics of the manifest; ``ring`` if those are floats."""
         count = RINGS.get(self.manifest.numerics, RINGS["ring"])
         return group_planes(self._checkpoint, self.manifest.groups[group], count)
 
     @contextmanager
     def watching(self, groups: list[int], *, stop: bool = False) -> Iterator[dict[int, torch.Tensor]]:
-        """While the model runs, the inputs of groups, [batch, sequence, D]; ``stop`` at the first."""
+        """Records inputs [batch, sequence, D] of groups while the model runs. ``stop``: end at the first."""
         seen: dict[int, torch.Tensor] = {}
         modules = dict(self.model.named_modules())
 
@@ -94,7 +94,7 @@ class PublicModel:
 
     @cached_property
     def first_inputs(self) -> torch.Tensor:
-        """What the first group gets for each token of the vocabulary: [V, D]."""
+        """The input of the first group for each token of the vocabulary: [V, D]."""
         tokens = torch.arange(self.vocabulary)[:, None]
         tables = []
         for position in (0, 1):
@@ -108,7 +108,7 @@ class PublicModel:
         return tables[0]
 
     def own_text(self, seed: int, texts: int = 64, length: int = 32) -> torch.Tensor:
-        """Tokens [texts, length] that the model writes of itself: what is publicly known of frequencies."""
+        """Tokens [texts, length] that the model samples without a prompt: a public sample of text."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             first = torch.full((texts, 1), int(self.model.config.bos_token_id or 0))
@@ -124,7 +124,7 @@ class PublicModel:
         return torch.as_tensor(written[:, 1:])
 
     def predictions(self, tokens: torch.Tensor, changes: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The likeliest next token at each place of sequences [N, S], with some weights changed: [N, S]."""
+        """The likeliest next tokens [N, S] at each place of sequences [N, S], with some weights changed."""
         for name, change in changes.items():
             self.parameter(name).add_(change)
         with torch.inference_mode():
@@ -134,7 +134,7 @@ class PublicModel:
         return likeliest
 
     def next_inputs(self, group: int, prefix: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
-        """What a group gets for each of some tokens [K] behind a prefix: [K, D]."""
+        """The inputs [K, D] of a group for each of the tokens [K] after a prefix."""
         cache: Any = transformers.DynamicCache(config=self.model.config)
         with torch.inference_mode(), self.watching([group], stop=True) as seen:
             with suppress(_Enough):  # so that only the layers in front are kept for every candidate

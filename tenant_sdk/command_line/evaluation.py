@@ -43,8 +43,8 @@ def evaluate(
 ) -> None:
     """Measure the base model and the adapter on data that was not learned.
 
-    The command prints the perplexity (the exponential of the loss) of both, and counts the answers that are
-    exactly those of the data.
+    The command prints the perplexity (the exponential of the loss) of both, and
+    counts the answers that are exactly those of the data.
     """
     if evaluation.output is not None:
         _check_new(evaluation.output)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Stats:
-    """Counts what a session has done so far; ``session.stats`` returns a copy.
+    """Counters of a session; ``session.stats`` returns a copy.
 
     ``bytes_*`` count payloads, of products and effects. ``effect_rows`` are rows of masks whose
     effect a mask source computed; ``verified_rows`` are rows of answers that passed the check.
@@ -47,7 +47,7 @@ class Stats:
         self.lock = threading.Lock()
 
     def add(self, **amounts: float) -> None:
-        """Add to counters that are numbers; any thread may."""
+        """Add to numeric counters. Any thread may call this."""
         with self.lock:
             for name, amount in amounts.items():
                 setattr(self, name, getattr(self, name) + amount)

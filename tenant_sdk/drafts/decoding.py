@@ -35,11 +35,12 @@ _LATE_SHARE = 0.1  # of the time between two passes
 
 @dataclass(frozen=True)
 class DraftPace:
-    """Passes at a constant rate, in a number that says little about the text.
+    """A constant rate of passes, and a multiple for their number, which then says little about the text.
 
     Attributes:
-        seconds: between the beginnings of two passes.
-        multiple: an answer's passes are a multiple of this. Passes after its end compute what nobody reads.
+        seconds: from the beginning of a pass to that of the next.
+        multiple: the number of an answer's passes is a multiple of this. The SDK discards the results of
+            passes after the answer's end.
     """
 
     seconds: float
@@ -47,7 +48,7 @@ class DraftPace:
 
 
 class Draft:
-    """A draft for one model; give it to ``generate`` as ``custom_generate``.
+    """A draft for one model: the value of ``custom_generate`` of ``generate``.
 
     Several sequences go on together: a pass counts for as many tokens as are right in each of them.
 
@@ -81,7 +82,7 @@ class Draft:
 
     @property
     def seconds_a_pass(self) -> float:
-        """Of the newest passes, with the time to guess; their median."""
+        """The median time of the newest passes, in seconds, including the time to guess."""
         return median(self._seconds)
 
     def __str__(self) -> str:
@@ -94,7 +95,7 @@ class Draft:
         return f"draft: {each:.2f} tokens a pass, in {passes} of the model after prompts{late}"
 
     def streaming(self, streamer: BaseStreamer) -> Callable[..., Any]:
-        """The same for ``generate`` with a streamer, which gets each token as soon as it is certain.
+        """Returns a ``custom_generate`` that also gives each token to a streamer, as soon as it is certain.
 
         transformers keeps its argument ``streamer`` from functions such as this.
         """

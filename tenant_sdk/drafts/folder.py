@@ -104,7 +104,7 @@ def load_draft(
     guesses: int | None = None,
     pace: DraftPace | None = None,
 ) -> Draft:
-    """A draft for a model, to be given to ``generate`` as ``custom_generate``.
+    """Returns a draft for a model: the value of ``custom_generate`` of ``generate``.
 
     Args:
         folder: that `symbiosis-tenant draft` or ``save_draft`` wrote; anybody may have changed it.

@@ -9,7 +9,7 @@ from shared.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class NoiseBankOptions:
-    """Size and life of a bank.
+    """Size and lifetime of a noise-bank.
 
     ``masks`` K, a power of two up to 256, for each group and direction. ``scale`` is the noise's
     standard deviation in units of the activations' root mean square; it is rounded up to a power

@@ -31,7 +31,9 @@ from tenant_sdk.session.keeping import Kept
 
 
 class Session:
-    """Models whose frozen layers run on an executor. Make one with ``connect``; close it or use ``with``.
+    """A session with an executor, which multiplies the frozen layers of models.
+
+    ``connect`` opens it; ``close`` or ``with`` ends it.
 
     Attributes:
         products: of the executor's groups, hidden as the privacy mode says; what the models' layers ask.
@@ -68,7 +70,7 @@ class Session:
 
     @property
     def manifest(self) -> Manifest:
-        """What the executor serves."""
+        """The executor's list of groups, parameters and files."""
         return self.executor.manifest
 
     @property
@@ -80,7 +82,7 @@ class Session:
         )
 
     def token_bytes(self, *, training: bool = False) -> TokenBytes:
-        """Bytes of payloads that one token takes, by the shapes of groups that it asks for, without experts.
+        """Payload bytes for one token, computed from the shapes of the groups, without experts.
 
         Args:
             training: forward and backward through all layers; default: forward, as in decoding.
@@ -111,7 +113,7 @@ class Session:
         progress: bool = True,
         **config_overrides: Any,
     ) -> PreTrainedModel:
-        """The executor's model; its frozen linear layers stay there, the rest is downloaded.
+        """Returns the executor's model. Its frozen linear layers stay there; the session downloads the rest.
 
         Args:
             dtype: of the parameters that the tenant holds, and so of activations; or its name, ``bfloat16``.
@@ -154,7 +156,7 @@ class Session:
         return model
 
     def load_tokenizer(self) -> Any:
-        """The executor's tokenizer.
+        """Returns the executor's tokenizer.
 
         Raises:
             ConfigurationError: it serves none.
@@ -169,7 +171,7 @@ class Session:
         exclude: Sequence[str] = (),
         probe: bool = True,
     ) -> nn.Module:
-        """Swap the frozen linear layers of a model that you loaded; their weights are given up.
+        """Replace frozen linear layers of a model that you loaded by virtual ones, and free their weights.
 
         All else stays yours: embeddings, norms, biases and the head are in ``model.parameters()``, and train
         unless they are frozen, as ``peft.get_peft_model`` does. If they do train, a warning says so once.
@@ -204,7 +206,7 @@ class Session:
         return model
 
     def detach(self, model: nn.Module, checkpoint: str | Path | None = None) -> nn.Module:
-        """Undo ``attach``: put real layers back, their weights read from the checkpoint's folder.
+        """Undo ``attach``: restore the real layers, with weights from the checkpoint's folder.
 
         Args:
             checkpoint: folder; default the one that the model was loaded from.
@@ -227,7 +229,7 @@ class Session:
         context: int | None = None,
         batch_size: int = 1,
     ) -> dict[str, Any]:
-        """Keyword arguments with which a long context fits: ``model.generate(ids, **options)``.
+        """Returns arguments that make a long context fit into memory: ``model.generate(ids, **options)``.
 
         They are for one text: keys and values of it are in them, so that a later call can go on from there;
         ``generate`` raises ConfigurationError for another text. They take no space any more once nobody
@@ -265,7 +267,7 @@ class Session:
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Read a prompt now, and continue it with ``model.generate(input_ids, **prefilled)``.
+        """Read a prompt. Then ``model.generate(input_ids, **prefilled)`` continues it.
 
         Reading is limited by arithmetic, continuing by the memory that keys and values are read from. So the
         tenant's part of the model can read on an accelerator, and continue on the CPU, where they lie.
@@ -303,7 +305,7 @@ class Session:
             )
 
     def close(self) -> None:
-        """End the session; models that use it raise ConnectionLost from now on.
+        """End the session. Models that use it then raise ConnectionLost.
 
         In a forked child, nothing: the session is the parent's.
         """

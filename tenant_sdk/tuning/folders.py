@@ -35,7 +35,7 @@ def save_adapter(
     tokenizer: Any = None,
     **options: Any,
 ) -> None:
-    """Save the adapter of a PEFT model, with what it belongs to; no model hub is asked anything.
+    """Save the adapter of a PEFT model and the record of its base, without requests to a model hub.
 
     The folder is PEFT's, which loads with PEFT alone. Besides it holds ``symbiosis.json`` (the base's
     digests, numerics, privacy mode, training) and a model card.
@@ -117,7 +117,7 @@ def load_adapter(
     allow_other_base: bool = False,
     trainable: bool = False,
 ) -> Any:
-    """A PEFT model with the adapter of a standard PEFT folder.
+    """Returns a PEFT model with the adapter of a folder in PEFT's format.
 
     The folder may be anybody's: nothing in it is run, or leads to another file or a model hub, and a
     tokenizer in it is not read.

@@ -37,10 +37,10 @@ _TUNING = "_long_tuning"  # of a model: who changed it
 
 
 class LongTuning:
-    """A model whose loss is made as a plan says. Made by ``long_tuning``; ``close`` undoes it.
+    """A model whose loss is computed by a plan. ``long_tuning`` makes it; ``close`` restores the model.
 
     Attributes:
-        plan: what is kept where.
+        plan: the place of each kind of data.
     """
 
     def __init__(self, model: nn.Module, folder: Path | None, max_length: int) -> None:
@@ -64,7 +64,7 @@ class LongTuning:
         return self
 
     def close(self) -> None:
-        """The model is as it was; again, and nothing happens."""
+        """Restore the model. A second call does nothing."""
         if vars(self._model).get(_TUNING) is not self:
             return
         del vars(self._model)[_TUNING]
@@ -79,7 +79,7 @@ class LongTuning:
         self._spill = None
 
     def use(self, plan: MemoryPlan) -> None:
-        """Do as another plan says from now on."""
+        """Follow another plan from now on."""
         self.plan = plan
         if StorageTier.DISK in (plan.answers, plan.states) and self._spill is None:
             self._spill = EncryptedFile(self._folder)
@@ -229,7 +229,7 @@ def long_tuning(
     packed: bool = False,
     folder: str | Path | None = None,
 ) -> LongTuning:
-    """Have a model learn from long sequences in bounded memory, whatever the training loop.
+    """Train a model on long sequences in bounded memory, in any training loop.
 
     From now on a call of the model with ``labels`` gives the loss alone (no logits), whose gradients are the
     same as before up to rounding. What is done for that is chosen from the memory: nothing, the loss by

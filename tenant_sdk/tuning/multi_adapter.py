@@ -124,7 +124,7 @@ class MultiAdapter:
                 parameter.requires_grad_(True)
 
     def parameters(self, name: str) -> list[nn.Parameter]:
-        """What an optimizer of this adapter trains, in the order of the layers.
+        """The parameters of one adapter, for its optimizer, in the order of the layers.
 
         Raises:
             ConfigurationError: no such adapter.
@@ -139,7 +139,7 @@ class MultiAdapter:
         ]
 
     def losses(self, batches: Mapping[str, Batch]) -> dict[str, Tensor]:
-        """The loss of each adapter for its batch, as ``model(**batch).loss`` would be with it alone.
+        """The loss of each adapter on its batch, as ``model(**batch).loss`` with this adapter alone.
 
         Args:
             batches: by adapter, of those that take part. ``input_ids`` and ``labels``, int64 [B, T] as a data
@@ -166,7 +166,7 @@ class MultiAdapter:
         return losses
 
     def logits(self, batches: Mapping[str, Batch]) -> dict[str, Tensor]:
-        """The logits [B, T, V] of each adapter for its batch, from one forward pass.
+        """The logits [B, T, V] of each adapter on its batch, from one forward pass.
 
         Some models' positions depend on the longest text of a pass, beyond some length (LongRoPE, dynamic
         NTK). There a longer batch has a pass of its own. Batches are padded to the longest at their end. Rows
@@ -252,7 +252,7 @@ class MultiAdapter:
             self._train_all()
 
     def save(self, name: str, folder: str | Path, session: Session, **options: Any) -> None:
-        """Save one adapter, as ``tenant_sdk.save_adapter`` does; options and errors: see there."""
+        """Save one adapter. For options and errors, see ``tenant_sdk.save_adapter``."""
         self._check_names([name])
         save_adapter(self.model, folder, session, adapter=name, **options)
 

@@ -57,7 +57,7 @@ class _Resumed(NamedTuple):
 
 
 class ExactResume(TrainerCallback):
-    """A callback of a ``transformers.Trainer`` that makes resuming exact, whatever PEFT's method is.
+    """A callback of a ``transformers.Trainer`` that makes resuming exact, for every method of PEFT.
 
     Give it in ``callbacks=``. A checkpoint gets one more file. ``train(resume_from_checkpoint=...)`` takes
     all that is trained from it, into a model that was made in the same way; so does
@@ -70,7 +70,7 @@ class ExactResume(TrainerCallback):
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """See TrainerCallback. Nothing else is called before the Trainer loads a checkpoint."""
+        """See TrainerCallback. The Trainer calls this before it loads a checkpoint."""
         if not isinstance(model, PeftModel):
             raise ConfigurationError(
                 f"ExactResume: {type(model).__name__} has no adapter; leave it out, or give the Trainer the "
@@ -88,7 +88,7 @@ class ExactResume(TrainerCallback):
         )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """See TrainerCallback; a checkpoint is loaded by now, but for random numbers."""
+        """See TrainerCallback. The checkpoint is loaded, except the states of random generators."""
         if not isinstance(vars(model).get("load_adapter"), MethodType):
             raise ConfigurationError(
                 "ExactResume came too late: give it in the Trainer's callbacks=, and a model, not model_init="
@@ -108,7 +108,7 @@ class ExactResume(TrainerCallback):
                 )
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """See TrainerCallback; the best model is loaded by now."""
+        """See TrainerCallback. The Trainer has loaded the best model."""
         vars(model).pop(_RESUMED, None)
 
 
