@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -76,6 +76,18 @@ def free_megabytes(path: Path) -> float:
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free / 1e6
+
+
+def files_version(folder: Path, names: Iterable[str]) -> object:
+    """What changes when one of these files does, without reading them; one that is missing counts, too."""
+    versions = []
+    for name in names:
+        try:
+            state = (folder / name).stat()
+            versions.append((state.st_mtime_ns, state.st_ctime_ns, state.st_size, state.st_ino))
+        except OSError:
+            versions.append((0, 0, 0, 0))
+    return versions
 
 
 def check_new_folder(path: Path) -> Path:

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from vllm.lora.request import LoRARequest
 
 from shared.errors import ConfigurationError
-from tenant_sdk.gateway.adapters import Adapter, files_version, folders_in, import_adapter
+from tenant_sdk.gateway.adapters import Adapter, folders_in, import_adapter
 from tenant_sdk.gateway.admission import MAX_ADAPTERS, SequenceLimit
 from tenant_sdk.gateway.client_locks import FairLock, current_client
 from tenant_sdk.gateway.reservations import Reservations
 from tenant_sdk.gateway.unused_copies import UnusedCopies
+from tenant_sdk.storage import ADAPTER_CONFIG, ADAPTER_WEIGHTS, files_version
+from tenant_sdk.tuning.provenance import RECORD
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -181,8 +183,9 @@ class AdapterRegistry:
                 same.
             again: also look at those that were refused, whose reason may have gone.
         """
+        files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, RECORD)
         marks = await asyncio.to_thread(
-            lambda: {path.name: files_version(path) for path in folders_in(folder)}
+            lambda: {path.name: files_version(path, files) for path in folders_in(folder)}
         )
         last, self._marks = marks if begins else self._marks, marks
         self.refused = {name: why for name, why in self.refused.items() if name in marks}
