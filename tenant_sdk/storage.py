@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from shared.errors import ConfigurationError, OptionText, StorageError
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
+TENSORS_HEADER_BYTES = 64 << 10  # of a file of few tensors, beside its numbers
 _BLOCK_BYTES = 1 << 20
 # What reading a file of tensors raises, whoever wrote it: KeyError for types that torch lacks, ValueError,
 # TypeError and RuntimeError for shapes that are too large, although no number is in them.
