@@ -152,9 +152,8 @@ def read_blocks(source: Path, max_bytes: int, within: Path | None = None) -> Ite
         raise ConfigurationError(f"cannot read {source}: {error.strerror}") from error
     with open(opened, "rb") as file:
         if within is not None:
-            check_below(
-                within, source, Path(os.readlink(f"/proc/self/fd/{opened}"))
-            )  # the gateway is on Linux
+            # The gateway is on Linux.
+            check_below(within, source, Path(os.readlink(f"/proc/self/fd/{opened}")))
         if not stat.S_ISREG(os.fstat(opened).st_mode):
             raise ConfigurationError(f"{source} is no file")
         left = max_bytes + 1 if os.fstat(opened).st_size <= max_bytes else 0

@@ -63,10 +63,8 @@ class Scheduler(Base):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **options: Any) -> None:
         threading.stack_size(ENGINE_STACK)  # of threads that compile constraints, which begin later
         super().__init__(*arguments, **options)
-        self._latency, self._recent_clients = (
-            StepLatency(LinearLatency(*GUESSED_LINE), GUESSED_TOKEN),
-            RecentClients(),
-        )
+        self._latency = StepLatency(LinearLatency(*GUESSED_LINE), GUESSED_TOKEN)
+        self._recent_clients = RecentClients()
         self._attention_debt, self._attended = AttentionTimeDebt(), 0
         self._most_rows: int = self.scheduler_config.max_num_batched_tokens
         self._time_budget = TimeBudget(GRACE_SECONDS, STEP_SECONDS)
