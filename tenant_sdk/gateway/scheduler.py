@@ -80,7 +80,7 @@ class Scheduler(Base):  # type: ignore[misc]
         self._warn_of_little_memory()
 
     def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
-        """See vLLM; clients take turns. What a step does is remembered, since clients hang up."""
+        """See vLLM; clients share the step. What it does is remembered, since clients hang up."""
         clients = Counter({client_of(each.request_id): 0 for each in (*self.running, *self.waiting)})
         contended = self._recent_clients.count(clients, time.monotonic()) > 1
         constrained = self._paused_constraints() if contended else set[str]()
@@ -98,7 +98,7 @@ class Scheduler(Base):  # type: ignore[misc]
             contended=contended,
             memory=self._memory(),
         )
-        # What has begun comes first in vLLM, and would take all rows.
+        # Running sequences come first in vLLM, and would take all rows.
         self.scheduler_config.long_prefill_token_threshold = (
             rows_per_client(self._for_prompts, running, map(client_of, admitted)) if contended else 0
         )
