@@ -71,9 +71,8 @@ class Program:
             if ended or time.monotonic() > deadline:
                 status = f"ended with status {self.process.returncode}"
                 how = status if ended else f"is not ready after {seconds:.0f} s"
-                last = self.log.read_text(errors="replace")[
-                    -1500:
-                ]  # an error keeps the beginning of long texts
+                # An error keeps the beginning of long texts.
+                last = self.log.read_text(errors="replace")[-1500:]
                 raise LaunchError(f"{self._name} {how}:\n{last}")
             time.sleep(0.05)
         return self.ready.read_text()

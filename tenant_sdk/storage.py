@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from shared.errors import ConfigurationError, OptionText, StorageError
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
+TENSORS_HEADER_BYTES = 64 << 10  # of a file of few tensors, beside its numbers
 _BLOCK_BYTES = 1 << 20
 # What reading a file of tensors raises, whoever wrote it: KeyError for types that torch lacks, ValueError,
 # TypeError and RuntimeError for shapes that are too large, although no number is in them.
@@ -76,6 +77,18 @@ def free_megabytes(path: Path) -> float:
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free / 1e6
+
+
+def files_version(folder: Path, names: Iterable[str]) -> object:
+    """What changes when one of these files does, without reading them; one that is missing counts, too."""
+    versions = []
+    for name in names:
+        try:
+            state = (folder / name).stat()
+            versions.append((state.st_mtime_ns, state.st_ctime_ns, state.st_size, state.st_ino))
+        except OSError:
+            versions.append((0, 0, 0, 0))
+    return versions
 
 
 def check_new_folder(path: Path) -> Path:
@@ -139,9 +152,8 @@ def read_blocks(source: Path, max_bytes: int, within: Path | None = None) -> Ite
         raise ConfigurationError(f"cannot read {source}: {error.strerror}") from error
     with open(opened, "rb") as file:
         if within is not None:
-            check_below(
-                within, source, Path(os.readlink(f"/proc/self/fd/{opened}"))
-            )  # the gateway is on Linux
+            # The gateway is on Linux.
+            check_below(within, source, Path(os.readlink(f"/proc/self/fd/{opened}")))
         if not stat.S_ISREG(os.fstat(opened).st_mode):
             raise ConfigurationError(f"{source} is no file")
         left = max_bytes + 1 if os.fstat(opened).st_size <= max_bytes else 0

@@ -42,9 +42,8 @@ def profile(
             times: dict[int, list[float]] = {1: [], PROFILE_ROWS: []}
             for repetition in range(rounds + 1):
                 for rows, seconds in times.items():
-                    group = numbers[
-                        repetition % len(numbers)
-                    ]  # another each time, as in a pass through a model
+                    # Another each time, as in a pass through a model.
+                    group = numbers[repetition % len(numbers)]
                     tensors = executor.zeros(group, direction, everyone, rows)
                     started = time.perf_counter()
                     executor.compute(group, direction, everyone, tensors)

@@ -40,7 +40,8 @@ OK, UNAVAILABLE = "200 OK", "503 Service Unavailable"
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - and where those are found here
 CONNECTIONS, MAX_CONNECTIONS = 16, 64
 REQUEST_SECONDS = 5.0  # for a request to arrive and be answered
-HEAD_BYTES = 16 << 10  # of a request: its parser takes a time that grows with the square of them
+# Of a request. The time of its parser grows with their square, so the gateway, which has another, takes more.
+HEADER_BYTES = 16 << 10
 # Times as long as an answer took to make, and seconds; no other one is made then.
 COOLDOWN, MAX_COOLDOWN = 9, 0.5
 MAX_WAITING = 4  # for an answer; probes need the other connections
@@ -103,16 +104,16 @@ def _cut(request: socket.socket) -> None:
         pass  # it has ended
 
 
-class _Head(io.BufferedReader):
-    """What a client sends, up to ``HEAD_BYTES``; the standard parser reads megabytes."""
+class _HeaderReader(io.BufferedReader):
+    """What a client sends, up to ``HEADER_BYTES``; the standard parser reads megabytes."""
 
-    _left = HEAD_BYTES
+    _left = HEADER_BYTES
 
     def readline(self, size: int | None = -1, /) -> bytes:
         """See ``io``.
 
         Raises:
-            ConnectionAbortedError: the head is too long, or a line has another end in it. For the parser it
+            ConnectionAbortedError: the header is too long, or a line has another end in it. For the parser it
                 would be many lines.
         """
         line = super().readline(self._left + 1)
@@ -123,23 +124,25 @@ class _Head(io.BufferedReader):
 
 
 class _Handler(WSGIRequestHandler):
-    rbufsize = 0  # the buffer is that of ``_Head``
+    rbufsize = 0  # the buffer is that of ``_HeaderReader``
 
     def setup(self) -> None:
         """See ``socketserver``."""
         super().setup()
-        self.rfile: Any = _Head(self.rfile)
+        self.rfile: Any = _HeaderReader(self.rfile)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are not worth a log line each."""
 
 
 class FreshAnswer:
-    """Makes an answer for all who have asked by then, and then rests.
+    """Makes an answer for all who have asked by then; after a cooldown, the next one.
 
-    While an answer is made, no other Python code runs. With the rest, a flood of requests takes a tenth of
-    the time from the loop that answers tenants. Each answer is made after its request has come, unless
+    While an answer is made, no other Python code runs. With the cooldown, a flood of requests takes a tenth
+    of the time from the loop that answers tenants. Each answer is made after its request has come, unless
     ``MAX_WAITING`` requests wait already: then it is the newest one.
+
+    The gateway's ``CachedAnswer`` has neither threads nor a cooldown, since it keeps an answer for a time.
 
     Args:
         make: makes it.

@@ -86,9 +86,8 @@ class PlacedLanes:
         for group in range(len(self.placement.shapes)):
             for direction in (Direction.FORWARD, Direction.BACKWARD):
                 worker = self._lane_of[group] * self.placement.stripes
-                latency.set(
-                    group, direction, replace(self.latency[worker].line(group, direction))
-                )  # it learns
+                line = replace(self.latency[worker].line(group, direction))  # a copy, since it learns
+                latency.set(group, direction, line)
         return latency
 
 

@@ -339,9 +339,8 @@ class ColocatedConnection(Connection):
             self._socket.send(data, zmq.NOBLOCK)
         except zmq.ZMQError as error:  # it has gone, or has twice as much in flight as it may, unread
             raise BrokenPipeError(str(error)) from error
-        self._loop.call_soon_threadsafe(
-            self._guard(self._read_socket)
-        )  # sending takes what its descriptor would tell
+        # Sending takes what the socket's descriptor would report.
+        self._loop.call_soon_threadsafe(self._guard(self._read_socket))
 
 
 class ColocatedServer:
@@ -371,10 +370,8 @@ class ColocatedServer:
     ) -> None:
         self.url = f"{SCHEME}{directory}"
         self._service, self._tokens, self._connections = service, tokens, connections
-        self._directory, self._budget = (
-            directory_of(self.url),
-            MemoryBudget(memory_bytes, tenant_memory_bytes),
-        )
+        self._directory = directory_of(self.url)
+        self._budget = MemoryBudget(memory_bytes, tenant_memory_bytes)
         self._locked = _claim(self._directory)
         self._listener: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._listener.set(zmq.LINGER, LINGER_MILLISECONDS)

@@ -73,17 +73,10 @@ class Acceptor:
         max_message_bytes: int,
         max_in_flight: int,
     ) -> None:
-        self._listener, self._context, self._tokens, self._connections = (
-            listener,
-            context,
-            tokens,
-            connections,
-        )
-        self._open_session, self._max_message_bytes, self._max_in_flight = (
-            open_session,
-            max_message_bytes,
-            max_in_flight,
-        )
+        self._listener, self._context = listener, context
+        self._tokens, self._connections = tokens, connections
+        self._open_session = open_session
+        self._max_message_bytes, self._max_in_flight = max_message_bytes, max_in_flight
         self._reserve = ReserveDescriptor()
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 

@@ -61,10 +61,8 @@ class _Account:
     def __init__(self, quota: Quota, now: float) -> None:
         self.quota = quota
         self.bytes = self.rows = 0
-        self.requests_bucket, self.bytes_bucket = (
-            _Bucket(quota.requests_per_second),
-            _Bucket(quota.bytes_per_second),
-        )
+        self.requests_bucket = _Bucket(quota.requests_per_second)
+        self.bytes_bucket = _Bucket(quota.bytes_per_second)
         self.requests_bucket.filled = self.bytes_bucket.filled = now
 
     def seconds_until_available(

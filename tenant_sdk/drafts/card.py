@@ -10,14 +10,13 @@ import msgspec
 
 from shared.encoded import UNREADABLE, decode_json, read_within
 from shared.errors import ConfigurationError, ModelMismatch, OptionText
-from tenant_sdk.drafts.options import CARD
+from tenant_sdk.drafts.options import CARD, MAX_GUESSES
 from tenant_sdk.drafts.repeats import LONGEST
 from tenant_sdk.storage import ADAPTER_CONFIG
 
 log = logging.getLogger(__name__)
 
 _CARD_BYTES = 64 << 10
-_MAX_GUESSES = 16
 
 
 class DraftCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,9 +77,9 @@ def read_card(folder: Path) -> DraftCard:
     except (OSError, *UNREADABLE) as error:
         raise ConfigurationError(f"{folder / CARD} is damaged: {error}. Train the draft again") from error
     shares = card.acceptance
-    if len(shares) > _MAX_GUESSES or not all(0 <= share <= 1 for share in (*shares, *card.repeats)):
+    if len(shares) > MAX_GUESSES or not all(0 <= share <= 1 for share in (*shares, *card.repeats)):
         raise ConfigurationError(
-            f"{folder / CARD} is damaged: `acceptance` has at most {_MAX_GUESSES} shares, and shares are "
+            f"{folder / CARD} is damaged: `acceptance` has at most {MAX_GUESSES} shares, and shares are "
             "from 0 to 1. Train the draft again"
         )
     if len(card.repeats) not in (0, LONGEST):

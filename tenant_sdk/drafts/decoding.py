@@ -210,12 +210,8 @@ class _GeneratedText:
         streamer: BaseStreamer | None,
     ) -> None:
         self.ids, self.ended = ids, False
-        self._processors, self._criteria, self._config, self._streamer = (
-            processors,
-            criteria,
-            config,
-            streamer,
-        )
+        self._processors, self._criteria = processors, criteria
+        self._config, self._streamer = config, streamer
         self._open = torch.ones(len(ids), dtype=torch.bool, device=ids.device)  # sequences that go on
         self._pads = any(hasattr(each, "eos_token_id") for each in criteria)
         self._scores, self._logits = list[Tensor](), list[Tensor]()

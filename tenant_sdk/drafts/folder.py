@@ -29,11 +29,10 @@ from tenant_sdk.drafts.options import CARD
 from tenant_sdk.drafts.passes import check_supported
 from tenant_sdk.model.naming import plain_name
 from tenant_sdk.session.session import Session
-from tenant_sdk.storage import UNREADABLE_TENSORS
+from tenant_sdk.storage import TENSORS_HEADER_BYTES, UNREADABLE_TENSORS
 from tenant_sdk.trust.attestation import base_model
 
 WEIGHTS = "draft.safetensors"
-_HEADER_BYTES = 64 << 10
 _WIDEST = 2 * WIDENING  # of the layer between, in widths of the model
 _TOKENS = "tokens"  # the tensor of ids, beside those of the network
 
@@ -185,7 +184,7 @@ def read_weights(folder: Path, card: DraftCard, vocabulary: int, width: int) -> 
     with torch.device("meta"):
         head = DraftHead(width, card.hidden)
     expected = head.state_dict()
-    most = 4 * sum(each.numel() for each in expected.values()) + 8 * MAX_VOCABULARY + _HEADER_BYTES
+    most = 4 * sum(each.numel() for each in expected.values()) + 8 * MAX_VOCABULARY + TENSORS_HEADER_BYTES
     try:
         tensors = load(read_within(file, most))
     except UNREADABLE_TENSORS as error:

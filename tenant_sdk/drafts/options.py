@@ -14,6 +14,7 @@ from tenant_sdk.tuning.options import AdapterChoice, ReadingOptions, TrainingOpt
 _TEXT, _DRAFT = "Text", "Draft"
 ANSWER_TOKENS = 256
 CARD = "draft.json"  # in a draft's folder
+MAX_GUESSES = 16  # at once, of any draft; one that is made here guesses ``training.GUESSES``
 VIRTUAL_TOKENS = OptionText(
     "a draft does not go with adapters of virtual tokens (methods prompt, p-tuning and prefix): leave out "
     "the draft"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
+from collections import defaultdict
 from itertools import count, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +13,15 @@ from typing import TYPE_CHECKING, Any
 from vllm.lora.request import LoRARequest
 
 from shared.errors import ConfigurationError
-from tenant_sdk.gateway.adapters import Adapter, files_version, folders_in, import_adapter
+from shared.log_rate_limit import LogRateLimiter
+from tenant_sdk.gateway.adapters import Adapter, folders_in, import_adapter
 from tenant_sdk.gateway.admission import MAX_ADAPTERS, SequenceLimit
 from tenant_sdk.gateway.client_locks import FairLock, current_client
+from tenant_sdk.gateway.log_redaction import CALL_SITE_SECONDS, LINES_PER_CALL_SITE
 from tenant_sdk.gateway.reservations import Reservations
 from tenant_sdk.gateway.unused_copies import UnusedCopies
+from tenant_sdk.storage import ADAPTER_CONFIG, ADAPTER_WEIGHTS, files_version
+from tenant_sdk.tuning.provenance import RECORD
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -63,6 +69,11 @@ class AdapterRegistry:
         self._seen, self._marks = dict[str, object](), dict[str, object]()
         self._outdated = dict[str, None]()  # names whose folder has changed since, oldest first
         self._unused = UnusedCopies(sequence_limit)
+        # Of lines for the operator, by client. The folder has more: each adapter has one at the start.
+        self._limiters = defaultdict(
+            lambda: LogRateLimiter(CALL_SITE_SECONDS, LINES_PER_CALL_SITE),
+            {"": LogRateLimiter(CALL_SITE_SECONDS, MAX_ADAPTERS)},
+        )
 
     def unserved(self, name: str) -> str:
         """Why a model of this name is not served; empty: it is."""
@@ -125,9 +136,9 @@ class AdapterRegistry:
             old = self._models.lora_requests.get(adapter.name)
             self._models.lora_requests[adapter.name], self.served[adapter.name] = request, adapter
             await self._unload(old)
-            settings.notify(f"adapter {adapter.name}: rank {adapter.rank}, of {folder}")
+            self._notify(f"adapter {adapter.name}: rank {adapter.rank}, of {folder}")
             if adapter.notes:
-                settings.notify(adapter.notes)
+                self._notify(adapter.notes)
             return adapter
 
     async def remove(self, name: str) -> bool:
@@ -143,8 +154,14 @@ class AdapterRegistry:
         self._release_owner(name)
         if request is not None:
             await self._unload(request)
-            self._settings.notify(f"adapter {name} is served no more")
+            self._notify(f"adapter {name} is served no more")
         return gone is not None
+
+    def _notify(self, line: str) -> None:
+        """Show a line to the operator: some a minute, since a client may add and remove adapters for ever."""
+        limiter = self._limiters[current_client.get()]
+        if limiter.due(time.monotonic()):
+            self._settings.notify(f"{line}{limiter.more()}")
 
     def _id_of(self, folder: Path) -> int:
         """What the worker knows a content by, of which it has one in memory, whatever names it has."""
@@ -181,8 +198,9 @@ class AdapterRegistry:
                 same.
             again: also look at those that were refused, whose reason may have gone.
         """
+        files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, RECORD)
         marks = await asyncio.to_thread(
-            lambda: {path.name: files_version(path) for path in folders_in(folder)}
+            lambda: {path.name: files_version(path, files) for path in folders_in(folder)}
         )
         last, self._marks = marks if begins else self._marks, marks
         self.refused = {name: why for name, why in self.refused.items() if name in marks}
@@ -225,7 +243,7 @@ class AdapterRegistry:
             return
         except Exception as error:  # whatever it is, the other folders are served
             if self.refused.get(folder.name) != str(error):
-                self._settings.notify(str(error))
+                self._notify(str(error))
             self.refused[folder.name] = str(error)
 
     async def watch(self, folder: Path) -> None:
@@ -239,4 +257,4 @@ class AdapterRegistry:
             except Exception as error:  # the next scan may be a better one
                 if said != str(error):
                     said = str(error)
-                    self._settings.notify(f"cannot look into {folder}: {error}")
+                    self._notify(f"cannot look into {folder}: {error}")

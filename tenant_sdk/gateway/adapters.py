@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from shared.errors import ConfigurationError, OptionText
 from tenant_sdk.gateway.options import RANKS
 from tenant_sdk.storage import ADAPTER_CONFIG as CONFIG
-from tenant_sdk.storage import ADAPTER_WEIGHTS as WEIGHTS
 from tenant_sdk.storage import check_below, disk_errors
-from tenant_sdk.tuning.provenance import RECORD, Provenance
+from tenant_sdk.tuning.provenance import Provenance
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -59,18 +58,6 @@ def folders_in(folder: Path) -> Iterator[Path]:
             is_adapter = True
         if is_adapter:
             yield path
-
-
-def files_version(folder: Path) -> object:
-    """What changes when an adapter's files do, without reading them."""
-    marks = []
-    for name in (CONFIG, WEIGHTS, RECORD):
-        try:
-            state = (folder / name).stat()
-            marks.append((state.st_mtime_ns, state.st_ctime_ns, state.st_size, state.st_ino))
-        except OSError:
-            marks.append((0, 0, 0, 0))
-    return marks
 
 
 def largest_rank(folder: Path) -> int:

@@ -118,9 +118,8 @@ class SequenceLimit:
     requests: int = 0
     refused: int = 0
     period: int = 0
-    _periods: Counter[int] = field(
-        default_factory=Counter
-    )  # requests in flight, by that in which they entered
+    # Requests in flight, by the period in which they entered.
+    _periods: Counter[int] = field(default_factory=Counter)
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def __post_init__(self) -> None:

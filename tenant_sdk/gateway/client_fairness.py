@@ -1,7 +1,7 @@
-"""Which waiting sequences may begin, so that one client's do not make those of others wait. No I/O, no clock.
+"""Which sequences are admitted, so that one client's do not make those of others wait. No I/O, no clock.
 
 FlexLLM fills what the latency of a step leaves (§6.2), and shares tokens among tenants (appendix C). Here the
-clients of a gateway take turns with what a step has: sequences, adapters, and rows for prompts.
+clients of a gateway share what a step has: sequences, adapters, and rows for prompts.
 
 These rules say what one client can take:
 
@@ -96,10 +96,10 @@ class SequenceInfo(NamedTuple):
         name: of the sequence.
         client: that it is for.
         adapter: a number; 0: none.
-        prefilling: it has begun, and not all of its prompt is read.
+        prefilling: it was admitted, and not all of its prompt is read.
         tokens: that its next row attends to.
         blocks: of keys and values that it has.
-        blocks_needed: blocks that it needs for its next step, or to begin.
+        blocks_needed: blocks that it needs for its next step, or to be admitted.
     """
 
     name: str
@@ -128,17 +128,17 @@ def next_admissions(
     contended: bool = True,
     memory: Memory | None = None,
 ) -> list[str]:
-    """Names of the waiting sequences that may begin now, in order; the others wait for another step.
+    """Names of the waiting sequences that are admitted now, in order; the others wait for another step.
 
     Clients that stay within their share of the memory come first, and of these the one that has the fewest
     sequences. (If one that exceeds its share came first, it would take what was freed for another one, and be
-    stopped again in the next step.) A part of both counts stays free for each client (``Reservations``). If
-    there are several clients, nothing of a client begins while a prompt of it is read (but several may begin
-    in one step, see ``second_prompts``), and what begins stays within its client's equal share of the memory,
+    preempted again in the next step.) A part of both counts stays free for each client (``Reservations``). If
+    there are several clients, no sequence of a client is admitted while a prompt of it is read (but several
+    may be in one step, see ``second_prompts``), and each stays within its client's equal share of the memory,
     or is the only one that the client has.
 
     Args:
-        running: sequences that have begun, in the order in which they did.
+        running: sequences that were admitted, in this order.
         waiting: the others, in the order in which they came.
         max_sequences: that one step computes.
         max_adapters: different ones that may run at once.
@@ -201,14 +201,15 @@ def next_preemptions(
     """Names of the running sequences that are preempted for others' keys and values.
 
     Clients with more than an equal share give up their newest, if what runs could not go on otherwise, or
-    the next sequence of a client could not begin that fits into its share. For a client whose only sequence
-    exceeds its share, they give up none that is their only one: the two would stop each other for ever.
+    a client's next sequence could not be admitted although it fits into its share. For a client whose only
+    sequence exceeds its share, they give up none that is their only one: the two would preempt each other for
+    ever.
 
     Args:
-        running: sequences that have begun, in the order in which they came.
+        running: sequences that were admitted, in the order in which they came.
         waiting: the others, likewise.
         memory: for keys and values.
-        admissible: names of those that could begin if there were memory (``next_admissions``). If memory were
+        admissible: names of those that are admitted if there is memory (``next_admissions``). If memory were
             freed for another one, a preempted sequence would take it in the same step, again and again.
     """
     used, share = _used(running), _share((*running, *waiting), memory)
@@ -305,31 +306,31 @@ def paused_sampling(needs_sorting: Sequence[tuple[str, str]], vocabulary: int) -
 def paused_constraints(constrained: Iterable[tuple[str, str, bool]], overdrawn: Collection[str]) -> set[str]:
     """Names of sequences with a constraint that wait for a later step.
 
-    What a constraint allows first may take long to compute, and is not known before. So of a client one
-    sequence begins in a step, and none goes on while the client has used more than its ``TimeBudget``.
+    What a constraint allows first may take long to compute, and is not known before. So of a client one new
+    sequence goes on in a step, and none goes on while the client has used more than its ``TimeBudget``.
 
     Args:
         constrained: name and client of each, and whether nothing was computed for it yet; those that have
             waited longest first.
         overdrawn: clients that have used more.
     """
-    begun, paused = set[str](), set[str]()
+    started, paused = set[str](), set[str]()
     for name, client, fresh in constrained:
-        if client in overdrawn or (fresh and client in begun):
+        if client in overdrawn or (fresh and client in started):
             paused.add(name)
         elif fresh:
-            begun.add(client)
+            started.add(client)
     return paused
 
 
 def second_prompts(running: Sequence[SequenceInfo]) -> set[str]:
     """Names of running sequences that pause while another prompt of their client is read.
 
-    ``next_admissions`` lets several of a client begin in one step. Of those that are not read at its end, all
+    ``next_admissions`` admits several of a client in one step. Of those that are not read at its end, all
     but one pause.
 
     Args:
-        running: sequences that have begun, in the order in which prompts came.
+        running: sequences that were admitted, in the order in which prompts came.
     """
     clients, paused = set[str](), set[str]()
     for each in running:
@@ -358,13 +359,13 @@ class RecentClients:
         return len(self._last)
 
 
-def rows_per_client(rows: int, running: Sequence[SequenceInfo], beginning: Iterable[str]) -> int:
+def rows_per_client(rows: int, running: Sequence[SequenceInfo], admitted: Iterable[str]) -> int:
     """Rows that the prompt of each client has in a step, as many for each; 0: one client has all.
 
     Args:
         rows: for prompts.
-        running: sequences that have begun.
-        beginning: clients of those that begin in this step.
+        running: sequences that were admitted before.
+        admitted: clients of those that are admitted in this step.
     """
-    clients = {each.client for each in running if each.prefilling}.union(beginning)
+    clients = {each.client for each in running if each.prefilling}.union(admitted)
     return max(1, rows // len(clients)) if len(clients) > 1 else 0

@@ -7,7 +7,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from numpy.typing import NDArray
@@ -19,12 +19,28 @@ from tenant_sdk.drafts.folder import WEIGHTS, check_base, digest_of_tensors, rea
 from tenant_sdk.drafts.head import Guesser, Vocabulary
 from tenant_sdk.drafts.options import CARD
 from tenant_sdk.gateway.connection import session_here
-from tenant_sdk.storage import ADAPTER_WEIGHTS, UNREADABLE_TENSORS
+from tenant_sdk.storage import ADAPTER_WEIGHTS, UNREADABLE_TENSORS, files_version
 
 FOLDER = "draft"  # in vLLM's ``additional_config``
-_FILES = (CARD, WEIGHTS)
 
 log = logging.getLogger(__name__)
+
+
+class _Found(NamedTuple):
+    """A draft, or none.
+
+    Attributes:
+        versions: of the draft's folder alone, so that no change of another draft has it read again; of all
+            folders if there is none, since each may become it.
+    """
+
+    guesser: Guesser | None
+    versions: dict[Path, object]
+
+    def is_outdated(self, versions: dict[Path, object]) -> bool:
+        if self.guesser is None:
+            return self.versions != versions
+        return not self.versions.items() <= versions.items()
 
 
 class Proposer:
@@ -47,7 +63,7 @@ class Proposer:
         self._runner: Any = None
         # Weights of drafts take memory, so those that were used last are kept.
         self._most = 1 + (config.lora_config.max_loras if config.lora_config else 0)
-        self._drafts = OrderedDict[tuple[str, int], Future[Guesser | None]]()
+        self._drafts = OrderedDict[str, Future[_Found]]()  # by the adapter's folder
         self._reader = ThreadPoolExecutor(1, "drafts")
 
     def load_model(self, model: Any) -> None:
@@ -65,7 +81,7 @@ class Proposer:
         self._bias = getattr(head, "bias", None)
         for folder in draft_folders(self._folder):  # later, a damaged one is passed over
             self._load(folder, read_card(folder))
-        self._read("", self._changed()).result()
+        self._read("", self._versions()).result()
         self._compute = model.compute_logits
         model.compute_logits = self._logits
 
@@ -89,10 +105,10 @@ class Proposer:
             lengths: of the sequences' texts, with these tokens.
             texts: their ids, a row for each sequence.
         """
-        names, first, changed = self._runner.input_batch.req_ids, 0, self._changed()
+        names, first, versions = self._runner.input_batch.req_ids, 0, self._versions()
         guesses, writing = [list[int]() for _ in sampled], defaultdict[Guesser, list[tuple[int, int]]](list)
         for at, tokens in enumerate(sampled):
-            if tokens and (draft := self._draft_of(names[at], changed)) is not None:
+            if tokens and (draft := self._draft_of(names[at], versions)) is not None:
                 writing[draft].append((at, first + len(tokens) - 1))
             first += 1 + len(self._drafted.get(names[at], ()))
         if self._hidden is None:
@@ -104,57 +120,46 @@ class Proposer:
                 guesses[at] = its
         return guesses
 
-    def _changed(self) -> int:
-        """Another number when a draft was added to the folder, changed or removed.
+    def _versions(self) -> dict[Path, object]:
+        """Of each draft's files: a copy is written file by file, and the time of its folder may stay."""
+        return {each: files_version(each, (CARD, WEIGHTS)) for each in draft_folders(self._folder)}
 
-        A copy is written file by file, and the time of the folder around it stays as it is then.
-        """
-        files = [self._folder, *(each / name for each in draft_folders(self._folder) for name in _FILES)]
-        return hash(tuple((str(each), _modified(each)) for each in files))
-
-    def _draft_of(self, sequence: str, changed: int) -> Guesser | None:
+    def _draft_of(self, sequence: str, versions: dict[Path, object]) -> Guesser | None:
         """The draft of its adapter, if there is one and it has been read, or the base's."""
         adapter = self._runner.requests[sequence].lora_request
         paths = [""] if adapter is None else [adapter.lora_path, ""]
-        drafts = (self._read(path, changed) for path in paths)
-        return next((draft.result() for draft in drafts if draft.done() and draft.result()), None)
+        drafts = (self._read(path, versions) for path in paths)
+        found = (draft.result().guesser for draft in drafts if draft.done())
+        return next((guesser for guesser in found if guesser is not None), None)
 
-    def _read(self, adapter: str, changed: int) -> Future[Guesser | None]:
+    def _read(self, adapter: str, versions: dict[Path, object]) -> Future[_Found]:
         """The draft for an adapter in a folder (the base: empty), perhaps later; or none."""
-        key = (adapter, changed)
-        if (draft := self._drafts.get(key)) is None:
-            draft = self._drafts[key] = self._reader.submit(self._find, adapter)
+        draft = self._drafts.get(adapter)
+        if draft is None or (draft.done() and draft.result().is_outdated(versions)):
+            draft = self._drafts[adapter] = self._reader.submit(self._find, adapter, versions)
             if len(self._drafts) > self._most:
                 self._drafts.popitem(last=False)[1].cancel()
-        self._drafts.move_to_end(key)
+        self._drafts.move_to_end(adapter)
         return draft
 
-    def _find(self, adapter: str) -> Guesser | None:
+    def _find(self, adapter: str, versions: dict[Path, object]) -> _Found:
         try:
             tensors = load_file(Path(adapter) / ADAPTER_WEIGHTS) if adapter else {}
         except UNREADABLE_TENSORS:  # the adapter has just been removed
-            return None
+            return _Found(None, versions)
         digest = digest_of_tensors(tensors) if adapter else ""
-        for folder in draft_folders(self._folder):
+        for folder, version in versions.items():
             try:
                 if (card := read_card(folder)).adapter == digest:
-                    return self._load(folder, card)
+                    return _Found(self._load(folder, card), {folder: version})
             except SymbiosisError as error:
                 log.warning("a draft is not used: %s", error)
             except (MemoryError, RuntimeError) as error:  # or each step would fail, for all clients
                 log.warning("a draft is not used: %s", type(error).__name__)
-        return None
+        return _Found(None, versions)
 
     def _load(self, folder: Path, card: DraftCard) -> Guesser:
         check_base(card, folder, session_here().manifest)
         head, tokens = read_weights(folder, card, self._tokens, self._weight.shape[1])
         head.to(self._weight.device)
         return Guesser(head, Vocabulary(self._embed, self._weight, self._bias, tokens), card.repeats)
-
-
-def _modified(file: Path) -> int:
-    """When, or 0 if it is not there: a copy may lack a file."""
-    try:
-        return file.stat().st_mtime_ns
-    except OSError:
-        return 0

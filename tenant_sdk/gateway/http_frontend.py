@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -126,20 +127,15 @@ class HttpFrontend:
         served: FrontendDependencies,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._application, self._authenticator, self._sequence_limit = (
-            application,
-            authenticator,
-            sequence_limit,
-        )
+        self._application, self._authenticator = application, authenticator
+        self._sequence_limit = sequence_limit
         self._folder, self._retry_after, self._clock = folder, retry_after, clock
         self._served = served
         self._arriving = Reservations(BODIES_BYTES, authenticator.clients)
-        self._tokenizing_lock = PacedLock(clock, sequence_limit.others_in_flight)
-        self._small_body_lock = PacedLock(clock, sequence_limit.others_in_flight)
-        self._preparation_lock = PacedLock(clock, sequence_limit.others_in_flight)
-        self._arrival_lock = PacedLock(clock, sequence_limit.others_in_flight)
-        self._unauthenticated_lock = PacedLock(clock, sequence_limit.others_in_flight, UNAUTHENTICATED_PAUSE)
-        self._listing_lock = PacedLock(clock, sequence_limit.others_in_flight)
+        lock = partial(PacedLock, clock, sequence_limit.others_in_flight)
+        self._tokenizing_lock, self._small_body_lock, self._preparation_lock = lock(), lock(), lock()
+        self._arrival_lock, self._listing_lock = lock(), lock()
+        self._unauthenticated_lock = lock(UNAUTHENTICATED_PAUSE)
         self._management = Reservations.per_client_minimum(MAX_MANAGEMENT, authenticator.clients)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -216,7 +212,7 @@ class HttpFrontend:
             return await _respond(send, PAGE.encode(), b"text/html; charset=utf-8", HEADERS)
         status = GatewayStatus.read(self._folder)
         if status.failing:
-            return await _refuse(send, failure_refusal(status.failure, status.error, self._retry_after))
+            return await _refuse(send, self._failure_of(status))
         return await _respond(send, b'{"status":"ok"}', b"application/json")
 
     async def _serve_management(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
@@ -363,8 +359,9 @@ class HttpFrontend:
     def _executors_unavailable(self) -> Refusal | None:
         """What would be told after all retries, if executors are known to be away."""
         status = GatewayStatus.read(self._folder)
-        if not status.unavailable:
-            return None
+        return self._failure_of(status) if status.unavailable else None
+
+    def _failure_of(self, status: GatewayStatus) -> Refusal:
         return failure_refusal(status.failure, status.error, self._retry_after)
 
     def _send_explaining_failures(self, send: Send, name: str, since: float) -> Send:
@@ -393,7 +390,7 @@ class HttpFrontend:
         status = GatewayStatus.read(self._folder)
         if self._served.ending() or status.failed_at < since:  # whatever it was, no step failed
             return self._unexplained()
-        return failure_refusal(status.failure, status.error, self._retry_after)
+        return self._failure_of(status)
 
 
 def _methods_of(path: str) -> tuple[str, ...]:

@@ -10,30 +10,33 @@ from collections.abc import Callable
 from typing import Any
 
 from shared.log_rate_limit import LogRateLimiter
+from tenant_sdk.gateway.client_locks import current_client
 
-OURS = ("tenant_sdk", "shared")  # whose words hold no text of a client
-# Clients may have one place log at each request, or each token: it may do so once in so many seconds, and a
-# place of this project, each of whose lines tells something else, so many times.
-PLACE_SECONDS, OUR_LINES = 60.0, 20
+FIRST_PARTY = ("tenant_sdk", "shared")  # loggers whose words hold no text of a client
+# Clients may have one call site log at each request, or each token. In so many seconds, it has one line for
+# each client; one of this project has more, since each of its lines reports something else. What lasts, such
+# as a full disk, has a stricter limit of its own (``status.REMIND_SECONDS``), so this one adds nothing there.
+CALL_SITE_SECONDS, LINES_PER_CALL_SITE = 60.0, 20
 
 
 def redact_library_logs(clock: Callable[[], float] = time.monotonic) -> None:
     """From now on, in this process: a library's words, and those of an exception, may hold a client's."""
     make = logging.getLogRecordFactory()
-    places = dict[tuple[str, int], LogRateLimiter]()
+    limiters = dict[tuple[str, str, int], LogRateLimiter]()
 
     def record_of(*arguments: Any, **options: Any) -> logging.LogRecord:
         record = make(*arguments, **options)
-        ours = record.name.partition(".")[0] in OURS
-        key, times = (record.pathname, record.lineno), OUR_LINES if ours else 1
-        place = places.setdefault(key, LogRateLimiter(PLACE_SECONDS, times))
-        if not place.due(clock()):
+        first_party = record.name.partition(".")[0] in FIRST_PARTY
+        key = (current_client.get(), record.pathname, record.lineno)
+        times = LINES_PER_CALL_SITE if first_party else 1
+        limiter = limiters.setdefault(key, LogRateLimiter(CALL_SITE_SECONDS, times))
+        if not limiter.due(clock()):
             record.levelno = logging.NOTSET - 1  # below the level of any handler
             return record
-        if ours:
-            record.msg = f"{record.msg}{place.more()}"
+        if first_party:
+            record.msg = f"{record.msg}{limiter.more()}"
             return record
-        record.msg, record.args = _described(record) + place.more(), ()
+        record.msg, record.args = _described(record) + limiter.more(), ()
         record.exc_info = record.exc_text = record.stack_info = None
         return record
 

@@ -1,4 +1,4 @@
-"""Figures of the gateway: metrics for Prometheus, and points of the page's lines."""
+"""Metrics of the gateway: for Prometheus, and points of the page's lines."""
 
 from __future__ import annotations
 
@@ -44,6 +44,8 @@ def rates(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
 
 class CachedAnswer:
     """What is made once in a while, in a thread, for all who ask meanwhile.
+
+    It is for coroutines, as the provider's ``FreshAnswer`` is for threads.
 
     Args:
         make: makes it.

@@ -13,6 +13,7 @@ from shared.hosts import LOOPBACK
 from shared.options import Option, check_fields
 from shared.secrets import Secret, text_of
 from tenant_sdk.drafts.card import draft_folders
+from tenant_sdk.drafts.options import MAX_GUESSES
 from tenant_sdk.products.modes import Privacy
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ class GatewayOptions:
             _MODEL,
             f"Maximum number of tokens that are guessed at once. Default: {DRAFT_TOKENS}.",
             minimum=1,
-            maximum=16,
+            maximum=MAX_GUESSES,
         ),
     ] = None
     ready_file: Annotated[

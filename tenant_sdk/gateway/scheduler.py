@@ -63,10 +63,8 @@ class Scheduler(Base):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **options: Any) -> None:
         threading.stack_size(ENGINE_STACK)  # of threads that compile constraints, which begin later
         super().__init__(*arguments, **options)
-        self._latency, self._recent_clients = (
-            StepLatency(LinearLatency(*GUESSED_LINE), GUESSED_TOKEN),
-            RecentClients(),
-        )
+        self._latency = StepLatency(LinearLatency(*GUESSED_LINE), GUESSED_TOKEN)
+        self._recent_clients = RecentClients()
         self._attention_debt, self._attended = AttentionTimeDebt(), 0
         self._most_rows: int = self.scheduler_config.max_num_batched_tokens
         self._time_budget = TimeBudget(GRACE_SECONDS, STEP_SECONDS)
@@ -82,7 +80,7 @@ class Scheduler(Base):  # type: ignore[misc]
         self._warn_of_little_memory()
 
     def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
-        """See vLLM; clients take turns. What a step does is remembered, since clients hang up."""
+        """See vLLM; clients share the step. What it does is remembered, since clients hang up."""
         clients = Counter({client_of(each.request_id): 0 for each in (*self.running, *self.waiting)})
         contended = self._recent_clients.count(clients, time.monotonic()) > 1
         constrained = self._paused_constraints() if contended else set[str]()
@@ -100,7 +98,7 @@ class Scheduler(Base):  # type: ignore[misc]
             contended=contended,
             memory=self._memory(),
         )
-        # What has begun comes first in vLLM, and would take all rows.
+        # Running sequences come first in vLLM, and would take all rows.
         self.scheduler_config.long_prefill_token_threshold = (
             rows_per_client(self._for_prompts, running, map(client_of, admitted)) if contended else 0
         )

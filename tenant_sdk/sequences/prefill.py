@@ -54,9 +54,8 @@ class Demand:
         """
         fit = (memory - self.copies) // self.bytes_a_token(context) // MIN_CHUNK * MIN_CHUNK
         if fit < MIN_CHUNK:
-            needed = (
-                (MIN_CHUNK * self.bytes_a_token(context) + self.copies) / 2**30 * 1.05
-            )  # two digits suffice
+            # Two digits suffice.
+            needed = (MIN_CHUNK * self.bytes_a_token(context) + self.copies) / 2**30 * 1.05
             copied = (
                 f" (keys and values copied for every head take {self.copies / 2**30:.2g} GiB, see "
                 "docs/how-to/long-contexts.md)"

@@ -41,14 +41,13 @@ from shared.errors import ConfigurationError, ModelMismatch, SymbiosisError
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.storage import ADAPTER_CONFIG as CONFIG
 from tenant_sdk.storage import ADAPTER_WEIGHTS as WEIGHTS
-from tenant_sdk.storage import UNREADABLE_TENSORS, check_adapter_folder, copy_file
+from tenant_sdk.storage import TENSORS_HEADER_BYTES, UNREADABLE_TENSORS, check_adapter_folder, copy_file
 from tenant_sdk.trust.attestation import base_model
 from tenant_sdk.tuning.adapter_config import MAX_JSON_BYTES, read_adapter_config
 from tenant_sdk.tuning.adapters import without_false_warnings
 from tenant_sdk.tuning.provenance import RECORD
 
-# Of a file of weights what it has beside numbers: for each tensor its name, type, shape and place.
-_HEADER_BYTES, _ENTRY_BYTES = 1 << 16, NAME_LENGTH + 256
+_ENTRY_BYTES = NAME_LENGTH + 256  # of a tensor in a file's header: its name, type, shape and place
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _WIDEST = 8  # bytes of a number
 # PEFT's names for the base model's layers inside of its own.
@@ -135,7 +134,7 @@ class _MetaAdapter:
     @property
     def max_header_bytes(self) -> int:
         """The most bytes that the file can have beside its numbers."""
-        return _HEADER_BYTES + _ENTRY_BYTES * (len(self.expected) + len(self.state))
+        return TENSORS_HEADER_BYTES + _ENTRY_BYTES * (len(self.expected) + len(self.state))
 
     @property
     def max_file_bytes(self) -> int:
@@ -155,9 +154,7 @@ class _MetaAdapter:
         """
         if self.config.is_prompt_learning:
             for name in tensors.keys() & self.expected.keys():
-                shape, right = list(tensors[name].shape), list(self.expected[name].shape)
-                if shape != right:
-                    raise _other_base_error(file, f"size mismatch for {name}: {shape}, not {right}")
+                _check_shape(tensors[name], self.expected[name], name, file)
             return sorted(tensors.keys() - self.expected), sorted(self.expected.keys() - tensors)
         if self.config.peft_type == PeftType.ADALORA:
             ranks = self.config.rank_pattern or {}
@@ -231,9 +228,7 @@ def _check_weights(file: Path, meta_adapter: _MetaAdapter, own_modules: Collecti
                 described = _describe_tensor(opened, name, file)
                 place, known = _base_name(name), name in meta_adapter.expected
                 if known and meta_adapter.is_base(name):
-                    shape, right = list(described.shape), list(meta_adapter.expected[name].shape)
-                    if shape != right:
-                        raise _other_base_error(file, f"size mismatch for {name}: {shape}, not {right}")
+                    _check_shape(described, meta_adapter.expected[name], name, file)
                     biases.add(name)
                 elif place in own_modules or (not known and _is_unchanged(base.get(place), opened, name)):
                     overwritten.add(place)
@@ -277,6 +272,12 @@ def _describe_tensor(opened: Any, name: str, file: Path) -> Tensor:
     if (kind := described.get_dtype()) not in _FLOATS:
         raise ConfigurationError(f"{name} in {file} holds no plain floats")
     return torch.empty(described.get_shape(), dtype=_FLOATS[kind], device="meta")
+
+
+def _check_shape(found: Tensor, expected: Tensor, name: str, file: Path) -> None:
+    if found.shape != expected.shape:
+        shapes = f"{list(found.shape)}, not {list(expected.shape)}"
+        raise _other_base_error(file, f"size mismatch for {name}: {shapes}")
 
 
 def _check_finite(file: Path) -> None:

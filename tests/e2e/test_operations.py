@@ -21,7 +21,7 @@ from conftest import Executor
 from raw_peers import eventually
 
 from provider.observe import admin as admin_port
-from provider.observe.admin import CONNECTIONS, HEAD_BYTES, AdminServer
+from provider.observe.admin import CONNECTIONS, HEADER_BYTES, AdminServer
 from provider.observe.metrics import Metrics
 from provider.serve.certificates import write_certificates
 
@@ -138,7 +138,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_cut(monkeypatch: pytest.Monk
         admin.close()
 
 
-@pytest.mark.parametrize("header", [b"a" * HEAD_BYTES, b"x: a:\ra:\ra:"])
+@pytest.mark.parametrize("header", [b"a" * HEADER_BYTES, b"x: a:\ra:\ra:"])
 def test_a_head_that_takes_long_to_parse_is_cut(header: bytes) -> None:
     """The standard parser takes minutes for some megabytes, and ends lines where HTTP does not."""
     admin = AdminServer(Metrics(), 0, HEALTHY)

@@ -38,7 +38,6 @@ from tenant_sdk.drafts.length import DraftLength
 from tenant_sdk.drafts.making import DraftCallbacks, make_draft
 from tenant_sdk.drafts.options import CARD, DraftOptions
 from tenant_sdk.drafts.training import GUESSES, Positions, collect, gain
-from tenant_sdk.gateway.draft_proposer import Proposer
 from tenant_sdk.session.session import Session
 from tenant_sdk.tuning.conversations import IGNORE_INDEX
 
@@ -207,18 +206,6 @@ def test_folders_that_cannot_be_read_hold_no_draft(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(Path, "is_file", closed)
     assert draft_folders(tmp_path) == [tmp_path / "good"]
-
-
-def test_half_a_copy_hides_no_changes_of_other_drafts(tmp_path: Path) -> None:
-    for name in ("half", "whole"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / CARD).touch()
-    (tmp_path / "whole" / WEIGHTS).touch()
-    proposer: Any = object.__new__(Proposer)
-    proposer._folder = tmp_path
-    before = proposer._changed()
-    os.utime(tmp_path / "whole" / WEIGHTS, (1, 1))
-    assert proposer._changed() != before
 
 
 @pytest.mark.parametrize("fault", DAMAGED)

@@ -113,3 +113,29 @@ async def test_a_name_that_is_removed_meanwhile_is_not_served_again(
     assert not imported
     assert not registry.served
     assert not registry.refused
+
+
+def test_lines_on_adapters_are_limited_for_each_client(
+    registries: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client can add and remove one without end; at the start, each adapter of the folder has a line."""
+    lines, now, registry = list[str](), [0.0], made(registries, tmp_path)
+    registry._settings.notify = lines.append
+    monkeypatch.setattr(registries.time, "monotonic", lambda: now[0])
+    for client, shown in (
+        ("0", registries.LINES_PER_CALL_SITE),
+        ("1", registries.LINES_PER_CALL_SITE),
+        ("", registries.MAX_ADAPTERS),
+    ):
+        token = registries.current_client.set(client)
+        lines.clear()
+        for _ in range(2000):
+            registry._notify("adapter a is served no more")
+        assert len(lines) == shown
+        registries.current_client.reset(token)
+    now[0] = 61.0
+    registry._notify("adapter b is served no more")
+    assert (
+        lines[-1]
+        == f"adapter b is served no more ({2000 - registries.MAX_ADAPTERS} more since the last line)"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from concurrent.futures import wait
 from pathlib import Path
@@ -83,7 +84,9 @@ def loaded(folder: Path) -> tuple[Proposer, Any]:
     return proposer, model
 
 
-def guessed(proposer: Proposer, model: Any, hidden: Tensor, **adapters: Path | None) -> list[list[int]]:
+def guessed(
+    proposer: Proposer, model: Any, hidden: Tensor, steps: int = 2, **adapters: Path | None
+) -> list[list[int]]:
     """The guesses for sequences of these adapters, each with one new token."""
     requests = {
         name: SimpleNamespace(lora_request=path and SimpleNamespace(lora_path=str(path)))
@@ -91,7 +94,7 @@ def guessed(proposer: Proposer, model: Any, hidden: Tensor, **adapters: Path | N
     }
     runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=[*adapters]), requests=requests)
     guesses = []
-    for _ in range(2):  # the first step has the drafts read
+    for _ in range(steps):  # the first one has the drafts read
         proposer.begin(runner, {})
         model.compute_logits(hidden)
         guesses = proposer.propose([[7] for _ in adapters], *TEXTS)
@@ -156,6 +159,30 @@ def test_a_draft_that_is_copied_file_by_file(tmp_path: Path) -> None:
         drafts / "new", 7, adapter=msgspec.json.decode((drafts / "new" / CARD).read_bytes())["adapter"]
     )
     assert guessed(*serving, hidden, a=one) == [[7, 7]]
+
+
+def test_other_drafts_guess_on_while_one_is_copied(tmp_path: Path) -> None:
+    """A copy changes in each step, and no other draft has to be read again for it."""
+    drafts, one, two = tmp_path / "drafts", tmp_path / "one", tmp_path / "two"
+    drafts.mkdir()
+    write_draft(drafts / "base", 5)
+    write_draft(drafts / "adapted", 6, adapter=write_adapter(one, 1.0))
+    write_draft(tmp_path / "copied", 7, adapter=write_adapter(two, 2.0))
+    (proposer, model), hidden = loaded(drafts), torch.randn(3, WIDTH)
+    sequences = {"a": one, "b": None, "c": two}
+    assert guessed(proposer, model, hidden, **sequences) == [[6, 6], [5, 5], [5, 5]]
+    (drafts / "copied").mkdir()
+    (drafts / "copied" / CARD).write_bytes((tmp_path / "copied" / CARD).read_bytes())
+    content = (tmp_path / "copied" / WEIGHTS).read_bytes()
+    for written in range(0, len(content), len(content) // 8):
+        (drafts / "copied" / WEIGHTS).write_bytes(content[:written])
+        assert guessed(proposer, model, hidden, steps=1, **sequences) == [[6, 6], [5, 5], [5, 5]]
+    (drafts / "copied" / WEIGHTS).write_bytes(content)
+    assert guessed(proposer, model, hidden, **sequences) == [[6, 6], [5, 5], [7, 7]]
+    write_draft(drafts / "adapted", 8, adapter=digest_of_tensors(load_file(one / ADAPTER_WEIGHTS)))
+    assert guessed(proposer, model, hidden, **sequences) == [[8, 8], [5, 5], [7, 7]]
+    shutil.rmtree(drafts / "base")
+    assert guessed(proposer, model, hidden, **sequences) == [[8, 8], [], [7, 7]]
 
 
 def test_no_step_waits_for_a_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,8 +53,8 @@ def test_seats_stay_free_for_others() -> None:
 
 def test_places_for_adapters_stay_free_for_others() -> None:
     own = [SequenceInfo(f"a{at}", "a", at + 1) for at in range(16)]
-    begun = next_admissions([], own, 64, 16, 2)
-    assert len(begun) == 12
+    admitted = next_admissions([], own, 64, 16, 2)
+    assert len(admitted) == 12
     running = own[:12]
     victim = SequenceInfo("b0", "b", 99)
     # What goes on with an adapter that runs already takes no place, and cannot keep the other from one.
@@ -75,7 +75,7 @@ def test_one_long_prompt_of_a_client_is_read_at_a_time() -> None:
 
 
 def test_a_second_prompt_of_a_client_waits_for_the_first() -> None:
-    """Rows for prompts are shared by client, and vLLM gives them to each prompt that has begun."""
+    """Rows for prompts are shared by client, and vLLM gives them to each prompt that is read."""
     running = [
         SequenceInfo("a0", "a"),
         *(SequenceInfo(name, name[0], prefilling=True) for name in ("a1", "a2", "b0", "a3")),
@@ -234,8 +234,8 @@ def test_what_runs_never_lacks_memory_beside_others(
             if each.name in given
         ]
         admitted = next_admissions(left, waiting, 99, 0, 3, memory=memory, contended=False)
-        begun = [each for each in waiting if each.name in admitted]
-        assert sum(each.blocks_needed for each in (*left, *begun)) <= memory.free
+        new = [each for each in waiting if each.name in admitted]
+        assert sum(each.blocks_needed for each in (*left, *new)) <= memory.free
 
 
 @dataclass
@@ -249,16 +249,16 @@ class Generation:
     tokens: int = 0
     blocks: int = 0
     running: bool = False
-    stops: int = 0
+    preemptions: int = 0
 
     @property
     def info(self) -> SequenceInfo:
         needed = self.prompt + self.tokens + 1 - self.blocks
         return SequenceInfo(self.name, self.client, blocks=self.blocks, blocks_needed=needed)
 
-    def stop(self) -> None:
+    def preempt(self) -> None:
         """The next time, all of its text is read again."""
-        self.running, self.blocks, self.stops = False, 0, self.stops + 1
+        self.running, self.blocks, self.preemptions = False, 0, self.preemptions + 1
 
 
 READ = 4  # blocks of a prompt in a step
@@ -275,10 +275,10 @@ def unfinished(generations: list[Generation], blocks: int, steps: int) -> list[G
         def infos(*, running: bool, of: list[Generation] = going) -> list[SequenceInfo]:
             return [each.info for each in of if each.running == running]
 
-        stopped = preempted(infos(running=True), infos(running=False), Memory(blocks, free()))
+        given_up = preempted(infos(running=True), infos(running=False), Memory(blocks, free()))
         for each in going:
-            if each.name in stopped:
-                each.stop()
+            if each.name in given_up:
+                each.preempt()
         running, waiting, memory = infos(running=True), infos(running=False), Memory(blocks, free())
         admitted = next_admissions(running, waiting, 32, 16, 3, memory=memory)
         for each in going:
@@ -286,22 +286,24 @@ def unfinished(generations: list[Generation], blocks: int, steps: int) -> list[G
             if not each.running:
                 continue
             more = min(READ, each.info.blocks_needed)
-            for last in reversed(going):  # vLLM stops the last one, whoever's it is
+            for last in reversed(going):  # vLLM preempts the last one, whoever's it is
                 if free() < more and last is not each:
-                    last.stop()
+                    last.preempt()
             if free() >= more:
                 each.blocks += more
                 if not each.info.blocks_needed:
                     each.tokens += 1
             if each.tokens == each.answer:
-                each.stop()
+                each.preempt()
     return [each for each in generations if each.tokens < each.answer]
 
 
 @pytest.mark.parametrize(
     ("blocks", "prompts"), [(7, (3, 3)), (100, (59, 44)), (100, (54, 54)), (100, (39, 29, 31))]
 )
-def test_sequences_of_clients_do_not_stop_each_other_for_ever(blocks: int, prompts: tuple[int, ...]) -> None:
+def test_sequences_of_clients_do_not_preempt_each_other_for_ever(
+    blocks: int, prompts: tuple[int, ...]
+) -> None:
     """One of two may exceed its share, or both."""
     for order in (1, -1):
         clients = list(zip("abc", prompts, strict=False))[::order]
@@ -398,9 +400,9 @@ def test_of_a_client_one_constraint_begins_in_a_step() -> None:
     """What is allowed first may take long to compute, and nobody knows before."""
     fresh = [(f"{client}{at}", client, True) for at in range(3) for client in "ab"]
     assert paused_constraints(fresh, ()) == {"a1", "b1", "a2", "b2"}
-    begun = [("a0", "a", False), ("a1", "a", False)]
-    assert paused_constraints([*begun, *fresh[2:]], ()) == {"a2", "b2"}
-    assert paused_constraints([*begun, *fresh], {"a"}) == {"a0", "a1", "a2", "b1", "b2"}
+    started = [("a0", "a", False), ("a1", "a", False)]
+    assert paused_constraints([*started, *fresh[2:]], ()) == {"a2", "b2"}
+    assert paused_constraints([*started, *fresh], {"a"}) == {"a0", "a1", "a2", "b1", "b2"}
     assert paused_constraints([], {"a"}) == set()
 
 
@@ -418,9 +420,9 @@ def test_a_client_that_used_more_than_it_had_waits() -> None:
     assert time_budget.overdrawn() == set()
 
 
-def test_a_sequence_above_its_share_is_stopped_once_for_each_that_begins() -> None:
-    """It took the memory that was freed for another client's, and was stopped again in each step."""
+def test_a_sequence_above_its_share_is_preempted_once_for_each_that_is_admitted() -> None:
+    """It took the memory that was freed for another client's, and was preempted again in each step."""
     long, large = Generation("long", "h", 20, 15), Generation("large", "v", 58, 6)
     short = [Generation(f"short{number}", "h", 12, 2) for number in range(3)]
     assert not unfinished([long, large, *short], 100, 200)
-    assert large.stops <= 1 + len(short)
+    assert large.preemptions <= 1 + len(short)

@@ -31,7 +31,7 @@ from tenant_sdk.gateway.http_frontend import (
     HttpFrontend,
     _is_server_error,
 )
-from tenant_sdk.gateway.log_redaction import OUR_LINES, redact_library_logs
+from tenant_sdk.gateway.log_redaction import LINES_PER_CALL_SITE, redact_library_logs
 from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.requests import parse_request
 from tenant_sdk.gateway.status import REMEMBERED, SequenceErrors
@@ -536,9 +536,20 @@ def test_a_place_of_ours_says_some_times_in_a_minute_what_happened(
         quiet[0] = seconds
         for number in range(100):
             logging.getLogger("tenant_sdk.gateway").warning("failure %d", number)
-    assert len(caplog.records) == 2 * OUR_LINES
+    assert len(caplog.records) == 2 * LINES_PER_CALL_SITE
     assert "failure 1\n" in caplog.text
     assert caplog.text.count("failure 0 (180 more since the last line)") == 1
+
+
+def test_lines_of_one_client_hide_none_of_another(
+    quiet: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    for client in ("0", "1"):
+        token = client_locks.current_client.set(client)
+        for _ in range(100):
+            logging.getLogger("tenant_sdk.gateway").warning("a request of %s failed", client)
+        client_locks.current_client.reset(token)
+    assert caplog.text.count("a request of 1 failed") == LINES_PER_CALL_SITE
 
 
 @awaited
