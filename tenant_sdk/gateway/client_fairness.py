@@ -163,32 +163,33 @@ def next_admissions(
     used, share = _used(running), _share((*running, *waiting), memory)
     free = memory.free - sum(each.blocks_needed for each in running) if memory else 0
 
+    def drop_unplaced(client: str) -> bool:
+        """Pass over sequences whose adapter has no place; whether one is left."""
+        queue = queues[client]
+        while queue and queue[0].adapter not in adapters and not for_adapters.fits(client, 1):
+            queue.popleft()
+        return bool(queue)
+
     def exceeds(client: str) -> bool:
         return share is not None and used[client] + queues[client][0].blocks_needed > share
 
     admitted = []
-    while queues:
+    while queues := {client: queue for client, queue in queues.items() if drop_unplaced(client)}:
         # Of those that have as many, the first that came.
         client = min(queues, key=lambda client: (exceeds(client), counts[client]))
         too_much = exceeds(client) and counts[client] > 0
         each = queues[client].popleft()
-        if (
-            too_much
-            or (share is not None and each.blocks_needed > free)
-            or not for_sequences.reserve(client, 1)
-        ):
+        fits = share is None or each.blocks_needed <= free
+        if too_much or not fits or not for_sequences.reserve(client, 1):
             del queues[client]
             continue
-        if each.adapter in adapters or for_adapters.reserve(client, 1):
+        if each.adapter not in adapters:
+            for_adapters.reserve(client, 1)
             adapters.add(each.adapter)
-            admitted.append(each.name)
-            counts[client] += 1
-            used[client] += each.blocks_needed
-            free -= each.blocks_needed
-        else:
-            for_sequences.release(client, 1)
-        if not queues[client]:
-            del queues[client]
+        admitted.append(each.name)
+        counts[client] += 1
+        used[client] += each.blocks_needed
+        free -= each.blocks_needed
     return admitted
 
 

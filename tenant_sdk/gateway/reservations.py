@@ -43,11 +43,15 @@ class Reservations:
         """Taken by all."""
         return sum(self.taken.values())
 
-    def reserve(self, client: str, count: int) -> bool:
-        """Reserve for a client, until ``release``. Returns whether it could."""
+    def fits(self, client: str, count: int) -> bool:
+        """Whether a client could reserve as many."""
         others = [min(self.reserved, amount) for other, amount in self.taken.items() if other != client]
         kept = self.reserved * (self.clients - 1) - sum(others)
-        if self.total + count + kept > self.capacity:
+        return self.total + count + kept <= self.capacity
+
+    def reserve(self, client: str, count: int) -> bool:
+        """Reserve for a client, until ``release``. Returns whether it could."""
+        if not self.fits(client, count):
             return False
         self.taken[client] = self.taken.get(client, 0) + count
         return True

@@ -312,6 +312,56 @@ def test_sequences_of_clients_do_not_preempt_each_other_for_ever(
 
 @given(
     st.lists(
+        st.tuples(
+            st.sampled_from("abc"), st.integers(0, 9), st.integers(0, 30), st.integers(0, 5), st.booleans()
+        ),
+        max_size=12,
+    ),
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(0, 9), st.integers(1, 60)), min_size=1, max_size=8
+    ),
+    st.integers(0, 40),
+    st.integers(3, 16),
+    st.integers(3, 8),
+)
+@example(
+    [("a", 1, 1, 0, False), ("a", 2, 1, 0, False), ("b", 0, 60, 0, False)],
+    [("a", 3, 49), ("a", 0, 46)],
+    38,
+    16,
+    4,
+)  # the adapter of the first that waits has no place, and it does not fit
+def test_nothing_is_admitted_again_in_the_step_that_preempts_it(
+    running: list[tuple[str, int, int, int, bool]],
+    waiting: list[tuple[str, int, int]],
+    free: int,
+    max_sequences: int,
+    max_adapters: int,
+) -> None:
+    run = [
+        SequenceInfo(f"r{at}", client, adapter, prefilling, 0, blocks, needed)
+        for at, (client, adapter, blocks, needed, prefilling) in enumerate(running)
+    ]
+    wait = [
+        SequenceInfo(f"w{at}", client, adapter, blocks_needed=needed)
+        for at, (client, adapter, needed) in enumerate(waiting)
+    ]
+    free += sum(each.blocks_needed for each in run)  # else those that run need memory
+    memory = Memory(sum(each.blocks for each in run) + free, free)
+    limits = (max_sequences, max_adapters, 3)
+    names = next_preemptions(run, wait, memory, next_admissions(run, wait, *limits))
+    given_up = [each for each in run if each.name in names]
+    again = [
+        each._replace(prefilling=False, blocks=0, blocks_needed=each.blocks + each.blocks_needed)
+        for each in given_up
+    ]
+    memory = memory._replace(free=free + sum(each.blocks for each in given_up))
+    rest = [each for each in run if each.name not in names]
+    assert not set(names) & set(next_admissions(rest, [*again, *wait], *limits, memory=memory))
+
+
+@given(
+    st.lists(
         st.tuples(st.sampled_from("abc"), st.integers(1, 15), st.integers(1, 5)), min_size=1, max_size=8
     ),
     st.integers(20, 40),
