@@ -59,7 +59,8 @@ MODEL = Path(__file__).resolve().parent.parent / "examples" / "base_model"
 NAMES = ("base", "clinic-notes")  # as the gateway's clients know them
 # Workers need more than the usual ten seconds to start again beside all this.
 GATEWAY = ("--max-adapters", 4, "--max-sequences", 8, "--patience", 120)
-FIRST_SESSIONS = 16000  # without work; memory of both replicas stays the same after some 7000 at each
+FIRST_SESSIONS = 8000  # without work; memory stays the same from some 7000 on
+VISITOR = 1  # the tenant whose token is replaced; it knows both replicas
 SAMPLE_SECONDS = 2.0
 EVENT_SECONDS = 20.0
 HOURS = 8
@@ -147,13 +148,12 @@ class World:
             get_peft_model(copy.deepcopy(base), config).save_pretrained(folder)
         return folders
 
-    def connect(self, number: int) -> tenant_sdk.Session:
-        """Open a session with one-time masks; the second tenant's token is replaced now and then."""
+    def connect(self, replicas: int = 1, *, visitor: bool = False) -> tenant_sdk.Session:
+        """Open a session with one-time masks; a visitor's token is replaced now and then."""
         served, source = self.provider.executor, self.source.executor
-        urls = [served.url, self.replica.executor.url]
         return tenant_sdk.connect(
-            urls if number % 2 else urls[::-1],
-            token=self._visitor if number == 1 else served.token,
+            [self.replica.executor.url, served.url][-replicas:],
+            token=self._visitor if visitor else served.token,
             ca=served.ca,
             mask_sources=[source.url],
             mask_source_token=source.token,
@@ -195,7 +195,7 @@ class World:
         while not self.ends.is_set():
             began = time.monotonic()
             try:
-                with self.connect(number) as session:
+                with self.connect(1 + number % 2, visitor=number == VISITOR) as session:
                     model = get_peft_model(
                         session.load_model(progress=False), LoraConfig(target_modules=["q_proj"])
                     )
@@ -205,7 +205,7 @@ class World:
                         session.executor.connection.channel.close()
                         model(words)
             except (AuthenticationError, WireError) as error:
-                if number != 1 or error.code != "unauthorized":
+                if number != VISITOR or error.code != "unauthorized":
                     raise
                 self.refused += 1
             gc.collect()  # models are cycles of objects, which Python would free at a time of its own
@@ -287,8 +287,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="symbiosis-soak-") as name, ExitStack() as running:
         tempfile.tempdir = name
         world = World(Path(name), options.tenants, running)
-        for at in track(range(FIRST_SESSIONS), "first sessions", console=console, transient=True):
-            world.connect(2 * (at % 2)).close()
+        for _ in track(range(FIRST_SESSIONS), "first sessions", console=console, transient=True):
+            world.connect().close()
         parts = [(world.work, at) for at in range(options.tenants)]
         parts += [(world.chat, at) for at in range(len(NAMES))]
         threads = [threading.Thread(target=part, args=(at,), daemon=True) for part, at in parts]
