@@ -42,6 +42,7 @@ CONNECTIONS, MAX_CONNECTIONS = 16, 64
 REQUEST_SECONDS = 5.0  # for a request to arrive and be answered
 # Of a request. The time of its parser grows with their square, so the gateway, which has another, takes more.
 HEADER_BYTES = 16 << 10
+REQUEST_LINE_BYTES = 1 << 10  # of its first line, each byte of which takes longest
 # Times as long as an answer took to make, and seconds; no other one is made then.
 COOLDOWN, MAX_COOLDOWN = 9, 0.5
 MAX_WAITING = 4  # for an answer; probes need the other connections
@@ -108,6 +109,7 @@ class _HeaderReader(io.BufferedReader):
     """What a client sends, up to ``HEADER_BYTES``; the standard parser reads megabytes."""
 
     _left = HEADER_BYTES
+    _longest = REQUEST_LINE_BYTES
 
     def readline(self, size: int | None = -1, /) -> bytes:
         """See ``io``.
@@ -116,9 +118,10 @@ class _HeaderReader(io.BufferedReader):
             ConnectionAbortedError: the header is too long, or a line has another end in it. For the parser it
                 would be many lines.
         """
-        line = super().readline(self._left + 1)
-        self._left -= len(line)
-        if self._left < 0 or b"\r" in line.removesuffix(b"\r\n"):
+        line = super().readline(min(self._longest, self._left) + 1)
+        too_long = len(line) > self._longest
+        self._left, self._longest = self._left - len(line), HEADER_BYTES
+        if too_long or self._left < 0 or b"\r" in line.removesuffix(b"\r\n"):
             raise ConnectionAbortedError
         return line
 

@@ -21,7 +21,7 @@ from conftest import Executor
 from raw_peers import eventually
 
 from provider.observe import admin as admin_port
-from provider.observe.admin import CONNECTIONS, HEADER_BYTES, AdminServer
+from provider.observe.admin import CONNECTIONS, HEADER_BYTES, REQUEST_LINE_BYTES, AdminServer
 from provider.observe.metrics import Metrics
 from provider.serve.certificates import write_certificates
 
@@ -138,18 +138,25 @@ def test_a_client_that_sends_a_byte_now_and_then_is_cut(monkeypatch: pytest.Monk
         admin.close()
 
 
-@pytest.mark.parametrize("header", [b"a" * HEADER_BYTES, b"x: a:\ra:\ra:"])
-def test_a_head_that_takes_long_to_parse_is_cut(header: bytes) -> None:
+@pytest.mark.parametrize(
+    ("path", "header"),
+    [
+        (b"", b"a" * HEADER_BYTES),
+        (b"", b"x: a:\ra:\ra:"),
+        (b"?" + b"%41" * (REQUEST_LINE_BYTES // 3), b"Accept: */*"),
+    ],
+)
+def test_a_head_that_takes_long_to_parse_is_cut(path: bytes, header: bytes) -> None:
     """The standard parser takes minutes for some megabytes, and ends lines where HTTP does not."""
     admin = AdminServer(Metrics(), 0, HEALTHY)
     try:
-        for more in (b"Accept: */*", header):
+        for query, more in ((b"?" + b"a" * 900, b"Accept: */*"), (path, header)):
             with socket.create_connection(("127.0.0.1", admin.port), timeout=800) as client:
-                client.sendall(b"GET /healthz HTTP/1.0\r\n" + more + b"\r\n\r\n")
+                client.sendall(b"GET /healthz" + query + b" HTTP/1.0\r\n" + more + b"\r\n\r\n")
                 answered = False
                 with contextlib.suppress(ConnectionResetError):  # what it did not read
                     answered = bool(client.recv(1))
-                assert answered == (more != header)
+                assert answered == (query != path)
     finally:
         admin.close()
 
