@@ -29,7 +29,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 MODEL, TEXT = ROOT / "examples" / "base_model", ROOT / "examples" / "data" / "clinic_notes_train.txt"
 STEPS, SAVE_STEPS = 30, 4
-STOP_SECONDS = 5.0
+STOP_SECONDS = (5.0, 5.0, 5.0, 90.0)  # the last is longer than a session waits for an answer
 RETRY_SECONDS = 120  # seconds for which a tenant waits for a party that is started again
 VICTIMS = ("provider", "worker", "mask source", "tenant", "stopped provider", "stopped mask source")
 NONE_YET, AWAY = "there is nothing to resume", "cannot connect"  # which a new session does not wait for
@@ -98,7 +98,7 @@ def hit(victim: str, parties: dict[str, ExecutorProcess], training: Training, dr
     elif victim.startswith("stopped "):
         program = parties[victim.removeprefix("stopped ")].program
         program.process.send_signal(signal.SIGSTOP)
-        time.sleep(STOP_SECONDS)
+        time.sleep(draw.choice(STOP_SECONDS))
         program.process.send_signal(signal.SIGCONT)
     else:
         parties[victim].restart()
