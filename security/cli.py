@@ -30,6 +30,7 @@ from tenant_sdk.command_line.output import report_interruption
 from tenant_sdk.terminal import visible
 
 if TYPE_CHECKING:
+    from security.deployment import TranscriptReport
     from security.verdicts.claim import Verdict
 
 _Command, _Group = with_usual_help(TyperCommand), with_usual_help(TyperGroup)
@@ -297,13 +298,17 @@ def attack(
 
     audit = TranscriptAudit(model, show, seed, stage, console.print, minutes)
     reading = audit.mask_source(recorded) if view == Party.MASK_SOURCE else audit.provider(recorded, source)
+    _print_reading(reading)
+    if reading.leaks or not reading.complete:
+        raise typer.Exit(1 if reading.leaks else 2)
+
+
+def _print_reading(reading: TranscriptReport) -> None:
     for note in reading.notes:
         console.print(f"[dim]{escape(note)}[/]", soft_wrap=True)
     for verdict in reading.verdicts:
         color = {True: "bold red", False: "green", None: "bold yellow"}[verdict.leaks]
         console.print(f"[{color}]{escape(verdict.text)}[/]", soft_wrap=True)
-    if reading.leaks or not reading.complete:
-        raise typer.Exit(1 if reading.leaks else 2)
 
 
 @app.callback()
