@@ -120,9 +120,9 @@ class WorkerProcess:
         start: starts it, or waits until it joins; until the event is set.
 
     Attributes:
-        link: to it; None while it is away.
+        link: to it; None while it is unavailable.
         restarts: how often it was started again.
-        why: it is away; empty: it is not.
+        why: it is unavailable; empty: it is not.
         since: when it came, or went, in seconds since the epoch.
         multiplied: what it did so far; its owner counts.
 

@@ -66,7 +66,7 @@ def failure_refusal(failure: str, message: str, retry_after: int) -> Refusal:
 
     Args:
         failure: a ``StepFailure``.
-        retry_after: seconds after which an executor that is away may be back.
+        retry_after: seconds after which an unavailable executor may be back.
     """
     if failure == StepFailure.WRONG_ANSWER:
         message += ". If an answer was wrong, this gateway asks for nothing more until it is started again"

@@ -77,7 +77,7 @@ class GatewaySettings:
         allow_other_base: serve adapters that say they were made for another base.
         authenticator: see ``HttpFrontend``.
         max_in_flight: sequences in flight at once, computed or waiting.
-        retry_after: seconds in which a provider that is away may be back.
+        retry_after: seconds in which an unavailable provider may be back.
         about: what the page says at the top.
         address: host and port on which it listens.
         notify: shows a line to who started it.

@@ -111,7 +111,7 @@ class HttpFrontend:
         application: vLLM's.
         authenticator, sequence_limit: who comes in, and how many.
         folder: where the worker writes its ``GatewayStatus``.
-        retry_after: seconds in which a provider that is away may be back.
+        retry_after: seconds in which an unavailable provider may be back.
         served: what it knows of what is served.
         clock: seconds, as ``GatewayStatus.failed_at``.
     """
@@ -357,7 +357,7 @@ class HttpFrontend:
             return Refusal(408, "invalid_request_error", why)
 
     def _executors_unavailable(self) -> Refusal | None:
-        """What would be told after all retries, if executors are known to be away."""
+        """The refusal after all retries, at once if executors are known to be unavailable."""
         status = GatewayStatus.read(self._folder)
         return self._failure_of(status) if status.unavailable else None
 

@@ -50,7 +50,7 @@ class GatewayStatus(msgspec.Struct, kw_only=True):
 
     @property
     def unavailable(self) -> bool:
-        """Whether executors are known to be away: requests would be retried in vain."""
+        """Whether executors are known to be unavailable: requests would be retried in vain."""
         return self.failing and self.failure == StepFailure.UNAVAILABLE
 
     def write(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's worker, for which a lost provider is the failure of a step and not of the engine."""
+"""vLLM's worker, for which an unavailable provider is the failure of a step and not of the engine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 STATUS_SECONDS = 0.5  # between two states of ``GatewayStatus``
 MAX_OUTPUT = 1e6  # of what an adapter adds to a layer's output, for inputs about 1
 TRIED_ROWS = 8
-PROBE_SECONDS = 2.0  # between two looks at a provider that was away
+PROBE_SECONDS = 2.0  # between two probes of a provider that was unavailable
 
 
 @dataclass
@@ -67,7 +67,7 @@ class PartlyFailed(ModelRunnerOutput):  # type: ignore[misc]
 
 
 class _ExecutorsUnavailableError(Exception):
-    """Executors are known to be away: nothing is asked of them."""
+    """Executors are known to be unavailable: nothing is asked of them."""
 
 
 class Worker(Base):  # type: ignore[misc]
@@ -228,7 +228,7 @@ class Worker(Base):  # type: ignore[misc]
         rows = sum(max(count, 1 + self._draft) for count in scheduled.num_scheduled_tokens.values())
         return RequestOptions(urgency, rows)
 
-    # -- what the server in front is told ----------------------------------------------------------
+    # -- reports to the server in front ------------------------------------------------------------
 
     def _report_status(self) -> None:
         waited, server = 0.0, os.getppid()
@@ -247,7 +247,7 @@ class Worker(Base):  # type: ignore[misc]
                 except SymbiosisError as error:  # which may be another: back with another model, say
                     self._health.probed(failed_at, StepFailure.of(error), _error_for_user(error))
                 except Exception:  # or nobody would look again, and all would be refused
-                    log.exception("cannot look whether the executor is back")
+                    log.exception("cannot probe whether the executor is back")
                 else:
                     if self._health.probed(failed_at):
                         self._write_status()
