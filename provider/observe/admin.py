@@ -223,7 +223,7 @@ class AdminServer:
         host: str = "127.0.0.1",
     ) -> None:
         since = datetime.now(UTC)
-        figures = FreshAnswer(lambda: generate_latest(metrics.registry))
+        exposition = FreshAnswer(lambda: generate_latest(metrics.registry))
         usage = FreshAnswer(lambda: usage_csv(since, datetime.now(UTC), metrics.usage()).encode())
 
         def ready() -> tuple[str, str, bytes]:
@@ -234,7 +234,7 @@ class AdminServer:
             return (OK, "text/plain", b"ok\n") if health.alive() else (UNAVAILABLE, "text/plain", b"stuck\n")
 
         pages: dict[str, Callable[[], tuple[str, str, bytes]]] = {
-            "/metrics": lambda: (OK, CONTENT_TYPE_LATEST, figures()),
+            "/metrics": lambda: (OK, CONTENT_TYPE_LATEST, exposition()),
             "/usage.csv": lambda: (OK, "text/csv", usage()),
             "/healthz": alive,
             "/readyz": ready,

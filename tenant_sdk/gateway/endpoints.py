@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 SAMPLES, SAMPLE_SECONDS = 120, 1.0
-FIGURES_SECONDS = 1.0  # for which metrics and the status are good
+METRICS_SECONDS = 1.0  # for which metrics and the status are good
 # Of vLLM's paths those that a gateway is for; the others would only be there to be attacked.
 KEPT_ROUTES = GENERATION_PATHS | TOKENIZING_PATHS | {"/health", "/version"}
 # vLLM's counters and gauges that the page shows.
@@ -131,8 +131,8 @@ class Endpoints:
         self._parser = RequestParser()
         self._constraint_checker: ConstraintChecker | None = None
         self._samples: deque[dict[str, float]] = deque(maxlen=SAMPLES)
-        self._metrics_text = CachedAnswer(prometheus_client.generate_latest, FIGURES_SECONDS)
-        self._status_text = CachedAnswer(self._status_now, FIGURES_SECONDS)
+        self._metrics_text = CachedAnswer(prometheus_client.generate_latest, METRICS_SECONDS)
+        self._status_text = CachedAnswer(self._status_now, METRICS_SECONDS)
         self._began = int(time.time())
         self._tasks: list[asyncio.Task[None]] = []
         self._ending = threading.Event()
@@ -323,10 +323,10 @@ class Endpoints:
                 await self._adapters.remove_unused_copies()
             except OSError as error:  # the disk, or file descriptors: they may be there again
                 if limiter.due(time.monotonic()):
-                    log.warning("no figures for the page: %s%s", error.strerror, limiter.more())
-            except Exception:  # whatever it is, there may be figures in the next second
+                    log.warning("no metrics for the page: %s%s", error.strerror, limiter.more())
+            except Exception:  # whatever it is, there may be some in the next second
                 if limiter.due(time.monotonic()):
-                    log.exception("no figures for the page%s", limiter.more())
+                    log.exception("no metrics for the page%s", limiter.more())
             before = now
             await asyncio.sleep(SAMPLE_SECONDS)
 

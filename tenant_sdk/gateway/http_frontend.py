@@ -71,7 +71,7 @@ SEND_SECONDS = 60.0  # until a client that does not read its answer is given up
 FLUSHED = "symbiosis.flushed"  # waits until what was sent has left
 CLOSED = "symbiosis.closed"  # a future that is done if the connection is closed
 OWNER = "symbiosis.owner"  # the client whose key the connection has shown, if any
-MAX_MANAGEMENT = 64  # requests at once for adapters and figures; or two a key
+MAX_MANAGEMENT = 64  # requests at once for adapters and metrics; or two a key
 # vLLM reads others too: priorities, ranks, formats.
 _HEADERS = frozenset({b"accept", b"content-length", b"content-type", b"host"})
 _ERROR = b'data: {"error"'  # an event of a stream
@@ -216,7 +216,7 @@ class HttpFrontend:
         return await _respond(send, b'{"status":"ok"}', b"application/json")
 
     async def _serve_management(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
-        """Have a request for adapters or figures answered."""
+        """Have a request for adapters or metrics answered."""
         if not self._management.reserve(client, 1):
             why = "too many requests for adapters or figures are in flight with your key; try again"
             return await _refuse(send, Refusal(429, "overloaded", why, 1))
