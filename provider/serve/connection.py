@@ -25,7 +25,7 @@ from shared.log_rate_limit import LogRateLimiter
 
 log = logging.getLogger(__name__)
 
-REMIND_SECONDS = 60.0  # between lines of the log that say the same
+REMIND_SECONDS = 60.0  # between lines of the log that report the same
 FAILURES = 60  # of one kind of handshake that are logged in that time
 _LEVELS = {"internal": logging.ERROR} | dict.fromkeys(("full", "tenant_full", "overloaded"), logging.WARNING)
 AGES = 0.02  # of the greatest age: how often ages are looked at
@@ -38,8 +38,8 @@ class Stage(IntEnum):
     OPEN = 0  # requests are read and answered
     DRAINING = 1  # what has arrived is still read
     HALF_CLOSED = 2  # all of that has been read, and some of it is not answered yet
-    CLOSING = 3  # no request is handled any more; the tenant is being told
-    LINGERING = 4  # the tenant was told, and its own end is awaited
+    CLOSING = 3  # no request is handled any more; the tenant is being notified
+    LINGERING = 4  # the tenant was notified, and its own end is awaited
     ENDED = 5  # everything is given back
 
 
@@ -92,7 +92,7 @@ class Connection(ABC):
 
     @abstractmethod
     def _refused(self, error: WireError) -> None:
-        """End the connection after a fatal error: tell the tenant, and wait for its end."""
+        """End the connection after a fatal error: notify the tenant, and wait for its end."""
 
     @abstractmethod
     def _release(self) -> None:

@@ -181,7 +181,7 @@ class WorkerProcess:
         try:
             started.link.send(ASSIGNMENT, msgspec.msgpack.encode(self.assignment))
         except OSError:
-            pass  # which whoever waits for its answer is told
+            pass  # whoever waits for its answer gets the error
         return started
 
     def _ready(self) -> Ready:

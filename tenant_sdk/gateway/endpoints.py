@@ -180,7 +180,7 @@ class Endpoints:
         prometheus_client.REGISTRY.register(
             Collector(self._settings.folder, self._sequence_limit, self._adapters)
         )
-        vllm_patches.tell_of_the_end(engine_client, self._ending.set)
+        vllm_patches.report_end(engine_client, self._ending.set)
         vllm_patches.refuse_unknown_tokens(engine_client)
         vllm_patches.count_no_combinations(engine_client)
         vllm_patches.bound_parsers(state)

@@ -258,20 +258,20 @@ class HttpFrontend:
     async def _run(
         self, scope: Message, receive: Receive, send: Send, refusal: Callable[[], Refusal] | None = None
     ) -> None:
-        """Have vLLM's application answer; the server around this would tell the words of what it raises.
+        """Have vLLM's application answer; the server around this would log the words of what it raises.
 
         Args:
-            refusal: what the client is told then.
+            refusal: of the client then.
         """
         begun = False
 
-        async def tell(message: Message) -> None:
+        async def forward(message: Message) -> None:
             nonlocal begun
             begun = True
             await send(message)
 
         try:
-            await self._application(scope, receive, tell)
+            await self._application(scope, receive, forward)
         except ClientGone:
             raise
         except Exception as error:
@@ -402,12 +402,12 @@ def _methods_of(path: str) -> tuple[str, ...]:
 
 
 def _is_server_error(event: bytes) -> bool:
-    """Whether a part of a stream says that the gateway failed, and not that its client is wrong."""
+    """Whether a part of a stream reports that the gateway failed, and not that its client is wrong."""
     if not event.startswith(_ERROR):
         return False
     try:
-        said = msgspec.json.decode(event.partition(b"\n")[0].removeprefix(b"data: "))
-        return int(said["error"]["code"]) >= 500
+        event_fields = msgspec.json.decode(event.partition(b"\n")[0].removeprefix(b"data: "))
+        return int(event_fields["error"]["code"]) >= 500
     except (msgspec.DecodeError, KeyError, TypeError, ValueError):
         return True
 
@@ -452,7 +452,7 @@ def _giving_up_slow_clients(receive: Receive, send: Send) -> tuple[Receive, Send
     """Both, for which a client that does not read has hung up: its sequences are computed for nobody."""
     gone = asyncio.Event()
 
-    async def tell(message: Message) -> None:
+    async def forward(message: Message) -> None:
         if gone.is_set():
             return
         try:
@@ -470,7 +470,7 @@ def _giving_up_slow_clients(receive: Receive, send: Send) -> tuple[Receive, Send
             heard.cancel()
             given_up.cancel()
 
-    return receive_or_give_up, tell
+    return receive_or_give_up, forward
 
 
 def _with_body(scope: Message, body: bytes, name: bytes = b"") -> Message:
@@ -505,7 +505,7 @@ async def _respond(
 
 
 async def _refuse(send: Send, refusal: Refusal | None) -> None:
-    if refusal is None:  # there is nobody to tell
+    if refusal is None:  # there is nobody to answer
         return
     headers = [(b"content-type", b"application/json")]
     if refusal.retry_after:

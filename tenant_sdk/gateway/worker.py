@@ -71,7 +71,7 @@ class _ExecutorsUnavailableError(Exception):
 
 
 class Worker(Base):  # type: ignore[misc]
-    """Runs the tenant's part of the model, and says how it goes."""
+    """Runs the tenant's part of the model, and reports how it goes."""
 
     def init_device(self) -> None:
         """See vLLM; what then listens in this process is for members of a group that has no others."""
@@ -81,7 +81,7 @@ class Worker(Base):  # type: ignore[misc]
     def load_model(self, *arguments: Any, **options: Any) -> None:
         """See vLLM.
 
-        What is wrong with the model or the executor is told in ``GatewayStatus``, and ends the process.
+        What is wrong with the model or the executor is reported in ``GatewayStatus``, and ends the process.
         """
         vllm_patches.multiply_adapters_in_segments()
         try:
@@ -174,7 +174,7 @@ class Worker(Base):  # type: ignore[misc]
         log.warning("a step failed: %s", error if ours else redacted(error))
         why = _error_for_user(error) if ours else ""
         self._health.step_failed(StepFailure.of(error), why, time.monotonic())
-        self._write_status()  # before the clients are told
+        self._write_status()  # before the clients get errors
         return self._failed_step()
 
     def _failed_step(self) -> FailedStep:
@@ -246,7 +246,7 @@ class Worker(Base):  # type: ignore[misc]
                     probe()
                 except SymbiosisError as error:  # which may be another: back with another model, say
                     self._health.probed(failed_at, StepFailure.of(error), _error_for_user(error))
-                except Exception:  # or nobody would look again, and all would be refused
+                except Exception:  # or nobody would probe again, and all would be refused
                     log.exception("cannot probe whether the executor is back")
                 else:
                     if self._health.probed(failed_at):
@@ -286,7 +286,7 @@ def _check_positions(model: torch.nn.Module, context: int) -> None:
 
 
 def _error_for_user(error: Exception) -> str:
-    """What it says to the user of the command line."""
+    """Its message for the user of the command line."""
     if isinstance(error, SymbiosisError):
         error.show_options(flags_of(SessionConfig) | flags_of(GatewayOptions))
     return str(error)

@@ -327,7 +327,7 @@ def test_an_executor_of_this_machine_that_restarts(
         expected = product(session)
         one.end()
         waiting = threads.submit(product, session)
-        eventually(lambda: session.executor.connection.policy.reminder.said_at is not None)
+        eventually(lambda: session.executor.connection.policy.reminder.logged_at is not None)
         assert not waiting.done()
         again = everywhere(checkpoint("llama"))
         local = ColocatedServer(

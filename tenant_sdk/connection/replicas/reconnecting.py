@@ -223,7 +223,7 @@ class ReconnectingConnection:
         if not (self.policy.reconnecting and channel is self._channel) or channel.broken:
             return
         if not self._reconnecting.acquire(blocking=False):
-            return  # another thread opens another channel: the next answer says it
+            return  # another thread opens another channel: the next answer reports it
         try:
             self._log_entry(self.policy.answered(self._clock.now()))
         finally:

@@ -1,7 +1,7 @@
 """Rules for a request that fails: decisions without I/O, clock or random numbers of their own.
 
-A ``RequestPolicy``, of one request, says whether the same bytes are sent again, when, and on which channel. A
-``ReconnectPolicy``, of one connection, says which replica is tried next, and until when to wait before that.
+A ``RequestPolicy``, of one request, decides whether the same bytes are sent again, when, and where.
+A ``ReconnectPolicy``, of one connection, decides which replica is tried next, and until when to wait before.
 ``tenant_sdk.connection.replicas.reconnecting`` reports events and the time, and follows the instructions.
 """
 
@@ -287,13 +287,13 @@ class ReconnectPolicy:
 
     def reset(self) -> None:
         """Forget what failed: an executor has answered, or the first channel is open."""
-        self._rounds, self._cause, self.reminder.said_at = 0, None, None
+        self._rounds, self._cause, self.reminder.logged_at = 0, None, None
         self._tried.clear()
 
     def answered(self, now: float) -> LogEntry | None:
         """Record an answer: the executor is back, if it was unavailable. Returns what to log."""
         entry = None
-        if self.reminder.said_at is not None:
+        if self.reminder.logged_at is not None:
             entry = LogEntry(
                 logging.WARNING, f"{self.url} is back after {duration(now - self._unavailable_since)}"
             )
