@@ -159,17 +159,17 @@ class FreshAnswer:
         self._make, self._clock, self._sleep = make, clock, sleep
         self._lock, self._cooldown_until = threading.Lock(), -math.inf
         self._begun = self._made = 0  # the number of the newest one
-        self._answer, self._places = b"", threading.Semaphore(MAX_WAITING)
+        self._answer, self._slots = b"", threading.Semaphore(MAX_WAITING)
 
     def __call__(self) -> bytes:
         """The answer."""
         begun = self._begun
-        if not self._places.acquire(blocking=not self._made):
+        if not self._slots.acquire(blocking=not self._made):
             return self._answer
         try:
             return self._fresh(begun)
         finally:
-            self._places.release()
+            self._slots.release()
 
     def _fresh(self, begun: int) -> bytes:
         """One that was begun later than this."""

@@ -38,7 +38,7 @@ class ConnectionLimits:
 
     Args:
         authenticator: says whose a connection is.
-        known: places of connections that have shown a key.
+        known: slots of connections that have shown a key.
         unauthenticated: the others.
         unread: bytes of answers that known clients have not read yet.
     """

@@ -57,7 +57,7 @@ _ELSEWHERE = {
 }
 UNAUTHENTICATED = "unauthenticated"  # all together are as one client, and no client has this name
 # Seconds between two requests without a key. If probes waited longer, newer connections would take their
-# places, even if these were few.
+# slots, even if these were few.
 UNAUTHENTICATED_PAUSE = 0.001
 PUBLIC_PATHS = frozenset({"/", "/healthz"})  # nothing that tells who uses what
 BODY_BYTES = 8 << 20  # however long sequences may be
@@ -443,7 +443,7 @@ async def _unless_gone(answer: Awaitable[str], receive: Receive) -> str:
 
 
 async def _wait_until_flushed(scope: Message) -> None:
-    """Until the client has taken its answer, or is given up: as long it has its place."""
+    """Until the client has taken its answer, or is given up: its slot is taken until then."""
     if (flush := scope.get("extensions", {}).get(FLUSHED)) is not None:
         await flush()
 
