@@ -233,8 +233,8 @@ def _show_layout(config: ServeConfig) -> None:
         allow_misfit=True,
     )
     report = {"model": str(config.model_dir)} | described(layout)
-    said = [*reasons(layout), *layout.doubts]
-    _print_plan(layout.misfit, report if config.json else None, [workers_table(layout)], said)
+    sentences = [*reasons(layout), *layout.doubts]
+    _print_plan(layout.misfit, report if config.json else None, [workers_table(layout)], sentences)
 
 
 def _print_plan(
@@ -311,8 +311,8 @@ def plan_capacity(options: PlanOptions) -> None:
         plan_table(capacity, options.tenants, options.rows, source(layout)),
         kept_table(forecasts),
     ]
-    said = [*reasons(layout), *layout.doubts, assumption()]
-    _print_plan(layout.misfit, report if options.json else None, tables, said)
+    sentences = [*reasons(layout), *layout.doubts, assumption()]
+    _print_plan(layout.misfit, report if options.json else None, tables, sentences)
 
 
 def _serve(

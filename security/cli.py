@@ -31,6 +31,7 @@ from tenant_sdk.terminal import visible
 
 if TYPE_CHECKING:
     from security.deployment import TranscriptReport
+    from security.recordings.transcript import Transcript
     from security.verdicts.claim import Verdict
 
 _Command, _Group = with_usual_help(TyperCommand), with_usual_help(TyperGroup)
@@ -281,15 +282,7 @@ def attack(
     if with_ is not None and view != Party.PROVIDER:
         raise ConfigurationError("--with names what the mask source recorded, so --view is the provider's")
     _check_packages()
-    with stage("reading"):
-        from security.recordings.transcript import check_served, newest, read_transcript
-
-        if transcript.is_dir() and (older := len(list(transcript.glob("*.transcript"))) - 1) > 0:
-            read = escape(visible(newest(transcript).name))
-            console.print(f"only {read}, the newest, is read; {older} older here: give each by its name")
-        recorded = read_transcript(transcript, cut=cut)
-        source = read_transcript(with_, digest=recorded.manifest.digest, cut=cut) if with_ else None
-        check_served(recorded, model)
+    recorded, source = _read_transcripts(transcript, with_, model, cut=cut)
     with stage("loading"), imports.without_gc():
         import transformers
 
@@ -301,6 +294,22 @@ def attack(
     _print_reading(reading)
     if reading.leaks or not reading.complete:
         raise typer.Exit(1 if reading.leaks else 2)
+
+
+def _read_transcripts(
+    transcript: Path, with_: Path | None, model: Path, *, cut: bool
+) -> tuple[Transcript, Transcript | None]:
+    """An executor's transcript, and that of the mask source, if there is one."""
+    with stage("reading"):
+        from security.recordings.transcript import check_served, newest, read_transcript
+
+        if transcript.is_dir() and (older := len(list(transcript.glob("*.transcript"))) - 1) > 0:
+            read = escape(visible(newest(transcript).name))
+            console.print(f"only {read}, the newest, is read; {older} older here: give each by its name")
+        recorded = read_transcript(transcript, cut=cut)
+        source = read_transcript(with_, digest=recorded.manifest.digest, cut=cut) if with_ else None
+        check_served(recorded, model)
+    return recorded, source
 
 
 def _print_reading(reading: TranscriptReport) -> None:

@@ -68,7 +68,7 @@ class Lane(Protocol):
 
     @property
     def depth(self) -> int:
-        """How many batches may be in flight, so that it need not wait for the next; 0: it is away."""
+        """How many batches may be in flight, so that it need not wait for the next; 0: it is unavailable."""
         ...
 
     def start(self, batch: Sequence[RowRange]) -> Future[BatchResult]:

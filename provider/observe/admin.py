@@ -162,17 +162,17 @@ class FreshAnswer:
         self._make, self._clock, self._sleep = make, clock, sleep
         self._lock, self._cooldown_until = threading.Lock(), -math.inf
         self._begun = self._made = 0  # the number of the newest one
-        self._answer, self._places = b"", threading.Semaphore(MAX_WAITING)
+        self._answer, self._slots = b"", threading.Semaphore(MAX_WAITING)
 
     def __call__(self) -> bytes:
         """The answer."""
         begun = self._begun
-        if not self._places.acquire(blocking=not self._made):
+        if not self._slots.acquire(blocking=not self._made):
             return self._answer
         try:
             return self._fresh(begun)
         finally:
-            self._places.release()
+            self._slots.release()
 
     def _fresh(self, begun: int) -> bytes:
         """One that was begun later than this."""
@@ -226,7 +226,7 @@ class AdminServer:
         host: str = "127.0.0.1",
     ) -> None:
         since = datetime.now(UTC)
-        figures = FreshAnswer(lambda: generate_latest(metrics.registry))
+        exposition = FreshAnswer(lambda: generate_latest(metrics.registry))
         usage = FreshAnswer(lambda: usage_csv(since, datetime.now(UTC), metrics.usage()).encode())
 
         def ready() -> tuple[str, str, bytes]:
@@ -237,7 +237,7 @@ class AdminServer:
             return (OK, "text/plain", b"ok\n") if health.alive() else (UNAVAILABLE, "text/plain", b"stuck\n")
 
         pages: dict[str, Callable[[], tuple[str, str, bytes]]] = {
-            "/metrics": lambda: (OK, CONTENT_TYPE_LATEST, figures()),
+            "/metrics": lambda: (OK, CONTENT_TYPE_LATEST, exposition()),
             "/usage.csv": lambda: (OK, "text/csv", usage()),
             "/healthz": alive,
             "/readyz": ready,

@@ -113,7 +113,7 @@ class _UsageCollector(Collector):
 
 
 class _Shown(Collector):
-    """Shows what others count, asked at each look: name, text, value of each."""
+    """Shows what others count, asked at each scrape: name, text, value of each."""
 
     def __init__(self, *counters: tuple[str, str, Callable[[], float]]) -> None:
         self._counters = counters
@@ -156,7 +156,7 @@ _OF_WORKERS: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str
 
 
 class _WorkersCollector(Collector):
-    """Shows what workers are and do, asked at each look."""
+    """Shows what workers are and do, asked at each scrape."""
 
     def __init__(self, states: Callable[[], Sequence[WorkerState]]) -> None:
         self._states = states
@@ -180,7 +180,7 @@ class Metrics:
     """Counters of one executor. Labels have few values; the provider chose the tenants' names.
 
     Attributes:
-        workers: tells what workers are and do; replaced by whoever has some.
+        workers: reports what workers are and do; replaced by whoever has some.
     """
 
     def __init__(self) -> None:

@@ -21,4 +21,4 @@ def notify(state: str) -> None:
             sock.connect(address)
             sock.send(state.encode())
     except OSError as error:
-        log.warning("cannot tell the supervisor %s: %s", state, error.strerror)
+        log.warning("cannot notify the supervisor of %s: %s", state, error.strerror)

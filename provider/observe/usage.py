@@ -53,7 +53,7 @@ class UsageFile:
 
     Args:
         path: may hold ``%Y``, ``%m``, ``%d``, for a file a year, month or day of UTC; made if need be.
-        usage: tells what was used since the start.
+        usage: reports what was used since the start.
         seconds: the interval, by the clock: 3600 is from hour to hour.
         clock: what time it is, with its zone.
         failed: is called each time that it cannot be written.

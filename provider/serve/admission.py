@@ -31,7 +31,7 @@ class Refused(Exception):
 
     Args:
         reason: for metrics and the log.
-        message: for the peer; empty: it is told nothing.
+        message: for the peer; empty: it gets none.
         why: more for the log; default: the tenant.
         tenant: whose session it would be, if that is known.
     """
@@ -50,8 +50,8 @@ class Refused(Exception):
 def check_version(offered: Iterable[str]) -> None:
     """Refuse a peer that does not offer this version of the protocol; this check is the first."""
     if SUBPROTOCOL not in offered:
-        said = f"this executor speaks {SUBPROTOCOL}; install a matching version"
-        raise Refused("protocol_version", said)
+        message = f"this executor speaks {SUBPROTOCOL}; install a matching version"
+        raise Refused("protocol_version", message)
 
 
 def identify(token: str | None, tokens: TokenFile) -> Identity:
@@ -65,13 +65,13 @@ def identify(token: str | None, tokens: TokenFile) -> Identity:
     except ConfigurationError as error:
         if none_left(error):
             raise refusal(error) from error
-        said = "the executor cannot check tokens; report it to the provider"
-        raise Refused("internal", said, f"cannot check tokens: {error}") from error
+        message = "the executor cannot check tokens; report it to the provider"
+        raise Refused("internal", message, f"cannot check tokens: {error}") from error
     except ExpiredToken as error:
         raise Refused("expired", error.message, tenant=error.tenant) from error
     if token is None or tenant is None:
-        said = "missing or unknown bearer token; ask the provider for a token of yours"
-        raise Refused("unauthorized", said)
+        message = "missing or unknown bearer token; ask the provider for a token of yours"
+        raise Refused("unauthorized", message)
     return Identity(tenant, sha256_of(token))
 
 
@@ -80,7 +80,7 @@ def refusal(error: Exception) -> Refused:
     if isinstance(error, Refused):
         return error
     if none_left(error):
-        said = "the executor has no room for another session; try again later"
-        return Refused("overloaded", said, explained(error))
+        message = "the executor has no room for another session; try again later"
+        return Refused("overloaded", message, explained(error))
     log.error("a session could not be opened", exc_info=error)
     return Refused("internal", "the executor failed to open a session; report it")

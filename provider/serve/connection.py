@@ -25,7 +25,7 @@ from shared.log_rate_limit import LogRateLimiter
 
 log = logging.getLogger(__name__)
 
-REMIND_SECONDS = 60.0  # between lines of the log that say the same
+REMIND_SECONDS = 60.0  # between lines of the log that report the same
 FAILURES = 60  # of one kind of handshake that are logged in that time
 _LEVELS = {"internal": logging.ERROR} | dict.fromkeys(("full", "tenant_full", "overloaded"), logging.WARNING)
 AGES = 0.02  # of the greatest age: how often ages are looked at
@@ -38,8 +38,8 @@ class Stage(IntEnum):
     OPEN = 0  # requests are read and answered
     DRAINING = 1  # what has arrived is still read
     HALF_CLOSED = 2  # all of that has been read, and some of it is not answered yet
-    CLOSING = 3  # no request is handled any more; the tenant is being told
-    LINGERING = 4  # the tenant was told, and its own end is awaited
+    CLOSING = 3  # no request is handled any more; the tenant is being notified
+    LINGERING = 4  # the tenant was notified, and its own end is awaited
     ENDED = 5  # everything is given back
 
 
@@ -92,7 +92,7 @@ class Connection(ABC):
 
     @abstractmethod
     def _refused(self, error: WireError) -> None:
-        """End the connection after a fatal error: tell the tenant, and wait for its end."""
+        """End the connection after a fatal error: notify the tenant, and wait for its end."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -165,7 +165,7 @@ class Connections:
         self._draining = False
 
     def reserve(self) -> None:
-        """Reserve a place for another connection until ``start`` or ``release``.
+        """Reserve a slot for another connection until ``start`` or ``release``.
 
         Raises:
             Refused: there is none.
@@ -177,13 +177,13 @@ class Connections:
             self._reserved += 1
 
     def release(self) -> None:
-        """Give the place back: there will be no connection."""
+        """Give the slot back: there will be no connection."""
         with self._changed:
             self._reserved -= 1
             self._changed.notify_all()
 
     def admit(self, token: str | None, tokens: TokenFile, reservation: ExitStack) -> Identity:
-        """Returns whom a token lets in, with a place until ``start`` or ``reservation``'s end.
+        """Returns whom a token lets in, with a slot until ``start`` or ``reservation``'s end.
 
         Raises:
             Refused: it lets nobody in, or the tenant has as many connections as it may.
@@ -194,7 +194,7 @@ class Connections:
         return identity
 
     def reserve_for(self, tenant: str) -> None:
-        """Reserve a place for another connection of a tenant, as ``reserve`` does."""
+        """Reserve a slot for another connection of a tenant, as ``reserve`` does."""
         with self._changed:
             count = sum(each.tenant == tenant for each in self._open) + self._reserved_for[tenant]
             if count >= self._limits.per_tenant:
@@ -203,7 +203,7 @@ class Connections:
             self._reserved_for[tenant] += 1
 
     def release_for(self, tenant: str) -> None:
-        """Give the tenant's place back: there will be no connection."""
+        """Give the tenant's slot back: there will be no connection."""
         with self._changed:
             self._reserved_for[tenant] -= 1
             self._reserved_for += Counter()  # forgets tenants without any
@@ -221,7 +221,7 @@ class Connections:
             log.log(level, "no session for %s: %s%s%s", peer, reason, why, more, extra=who)
 
     def start(self, connection: Connection) -> None:
-        """Serve a connection from now on, in the place that was reserved for it; in the loop's thread."""
+        """Serve a connection from now on, in the slot that was reserved for it; in the loop's thread."""
         if self._limits.seconds:
             connection.drain_at = self.loop.now + self._limits.seconds * self._chance(*JITTER)
         with self._changed:  # at once: a tenant's connection must not count twice

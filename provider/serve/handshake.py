@@ -36,7 +36,7 @@ def handshake(raw: socket.socket, context: ssl.SSLContext, admit: Admit) -> tupl
         The encrypted socket, and who is there.
 
     Raises:
-        HANDSHAKE_ERRORS: no session. The peer was told why as far as it may know.
+        HANDSHAKE_ERRORS: no session. The peer was notified, with the reason as far as it may know.
     """
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     sock = BoundedTlsSocket(raw, context)

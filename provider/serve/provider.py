@@ -114,7 +114,7 @@ class Provider:
         self._certificate = CertificateInUse(context, config.certificates, config.client_ca)
         tokens = TokenFile(config.tokens)
         self.tenants = tokens.check_readable()
-        # Whatever is taken or cannot be written is told now: loading may take minutes.
+        # Whatever is taken or cannot be written is reported now: loading may take minutes.
         listener = self._listener or bound(config.host, config.port)
         opened.callback(listener.close)
         metrics, status = self._observe(tokens, opened)

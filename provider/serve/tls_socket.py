@@ -59,7 +59,7 @@ class BoundedTlsSocket:
             deadline: a time of ``time.monotonic``.
 
         Raises:
-            OSError: it failed; the peer was told why.
+            OSError: it failed; the peer was notified.
             TimeoutError: it is too late.
         """
         self._deadline = deadline

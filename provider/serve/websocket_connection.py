@@ -37,7 +37,7 @@ DISCARDS = 16  # of what arrives at the end, before the loop serves another
 TIME_SLICE_SECONDS = 2e-3  # of a round of the loop, for what all connections of a tenant send and are sent
 STEPS = 128  # of parsing, before the time is looked at
 CHECKS = 4  # within the seconds of a stall
-IDLE_FRAMES = 1000  # from one look to the next
+IDLE_FRAMES = 1000  # from one check to the next
 END_SECONDS = 10.0  # for a tenant to take what is left if it has left, is shut out, or broke the protocol
 
 OpenSession = Callable[[str, "Send", str], "TenantSession"]

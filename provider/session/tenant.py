@@ -268,7 +268,7 @@ class TenantSession:
     def _on_done(
         self, request: _AdmittedRequest, tensors: list[torch.Tensor], error: BaseException | None = None
     ) -> bool:
-        """A request in flight is back: answer it, or say why not. Whether it has an answer."""
+        """A request in flight is back: answer it, or report why not. Whether it has an answer."""
         self._in_flight.discard(request)
         if self._closed:
             self._release(request)

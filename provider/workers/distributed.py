@@ -123,7 +123,7 @@ class WaitForRank:
         try:
             return JoinedWorker(DistributedLink(_pair(self._store, self._rank, time_, 0, name), 1, name))
         except OSError as error:  # it has ended meanwhile, and will come again
-            log.info("rank %d said that it is there, and is not: %s", self._rank, error)
+            log.info("rank %d reported that it is there, and is not: %s", self._rank, error)
             return self(stop)
 
     def _last_join(self) -> int:
@@ -206,7 +206,7 @@ class DistributedLink(WorkerLink):
         threading.Thread(target=self._receive_all, name="link-receives", daemon=True).start()
 
     def send(self, kind: int, content: bytes = b"", rows: Rows | None = None) -> None:
-        """See WorkerLink; what breaks it is told to who receives."""
+        """See WorkerLink; the receiver gets the error that breaks it."""
         if self._closed:
             raise ConnectionError("the link is closed")
         if rows is not None and rows.number not in self.memory:

@@ -53,7 +53,7 @@ class GatheredLane(WorkerLane):
             for index in range(count)
         ]
         super().__init__(name, assignments, expected)
-        self._informed = set(self.workers)  # who was told of the present store
+        self._informed = set(self.workers)  # of the present store
 
     def _store(self) -> str:
         return f"{self._folder.name}/{self._generation}"

@@ -90,9 +90,9 @@ class WorkerLane:
     @property
     def depth(self) -> int:
         """See Lane."""
-        return 0 if self.workers_down() else BATCHES
+        return 0 if self.unavailable_workers() else BATCHES
 
-    def workers_down(self) -> list[WorkerProcess]:
+    def unavailable_workers(self) -> list[WorkerProcess]:
         """Workers that are being started again."""
         return [worker for worker in self.workers if worker.link is None]
 
@@ -138,7 +138,7 @@ class WorkerLane:
     def start(self, batch: Sequence[RowRange]) -> Future[BatchResult]:
         """See Lane."""
         future: Future[BatchResult] = Future()
-        if self.workers_down():
+        if self.unavailable_workers():
             future.set_result(self._unavailable(len(batch)))
             return future
         header = batch[0].request.header

@@ -297,6 +297,6 @@ class WorkerPool:
         return [state for number, lane in enumerate(self.lanes) for state in lane.states(waiting(number))]
 
     def not_ready(self) -> str:
-        """Which workers are away, and why; empty: none."""
-        down = [worker for lane in self.lanes for worker in lane.workers_down()]
-        return "; ".join(f"worker {worker.name} is being started again: {worker.why}" for worker in down)
+        """Which workers are unavailable, and why; empty: none."""
+        workers = [worker for lane in self.lanes for worker in lane.unavailable_workers()]
+        return "; ".join(f"worker {worker.name} is being started again: {worker.why}" for worker in workers)

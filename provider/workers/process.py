@@ -120,9 +120,9 @@ class WorkerProcess:
         start: starts it, or waits until it joins; until the event is set.
 
     Attributes:
-        link: to it; None while it is away.
+        link: to it; None while it is unavailable.
         restarts: how often it was started again.
-        why: it is away; empty: it is not.
+        why: it is unavailable; empty: it is not.
         since: when it came, or went, in seconds since the epoch.
         multiplied: what it did so far; its owner counts.
 
@@ -181,7 +181,7 @@ class WorkerProcess:
         try:
             started.link.send(ASSIGNMENT, msgspec.msgpack.encode(self.assignment))
         except OSError:
-            pass  # which whoever waits for its answer is told
+            pass  # whoever waits for its answer gets the error
         return started
 
     def _ready(self) -> Ready:

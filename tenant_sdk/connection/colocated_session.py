@@ -119,7 +119,7 @@ def open_link(url: str, token: str, timeout: float) -> SharedMemoryLink:
             os.close(each)
         if isinstance(error, OSError):
             raise ConnectError(
-                f"{url} went away: {error.strerror}", retry_after=COLOCATED_RETRY_SECONDS
+                f"{url} is unavailable: {error.strerror}", retry_after=COLOCATED_RETRY_SECONDS
             ) from error
         raise
 

@@ -18,7 +18,7 @@ class Stats:
     and subtracting masks, and on checking answers, which goes with them. ``refusals`` counts requests that
     an overloaded executor put off, and ``seconds_throttled`` how long they waited to be sent again.
     ``reconnections`` counts connections that were opened again, and ``seconds_reconnecting`` is how long that
-    took, with all waiting for executors that were away. ``moves`` counts those that led to another replica
+    took, with all waiting for unavailable executors. ``moves`` counts those that led to another replica
     than the one before; ``replicas`` has, for every party by its first URL, the replica in use.
     ``key_exchange``: for the URL of every executor behind TLS, the group that the last handshake agreed on,
     such as ``X25519MLKEM768``, or ``unknown``.

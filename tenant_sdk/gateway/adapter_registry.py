@@ -247,14 +247,14 @@ class AdapterRegistry:
             self.refused[folder.name] = str(error)
 
     async def watch(self, folder: Path) -> None:
-        """Scan again and again. Libraries that are told of changes follow links out of the folder."""
-        said = ""
+        """Scan again and again. Libraries that are notified of changes follow links out of the folder."""
+        reported = ""
         for scans in count(1):
             await asyncio.sleep(SCAN_SECONDS)
             try:
                 await self.scan(folder, again=scans % SCANS_OF_REFUSED == 0)
-                said = ""
+                reported = ""
             except Exception as error:  # the next scan may be a better one
-                if said != str(error):
-                    said = str(error)
+                if reported != str(error):
+                    reported = str(error)
                     self._notify(f"cannot look into {folder}: {error}")

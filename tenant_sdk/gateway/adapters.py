@@ -72,7 +72,7 @@ def largest_rank(folder: Path) -> int:
         try:
             raw = read_raw_config(path)
         except ConfigurationError:
-            continue  # told when it is to be served
+            continue  # reported when it is to be served
         others = raw.get("rank_pattern")
         candidates = (raw.get("r"), *(others.values() if isinstance(others, dict) else ()))
         ranks += [rank for rank in candidates if isinstance(rank, int) and rank <= RANKS[-1]]
@@ -196,5 +196,5 @@ def _check_servable(config: PeftConfig, source: Path, most_rank: int) -> None:
 def _vllm_config(config: Any) -> dict[str, Any]:
     """An adapter's configuration in names: vLLM matches patterns while all sequences wait."""
     fields = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
-    said = {name: getattr(config, name) for name in fields}
-    return said | {"peft_type": "LORA", "target_modules": sorted(config.target_modules)}
+    plain = {name: getattr(config, name) for name in fields}
+    return plain | {"peft_type": "LORA", "target_modules": sorted(config.target_modules)}

@@ -57,16 +57,16 @@ class StepFailure(enum.StrEnum):
 
 
 def shutting_down() -> Refusal:
-    """What clients are told when the gateway ends."""
+    """The refusal for clients when the gateway ends."""
     return Refusal(503, "overloaded", "the gateway is shutting down", RESTART_SECONDS)
 
 
 def failure_refusal(failure: str, message: str, retry_after: int) -> Refusal:
-    """What clients are told when a step failed.
+    """The refusal for clients when a step failed.
 
     Args:
         failure: a ``StepFailure``.
-        retry_after: seconds after which an executor that is away may be back.
+        retry_after: seconds after which an unavailable executor may be back.
     """
     if failure == StepFailure.WRONG_ANSWER:
         message += ". If an answer was wrong, this gateway asks for nothing more until it is started again"

@@ -32,7 +32,7 @@ class ClientGone(Exception):
 def _while_connected() -> Iterator[None]:
     """Wait in this block for the sake of a client.
 
-    A connection that is closed gives its place to another one at once. If its request went on waiting, then
+    A connection that is closed gives its slot to another one at once. If its request went on waiting, then
     one client could have any number of requests wait.
 
     Raises:

@@ -38,7 +38,7 @@ class ConnectionLimits:
 
     Args:
         authenticator: says whose a connection is.
-        known: places of connections that have shown a key.
+        known: slots of connections that have shown a key.
         unauthenticated: the others.
         unread: bytes of answers that known clients have not read yet.
     """
@@ -152,7 +152,7 @@ class _LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
         """See httptools; a request that comes before the last answer was written closes the connection.
 
         Thousands of them come in one read, and each would take memory. If the client hung up, uvicorn would
-        tell the newest one, while the sequences of the others went on.
+        notify the newest one, while the sequences of the others went on.
 
         Raises:
             ValueError: there is such a request, and nothing behind it is parsed.

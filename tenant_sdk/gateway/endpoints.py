@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 SAMPLES, SAMPLE_SECONDS = 120, 1.0
-FIGURES_SECONDS = 1.0  # for which metrics and the status are good
+METRICS_SECONDS = 1.0  # for which metrics and the status are good
 # Of vLLM's paths those that a gateway is for; the others would only be there to be attacked.
 KEPT_ROUTES = GENERATION_PATHS | TOKENIZING_PATHS | {"/health", "/version"}
 # vLLM's counters and gauges that the page shows.
@@ -77,7 +77,7 @@ class GatewaySettings:
         allow_other_base: serve adapters that say they were made for another base.
         authenticator: see ``HttpFrontend``.
         max_in_flight: sequences in flight at once, computed or waiting.
-        retry_after: seconds in which a provider that is away may be back.
+        retry_after: seconds in which an unavailable provider may be back.
         about: what the page says at the top.
         address: host and port on which it listens.
         notify: shows a line to who started it.
@@ -131,8 +131,8 @@ class Endpoints:
         self._parser = RequestParser()
         self._constraint_checker: ConstraintChecker | None = None
         self._samples: deque[dict[str, float]] = deque(maxlen=SAMPLES)
-        self._metrics_text = CachedAnswer(prometheus_client.generate_latest, FIGURES_SECONDS)
-        self._status_text = CachedAnswer(self._status_now, FIGURES_SECONDS)
+        self._metrics_text = CachedAnswer(prometheus_client.generate_latest, METRICS_SECONDS)
+        self._status_text = CachedAnswer(self._status_now, METRICS_SECONDS)
         self._began = int(time.time())
         self._tasks: list[asyncio.Task[None]] = []
         self._ending = threading.Event()
@@ -180,7 +180,7 @@ class Endpoints:
         prometheus_client.REGISTRY.register(
             Collector(self._settings.folder, self._sequence_limit, self._adapters)
         )
-        vllm_patches.tell_of_the_end(engine_client, self._ending.set)
+        vllm_patches.report_end(engine_client, self._ending.set)
         vllm_patches.refuse_unknown_tokens(engine_client)
         vllm_patches.count_no_combinations(engine_client)
         vllm_patches.bound_parsers(state)
@@ -323,10 +323,10 @@ class Endpoints:
                 await self._adapters.remove_unused_copies()
             except OSError as error:  # the disk, or file descriptors: they may be there again
                 if limiter.due(time.monotonic()):
-                    log.warning("no figures for the page: %s%s", error.strerror, limiter.more())
-            except Exception:  # whatever it is, there may be figures in the next second
+                    log.warning("no metrics for the page: %s%s", error.strerror, limiter.more())
+            except Exception:  # whatever it is, there may be some in the next second
                 if limiter.due(time.monotonic()):
-                    log.exception("no figures for the page%s", limiter.more())
+                    log.exception("no metrics for the page%s", limiter.more())
             before = now
             await asyncio.sleep(SAMPLE_SECONDS)
 

@@ -57,7 +57,7 @@ _ELSEWHERE = {
 }
 UNAUTHENTICATED = "unauthenticated"  # all together are as one client, and no client has this name
 # Seconds between two requests without a key. If probes waited longer, newer connections would take their
-# places, even if these were few.
+# slots, even if these were few.
 UNAUTHENTICATED_PAUSE = 0.001
 PUBLIC_PATHS = frozenset({"/", "/healthz"})  # nothing that tells who uses what
 BODY_BYTES = 8 << 20  # however long sequences may be
@@ -71,7 +71,7 @@ SEND_SECONDS = 60.0  # until a client that does not read its answer is given up
 FLUSHED = "symbiosis.flushed"  # waits until what was sent has left
 CLOSED = "symbiosis.closed"  # a future that is done if the connection is closed
 OWNER = "symbiosis.owner"  # the client whose key the connection has shown, if any
-MAX_MANAGEMENT = 64  # requests at once for adapters and figures; or two a key
+MAX_MANAGEMENT = 64  # requests at once for adapters and metrics; or two a key
 # vLLM reads others too: priorities, ranks, formats.
 _HEADERS = frozenset({b"accept", b"content-length", b"content-type", b"host"})
 _ERROR = b'data: {"error"'  # an event of a stream
@@ -111,7 +111,7 @@ class HttpFrontend:
         application: vLLM's.
         authenticator, sequence_limit: who comes in, and how many.
         folder: where the worker writes its ``GatewayStatus``.
-        retry_after: seconds in which a provider that is away may be back.
+        retry_after: seconds in which an unavailable provider may be back.
         served: what it knows of what is served.
         clock: seconds, as ``GatewayStatus.failed_at``.
     """
@@ -216,7 +216,7 @@ class HttpFrontend:
         return await _respond(send, b'{"status":"ok"}', b"application/json")
 
     async def _serve_management(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
-        """Have a request for adapters or figures answered."""
+        """Have a request for adapters or metrics answered."""
         if not self._management.reserve(client, 1):
             why = "too many requests for adapters or figures are in flight with your key; try again"
             return await _refuse(send, Refusal(429, "overloaded", why, 1))
@@ -258,20 +258,20 @@ class HttpFrontend:
     async def _run(
         self, scope: Message, receive: Receive, send: Send, refusal: Callable[[], Refusal] | None = None
     ) -> None:
-        """Have vLLM's application answer; the server around this would tell the words of what it raises.
+        """Have vLLM's application answer; the server around this would log the words of what it raises.
 
         Args:
-            refusal: what the client is told then.
+            refusal: of the client then.
         """
         begun = False
 
-        async def tell(message: Message) -> None:
+        async def forward(message: Message) -> None:
             nonlocal begun
             begun = True
             await send(message)
 
         try:
-            await self._application(scope, receive, tell)
+            await self._application(scope, receive, forward)
         except ClientGone:
             raise
         except Exception as error:
@@ -357,7 +357,7 @@ class HttpFrontend:
             return Refusal(408, "invalid_request_error", why)
 
     def _executors_unavailable(self) -> Refusal | None:
-        """What would be told after all retries, if executors are known to be away."""
+        """The refusal after all retries, at once if executors are known to be unavailable."""
         status = GatewayStatus.read(self._folder)
         return self._failure_of(status) if status.unavailable else None
 
@@ -402,12 +402,12 @@ def _methods_of(path: str) -> tuple[str, ...]:
 
 
 def _is_server_error(event: bytes) -> bool:
-    """Whether a part of a stream says that the gateway failed, and not that its client is wrong."""
+    """Whether a part of a stream reports that the gateway failed, and not that its client is wrong."""
     if not event.startswith(_ERROR):
         return False
     try:
-        said = msgspec.json.decode(event.partition(b"\n")[0].removeprefix(b"data: "))
-        return int(said["error"]["code"]) >= 500
+        event_fields = msgspec.json.decode(event.partition(b"\n")[0].removeprefix(b"data: "))
+        return int(event_fields["error"]["code"]) >= 500
     except (msgspec.DecodeError, KeyError, TypeError, ValueError):
         return True
 
@@ -443,7 +443,7 @@ async def _unless_gone(answer: Awaitable[str], receive: Receive) -> str:
 
 
 async def _wait_until_flushed(scope: Message) -> None:
-    """Until the client has taken its answer, or is given up: as long it has its place."""
+    """Until the client has taken its answer, or is given up: its slot is taken until then."""
     if (flush := scope.get("extensions", {}).get(FLUSHED)) is not None:
         await flush()
 
@@ -452,7 +452,7 @@ def _giving_up_slow_clients(receive: Receive, send: Send) -> tuple[Receive, Send
     """Both, for which a client that does not read has hung up: its sequences are computed for nobody."""
     gone = asyncio.Event()
 
-    async def tell(message: Message) -> None:
+    async def forward(message: Message) -> None:
         if gone.is_set():
             return
         try:
@@ -470,7 +470,7 @@ def _giving_up_slow_clients(receive: Receive, send: Send) -> tuple[Receive, Send
             heard.cancel()
             given_up.cancel()
 
-    return receive_or_give_up, tell
+    return receive_or_give_up, forward
 
 
 def _with_body(scope: Message, body: bytes, name: bytes = b"") -> Message:
@@ -505,7 +505,7 @@ async def _respond(
 
 
 async def _refuse(send: Send, refusal: Refusal | None) -> None:
-    if refusal is None:  # there is nobody to tell
+    if refusal is None:  # there is nobody to answer
         return
     headers = [(b"content-type", b"application/json")]
     if refusal.retry_after:

@@ -1,4 +1,4 @@
-"""Log lines of libraries once requests come: their place and kind, and never their words."""
+"""Log lines of libraries once requests come: their call site and kind, and never their words."""
 
 from __future__ import annotations
 

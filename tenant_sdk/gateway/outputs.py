@@ -52,7 +52,7 @@ def each_alone(processor: Any, failed: Callable[[Exception], None]) -> Callable[
 
     Args:
         processor: vLLM's ``OutputProcessor``.
-        failed: told of an error.
+        failed: called with an error.
     """
     process = processor.process_outputs
 

@@ -7,9 +7,9 @@ import struct
 import zlib
 from pathlib import Path
 
-_PLACE = 64 << 10  # bytes of the file for one record; it has two, of which the writer takes the older
-_HEAD = struct.Struct("<QII")  # number of the record, its bytes, CRC-32 of number and record
-MAX_BYTES = _PLACE - _HEAD.size  # of a record
+_SLOT_BYTES = 64 << 10  # bytes of the file for one record; it has two, of which the writer takes the older
+_HEADER = struct.Struct("<QII")  # number of the record, its bytes, CRC-32 of number and record
+MAX_BYTES = _SLOT_BYTES - _HEADER.size  # of a record
 
 
 def write_record(path: Path, record: bytes) -> None:
@@ -20,12 +20,12 @@ def write_record(path: Path, record: bytes) -> None:
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        if os.fstat(file).st_size < 2 * _PLACE:
-            os.posix_fallocate(file, 0, 2 * _PLACE)
-        numbers = [number for number, _ in _records(os.pread(file, 2 * _PLACE, 0))]
+        if os.fstat(file).st_size < 2 * _SLOT_BYTES:
+            os.posix_fallocate(file, 0, 2 * _SLOT_BYTES)
+        numbers = [number for number, _ in _records(os.pread(file, 2 * _SLOT_BYTES, 0))]
         at = numbers.index(min(numbers))
         number = max(numbers) + 1
-        os.pwrite(file, _HEAD.pack(number, len(record), _check(number, record)) + record, at * _PLACE)
+        os.pwrite(file, _HEADER.pack(number, len(record), _check(number, record)) + record, at * _SLOT_BYTES)
     finally:
         os.close(file)
 
@@ -40,11 +40,11 @@ def read_record(path: Path) -> bytes | None:
 
 
 def _records(data: bytes) -> list[tuple[int, bytes]]:
-    """Number and content in each place; 0: the place has none, or one that is being written."""
+    """Number and content in each slot; 0: the slot has none, or one that is being written."""
     found = []
-    for place in (data[:_PLACE], data[_PLACE:]):
-        number, length, check = _HEAD.unpack_from(place.ljust(_HEAD.size, b"\0"))
-        record = place[_HEAD.size : _HEAD.size + length]
+    for slot in (data[:_SLOT_BYTES], data[_SLOT_BYTES:]):
+        number, length, check = _HEADER.unpack_from(slot.ljust(_HEADER.size, b"\0"))
+        record = slot[_HEADER.size : _HEADER.size + length]
         complete = len(record) == length and _check(number, record) == check
         found.append((number, record) if complete else (0, b""))
     return found

@@ -34,7 +34,7 @@ IGNORED = frozenset(
     }
 )
 RESPONSES = "/v1/responses"
-STRINGS_BYTES = 64 << 10  # of a text whose tokens are also told as texts, which takes vLLM far longer
+STRINGS_BYTES = 64 << 10  # of a text whose tokens are also reported as texts, which takes vLLM far longer
 
 
 class Tokenizing(Struct, kw_only=True):

@@ -254,10 +254,10 @@ class Scheduler(Base):  # type: ignore[misc]
             long, "texts with a constraint, of this answer or of your key, became too long"
         )
         if non_finite or spent:
-            why = self._ended.add(self._folder, non_finite | spent)  # before the clients are told
+            why = self._ended.add(self._folder, non_finite | spent)  # before the clients get errors
             if why and self._unwritten.due(time.monotonic()):
                 log.warning(
-                    "clients are not told why their sequences ended: %s%s", why, self._unwritten.more()
+                    "errors of clients do not name why sequences ended: %s%s", why, self._unwritten.more()
                 )
         ends = (failed | long) & self.requests.keys()
         for request in self.finish_requests(ends, RequestStatus.FINISHED_ERROR):

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 FOLDER_PREFIX = "symbiosis-gateway-"
 FOLDER_MARK = ".made-by-symbiosis-gateway"
 SOCKET_FOLDER = 64  # characters; the name of a socket in it has 37, and 107 is the most of both
-SHUTDOWN_SECONDS = 5  # for clients to take what they are told, then connections are cut
+SHUTDOWN_SECONDS = 5  # for clients to read their last answers, then connections are cut
 STEP_ROWS = 512  # of all sequences, in one step
 LOOKUP_TOKENS = 4  # of the text, for which the same is looked for before
 
@@ -437,8 +437,8 @@ def _run(arguments: list[str], settings: GatewaySettings) -> None:
         uvloop.run(run_server(parsed, http=arrivals, ws="none", timeout_graceful_shutdown=SHUTDOWN_SECONDS))
     except RuntimeError as error:
         why = GatewayStatus.read(settings.folder).error
-        if why and Endpoints.engine is None:  # it did not start, and the worker said so in a sentence
+        if why and Endpoints.engine is None:  # it did not start, and the worker reported why
             raise ConfigurationError(why) from error
         raise
     if Endpoints.engine_died():
-        raise SymbiosisError("vLLM's engine ended by itself; what it said last is above")
+        raise SymbiosisError("vLLM's engine ended by itself; what it logged last is above")

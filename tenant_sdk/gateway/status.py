@@ -50,7 +50,7 @@ class GatewayStatus(msgspec.Struct, kw_only=True):
 
     @property
     def unavailable(self) -> bool:
-        """Whether executors are known to be away: requests would be retried in vain."""
+        """Whether executors are known to be unavailable: requests would be retried in vain."""
         return self.failing and self.failure == StepFailure.UNAVAILABLE
 
     def write(self, folder: Path) -> None:
@@ -70,10 +70,10 @@ class GatewayStatus(msgspec.Struct, kw_only=True):
 
 
 class StepHealth:
-    """Whether steps fail. Told by the thread of steps, and by one that tests whether the executor is back.
+    """Whether steps fail. The thread of steps updates it, and one that probes whether the executor is back.
 
     Attributes:
-        status: as the server in front is told.
+        status: for the server in front.
     """
 
     def __init__(self) -> None:
@@ -100,20 +100,20 @@ class StepHealth:
 
     @property
     def probeable(self) -> float | None:
-        """When the last step failed, if a test can show that the next one would not; else None."""
+        """When the last step failed, if a probe can show that the next one would not; else None."""
         with self._lock:
             status = self.status
             return status.failed_at if status.failing and status.failure != StepFailure.WRONG_ANSWER else None
 
     def probed(self, failed_at: float, failure: str = "", error: str = "") -> bool:
-        """A test that began after a failure has ended.
+        """A probe that began after a failure has ended.
 
         Args:
             failed_at: what ``probeable`` was.
-            failure, error: of the test; empty: the executor is back.
+            failure, error: of the probe; empty: the executor is back.
 
         Returns:
-            Whether it says how things are. If a step has ended since, that step does.
+            Whether it counts. If a step has ended since, that step does.
         """
         with self._lock:
             status = self.status

@@ -88,12 +88,12 @@ def end_while_starting(end: Callable[[int, Any], None]) -> None:
     entry.setup_server = set_up
 
 
-def tell_of_the_end(engine: EngineClient, told: Callable[[], None]) -> None:
+def report_end(engine: EngineClient, ending: Callable[[], None]) -> None:
     """Before the server ends: vLLM ends its engine first, and then takes requests for a moment."""
     end: Callable[..., None] = engine.shutdown
 
     def shutdown(*arguments: Any, **options: Any) -> None:
-        told()
+        ending()
         end(*arguments, **options)
 
     engine.shutdown = shutdown
@@ -204,7 +204,7 @@ def leave_constraints_alone() -> None:
 def end_engine_without_answers() -> None:
     """When the engine is ready. On SIGTERM, vLLM would answer all clients with what is written by then.
 
-    Such an answer looks complete. The server, which sends SIGTERM too, tells them that the gateway ends. A
+    Such an answer looks complete. The server, which sends SIGTERM too, reports that the gateway ends. A
     signal for the whole group of processes comes here as well, so this gives the server a moment.
     """
 

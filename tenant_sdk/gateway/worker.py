@@ -1,4 +1,4 @@
-"""vLLM's worker, for which a lost provider is the failure of a step and not of the engine."""
+"""vLLM's worker, for which an unavailable provider is the failure of a step and not of the engine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 STATUS_SECONDS = 0.5  # between two states of ``GatewayStatus``
 MAX_OUTPUT = 1e6  # of what an adapter adds to a layer's output, for inputs about 1
 TRIED_ROWS = 8
-PROBE_SECONDS = 2.0  # between two looks at a provider that was away
+PROBE_SECONDS = 2.0  # between two probes of a provider that was unavailable
 
 
 @dataclass
@@ -67,11 +67,11 @@ class PartlyFailed(ModelRunnerOutput):  # type: ignore[misc]
 
 
 class _ExecutorsUnavailableError(Exception):
-    """Executors are known to be away: nothing is asked of them."""
+    """Executors are known to be unavailable: nothing is asked of them."""
 
 
 class Worker(Base):  # type: ignore[misc]
-    """Runs the tenant's part of the model, and says how it goes."""
+    """Runs the tenant's part of the model, and reports how it goes."""
 
     def init_device(self) -> None:
         """See vLLM; what then listens in this process is for members of a group that has no others."""
@@ -81,7 +81,7 @@ class Worker(Base):  # type: ignore[misc]
     def load_model(self, *arguments: Any, **options: Any) -> None:
         """See vLLM.
 
-        What is wrong with the model or the executor is told in ``GatewayStatus``, and ends the process.
+        What is wrong with the model or the executor is reported in ``GatewayStatus``, and ends the process.
         """
         vllm_patches.multiply_adapters_in_segments()
         try:
@@ -174,7 +174,7 @@ class Worker(Base):  # type: ignore[misc]
         log.warning("a step failed: %s", error if ours else redacted(error))
         why = _error_for_user(error) if ours else ""
         self._health.step_failed(StepFailure.of(error), why, time.monotonic())
-        self._write_status()  # before the clients are told
+        self._write_status()  # before the clients get errors
         return self._failed_step()
 
     def _failed_step(self) -> FailedStep:
@@ -228,7 +228,7 @@ class Worker(Base):  # type: ignore[misc]
         rows = sum(max(count, 1 + self._draft) for count in scheduled.num_scheduled_tokens.values())
         return RequestOptions(urgency, rows)
 
-    # -- what the server in front is told ----------------------------------------------------------
+    # -- reports to the server in front ------------------------------------------------------------
 
     def _report_status(self) -> None:
         waited, server = 0.0, os.getppid()
@@ -246,8 +246,8 @@ class Worker(Base):  # type: ignore[misc]
                     probe()
                 except SymbiosisError as error:  # which may be another: back with another model, say
                     self._health.probed(failed_at, StepFailure.of(error), _error_for_user(error))
-                except Exception:  # or nobody would look again, and all would be refused
-                    log.exception("cannot look whether the executor is back")
+                except Exception:  # or nobody would probe again, and all would be refused
+                    log.exception("cannot probe whether the executor is back")
                 else:
                     if self._health.probed(failed_at):
                         self._write_status()
@@ -286,7 +286,7 @@ def _check_positions(model: torch.nn.Module, context: int) -> None:
 
 
 def _error_for_user(error: Exception) -> str:
-    """What it says to the user of the command line."""
+    """Its message for the user of the command line."""
     if isinstance(error, SymbiosisError):
         error.show_options(flags_of(SessionConfig) | flags_of(GatewayOptions))
     return str(error)

@@ -72,8 +72,8 @@ class EncryptedFile:
         self._cipher = AESGCM(AESGCM.generate_key(128))
         self._fork_guard = ForkGuard()
         self._numbers = itertools.count()
-        self._lock = threading.RLock()  # finalizers give places up, at any moment
-        self._free: defaultdict[int, list[int]] = defaultdict(list)  # places by their size
+        self._lock = threading.RLock()  # finalizers free slots, at any moment
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # offsets of slots, by their size
         self._count = self._end = self._peak = 0
         self._threads = ThreadPoolExecutor(THREADS, "symbiosis-spill")
         register_for_fork(self)
@@ -176,7 +176,7 @@ class EncryptedFile:
                 each.result()
 
     def free(self, spilled: Spilled) -> None:
-        """Give its place to another of its size; it must not be read any more, nor freed twice."""
+        """Give its slot to another of its size; it must not be read any more, nor freed twice."""
         if self._fork_guard.in_child:  # a child has nothing of it, and its lock may be held for ever
             return
         count = -(-spilled.nbytes // PIECE)

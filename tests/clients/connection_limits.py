@@ -232,6 +232,6 @@ for each in [*unauthenticated, *known, *others, *unfinished, kept, large]:
     each.close()
 server.should_exit = True
 thread.join()
-assert connections.known.total == 0, "who leaves gives the place back"
+assert connections.known.total == 0, "who leaves gives the slot back"
 assert not connections.unauthenticated.waiting
 print(json.dumps({"known": connections.known.taken}))

@@ -85,8 +85,8 @@ def test_one_is_killed_and_the_next_one_drained_and_no_tenant_notices(
         (left,) = [each.url for each in own if each.process is not None and each.process.poll() is None]
         assert {session.stats.replicas[urls[0]] for session in sessions} == {left}
         assert sum(session.stats.moves for session in sessions) >= 2
-    assert "is away" not in caplog.text
-    assert "replicas are away" not in caplog.text
+    assert "is unavailable" not in caplog.text
+    assert "replicas are unavailable" not in caplog.text
 
 
 def test_command_lines_take_several(

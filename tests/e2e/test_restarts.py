@@ -169,7 +169,7 @@ def test_finetune_and_generate_go_on_after_a_restart(
     run = finetune(restartable.executor, tmp_path / "adapter")
     until(run.stderr, f"step 2 of {STEPS}")
     restartable.kill()
-    said = until(run.stderr, "is away")
+    said = until(run.stderr, "is unavailable")
     assert "waiting up to 10 minutes" in said
     restartable.restart()
     status, _, err = rest(run)
@@ -247,7 +247,7 @@ def test_ctrl_c_while_it_waits_and_patience_that_runs_out(
     run = finetune(restartable.executor, output)
     until(run.stderr, f"step 2 of {STEPS}")
     restartable.kill()
-    until(run.stderr, "is away")
+    until(run.stderr, "is unavailable")
     run.send_signal(signal.SIGINT)
     status, _, err = rest(run)
     assert status != 0

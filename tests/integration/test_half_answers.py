@@ -224,7 +224,7 @@ def test_a_doubt_is_not_forgotten_if_the_next_effects_do_not_come(
         for rows, each in effects(mask):
             half = rows.stop // 2
             yield slice(0, half), [effect[:half] + 100 for effect in each]
-            raise ConnectionLost("the mask source is away")
+            raise ConnectionLost("the mask source is unavailable")
 
     with one_time(*parties, answers="half", repeat_rate=0.0, mask_budget_mib=0) as session:
         model = session.load_model(progress=False)

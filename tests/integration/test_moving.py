@@ -164,7 +164,7 @@ def test_both_leave_and_one_is_back(start: Start, reach: Callable[..., tenant_sd
         for each in (one, other):
             each.drain(1.0)
         waiting = pool.submit(product, session)
-        eventually(lambda: session.executor.connection.policy.reminder.said_at is not None)
+        eventually(lambda: session.executor.connection.policy.reminder.logged_at is not None)
         start(port=other.port)
         assert all(map(torch.equal, waiting.result(SECONDS), expected))
 

@@ -296,7 +296,7 @@ def test_closing_from_another_thread_ends_the_wait(
             each.cut()
             each.close()
         waiting = [threads.submit(product, session) for _ in range(2)]
-        eventually(lambda: caplog.text.count("is away") >= 1)
+        eventually(lambda: caplog.text.count("is unavailable") >= 1)
         assert not any(future.done() for future in waiting)
     for future in waiting:
         assert isinstance(error_of(future), ConnectionLost)
@@ -327,7 +327,7 @@ def test_an_executor_of_this_machine_that_restarts(
         expected = product(session)
         one.end()
         waiting = threads.submit(product, session)
-        eventually(lambda: session.executor.connection.policy.reminder.said_at is not None)
+        eventually(lambda: session.executor.connection.policy.reminder.logged_at is not None)
         assert not waiting.done()
         again = everywhere(checkpoint("llama"))
         local = ColocatedServer(

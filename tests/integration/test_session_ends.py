@@ -34,7 +34,7 @@ class Served:
         self.provider, self.tokens, self.ca, self._caplog = provider, tokens, ca, caplog
 
     def connect(self, url: str, token: str) -> tenant_sdk.Session:
-        """With patience: it would wait for an executor that went away."""
+        """With patience: it would wait for an executor that became unavailable."""
         ca = self.ca if url.startswith("wss") else None
         return Executor(url, token, self.ca).connect(ca=ca, patience=10 * SECONDS)
 

@@ -142,7 +142,7 @@ def test_batches_of_answers_of_all_widths(both: tuple[BaseExecutor, Engine, Work
 def answered(engine: Engine, header: Header, payload: torch.Tensor) -> tuple[torch.Tensor, int]:
     """An answer, and how often it was lost."""
     lost = 0
-    for _ in range(60):  # for a second each, if the worker is away
+    for _ in range(60):  # for a second each, if the worker is unavailable
         try:
             return submitted(engine, "a", 1, header, payload).result(SECONDS).tensors[0], lost
         except WireError as error:

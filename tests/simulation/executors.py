@@ -1,8 +1,8 @@
 """Provider and mask sources: the real executor above the socket.
 
 Real are connections, sessions, protocol, quota, engine, scheduler, fairness and products. The rounds of the
-loop are the real ones, and start as events. A lane multiplies at a later time, loses workers, and is away for
-a while.
+loop are the real ones, and start as events. A lane multiplies at a later time, loses workers, and is
+unavailable for a while.
 """
 
 from __future__ import annotations
@@ -144,12 +144,12 @@ class SimulatedLane(ProcessLane):
 
     def __init__(self, kernel: Kernel, products: Any, health: Health) -> None:
         self._kernel, self._executor, self._health = kernel, products, health
-        self._away, self._changed = False, lambda: None
+        self._unavailable, self._changed = False, lambda: None
         self.inline = health.inline
 
     @property
     def depth(self) -> int:  # type: ignore[override]
-        return 0 if self._away else 1
+        return 0 if self._unavailable else 1
 
     def attach(self, loop: Loop, changed: Callable[[], None]) -> None:
         self._changed = changed
@@ -173,13 +173,13 @@ class SimulatedLane(ProcessLane):
 
     def _lose(self, batch: Sequence[RowRange], future: Future[BatchResult]) -> None:
         lost = "the worker that had this request ended; ask again"
-        self._away = True
+        self._unavailable = True
         future.set_result(BatchResult([WireError("unavailable", lost, retry_after=1.0) for _ in batch]))
         self._changed()
         self._kernel.after(self._kernel.random.uniform(0, self._health.away_seconds), self._back)
 
     def _back(self) -> None:
-        self._away = False
+        self._unavailable = False
         self._changed()
 
     def close(self) -> None:

@@ -178,11 +178,11 @@ class Allowed:
     """What may happen to requests in a run.
 
     Attributes:
-        lost: connections break, or executors are away.
+        lost: connections break, or executors are unavailable.
         codes: with which executors may refuse.
         half: sessions take half answers.
         seconds: that a request may take.
-        retry_seconds, timeout: before these, no request fails because an executor is away, or overloaded.
+        retry_seconds, timeout: before these, no request fails because an executor is unavailable or busy.
     """
 
     lost: bool

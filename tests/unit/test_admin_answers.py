@@ -77,8 +77,8 @@ def test_only_few_wait() -> None:
     assert answer() == b"0"
     with ThreadPoolExecutor(MAX_WAITING) as threads:
         waiting = [threads.submit(answer) for _ in range(MAX_WAITING)]
-        while answer._places.acquire(blocking=False):  # until all wait
-            answer._places.release()
+        while answer._slots.acquire(blocking=False):  # until all wait
+            answer._slots.release()
         assert answer() == b"0"
         go.set()
         assert b"0" not in {each.result() for each in waiting}

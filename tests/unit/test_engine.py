@@ -418,14 +418,14 @@ def test_a_batch_that_waits_for_another_took_only_its_own_time(base: BaseExecuto
 class AwayLane(ProcessLane):
     """Takes nothing until it is told to."""
 
-    inline, away = False, True
+    inline, unavailable = False, True
 
     @property
     def depth(self) -> int:  # type: ignore[override]
-        return 0 if self.away else 1
+        return 0 if self.unavailable else 1
 
 
-def test_who_waits_for_a_lane_that_is_away_is_told(base: BaseExecutor) -> None:
+def test_who_waits_for_an_unavailable_lane_is_told(base: BaseExecutor) -> None:
     """In a second, so that it can say so; who came later waits for a second of its own."""
     now, lane = [0.0], AwayLane(base)
     latency = LatencyModel(shapes_of(base.manifest.groups))
@@ -443,7 +443,7 @@ def test_who_waits_for_a_lane_that_is_away_is_told(base: BaseExecutor) -> None:
         early.result(800)
     assert (refused.value.code, refused.value.retry_after) == ("restarting", LANE_WAIT_SECONDS)
     assert not late.done()
-    lane.away = False
+    lane.unavailable = False
     wait_for(engine)
     assert torch.equal(joined(late.result(800)), alone(base, header, payload))
     engine.close()
@@ -468,7 +468,7 @@ def test_a_session_that_ends_while_it_is_told_concerns_nobody_else(ring: BaseExe
     wait_for(engine)
     now[0] = 1.2
     wait_for(engine)
-    lane.away = False
+    lane.unavailable = False
     wait_for(engine)
     assert torch.equal(joined(other.result(60)), alone(ring, header, payload))
     assert [type(done) for done in told] == [WireError, WireError]

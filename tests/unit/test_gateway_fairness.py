@@ -51,13 +51,13 @@ def test_seats_stay_free_for_others() -> None:
     assert next_admissions(running, [*several("a", 9, 6), *several("b", 9)], 8, 0, 2) == ["b0", "b1"]
 
 
-def test_places_for_adapters_stay_free_for_others() -> None:
+def test_slots_for_adapters_stay_free_for_others() -> None:
     own = [SequenceInfo(f"a{at}", "a", at + 1) for at in range(16)]
     admitted = next_admissions([], own, 64, 16, 2)
     assert len(admitted) == 12
     running = own[:12]
     victim = SequenceInfo("b0", "b", 99)
-    # What goes on with an adapter that runs already takes no place, and cannot keep the other from one.
+    # What goes on with an adapter that runs already takes no slot, and cannot keep the other from one.
     waiting = [*own[12:], own[0]._replace(name="more"), victim]
     assert next_admissions(running, waiting, 64, 16, 2) == ["b0", "more"]
 
@@ -171,7 +171,7 @@ def test_a_client_begins_within_its_share_of_the_memory() -> None:
 def preempted(
     running: Sequence[SequenceInfo], waiting: Sequence[SequenceInfo], memory: Memory, places: int = 99
 ) -> list[str]:
-    """As in a step with so many places for sequences, for three clients, without adapters."""
+    """As in a step with so many slots for sequences, for three clients, without adapters."""
     return next_preemptions(
         running, waiting, memory, next_admissions(running, waiting, places, 0, 3, contended=True)
     )
@@ -203,7 +203,7 @@ def test_nothing_is_preempted_for_what_could_not_begin() -> None:
     assert preempted([*short, large], waiting, Memory(100, 24)) == ["large"]
     assert preempted([*short, large], waiting, Memory(100, 24), places=10) == []  # v has all that it can have
     adapted = [SequenceInfo("v8", "v", 7, blocks_needed=30)]
-    assert preempted([*short, large], adapted, Memory(100, 24)) == []  # no place for another adapter
+    assert preempted([*short, large], adapted, Memory(100, 24)) == []  # no slot for another adapter
     assert next_preemptions([*short, large], waiting, Memory(100, 24), ()) == []  # its constraint waits
 
 

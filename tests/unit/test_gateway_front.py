@@ -127,7 +127,7 @@ def front(
 
 
 @awaited
-async def test_slow_bodies_take_no_places(tmp_path: Path) -> None:
+async def test_slow_bodies_take_no_slots(tmp_path: Path) -> None:
     application = Working()
     application.go.set()
     there = front(application, tmp_path)
@@ -213,7 +213,7 @@ async def test_an_answer_has_its_place_until_it_has_left(tmp_path: Path, path: s
 
 
 @awaited
-async def test_one_key_does_not_take_all_places(tmp_path: Path) -> None:
+async def test_one_key_does_not_take_all_slots(tmp_path: Path) -> None:
     application = Working()
     there = front(application, tmp_path, most=4)
     hostile = [await Client(there).says(BODY) for _ in range(5)]
@@ -512,7 +512,7 @@ def test_libraries_words_are_left_out(quiet: list[float], caplog: pytest.LogCapt
     assert "a step failed: gone" in caplog.text
 
 
-def test_a_place_of_a_library_says_once_in_a_while_that_it_fails(
+def test_a_call_site_of_a_library_logs_once_in_a_while_that_it_fails(
     quiet: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A client can have it fail at each request, or each token, with a traceback of kilobytes."""
@@ -520,7 +520,7 @@ def test_a_place_of_a_library_says_once_in_a_while_that_it_fails(
         quiet[0] = seconds
         for _ in range(100):
             logging.getLogger("vllm.something").error("fails")
-        logging.getLogger("vllm.something").error("fails at another place")
+        logging.getLogger("vllm.something").error("fails elsewhere")
         logging.getLogger("tenant_sdk.gateway").error("fails")
     lines = Counter(record.name for record in caplog.records)
     assert lines == {"vllm.something": 4, "tenant_sdk.gateway": 3}
@@ -528,7 +528,7 @@ def test_a_place_of_a_library_says_once_in_a_while_that_it_fails(
     assert caplog.text.count("(1 more since the last line)") == 1
 
 
-def test_a_place_of_ours_says_some_times_in_a_minute_what_happened(
+def test_a_call_site_of_ours_logs_some_times_in_a_minute_what_happened(
     quiet: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each line may tell something else, but a client can have any number of its requests fail."""
@@ -600,7 +600,7 @@ async def test_a_response_that_fails_says_so(tmp_path: Path) -> None:
 
 
 @awaited
-async def test_figures_and_adapters_have_places_too(tmp_path: Path) -> None:
+async def test_metrics_and_adapters_have_slots_too(tmp_path: Path) -> None:
     there = front(Working(), tmp_path)
     waiting = [await Client(there, "/v1/adapters").says(b"") for _ in range(MAX_MANAGEMENT)]
     refused = [each.status for each in waiting if each.sent]

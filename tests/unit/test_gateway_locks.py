@@ -104,7 +104,7 @@ async def test_every_request_is_paced(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @awaited
 async def test_closed_connections_wait_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have given their places to other connections, whose requests would wait too, without bound."""
+    """They have given their slots to other connections, whose requests would wait too, without bound."""
     there, working, application = await disturbed(tmp_path, monkeypatch)
     assert (await Client(there, "/v1/models", headers=[]).says(b"")).status == 401
     assert (await Client(there, "/nothing").says(b"")).status == 404

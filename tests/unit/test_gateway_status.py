@@ -48,10 +48,15 @@ def test_a_disk_that_is_full_later_stops_nothing(tmp_path: Path, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    health.step_failed(UNAVAILABLE, "it is away", 5.0)
+    health.step_failed(UNAVAILABLE, "it is unavailable", 5.0)
     health.write(tmp_path, {"rows": 2})
     status = GatewayStatus.read(tmp_path)
-    assert (status.failing, status.failure, status.error, status.rows) == (True, UNAVAILABLE, "it is away", 2)
+    assert (status.failing, status.failure, status.error, status.rows) == (
+        True,
+        UNAVAILABLE,
+        "it is unavailable",
+        2,
+    )
     assert SequenceErrors().add(tmp_path, {"b.2": "too slow"}) == ""
     assert SequenceErrors.reason(tmp_path, "b.2") == "too slow"
 

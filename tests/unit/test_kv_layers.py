@@ -146,7 +146,7 @@ def test_memory_is_two_layers_whatever_there_is_on_the_disk() -> None:
     assert layers[0]._kv_budget.spill.nbytes > 7.5 * one
 
 
-def test_cropped_blocks_give_their_places_back() -> None:
+def test_cropped_blocks_give_their_slots_back() -> None:
     (layer,) = disk()
     layer.update(*states(4 * BLOCK))
     taken = layer._kv_budget.spill.nbytes

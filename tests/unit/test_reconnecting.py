@@ -111,7 +111,7 @@ def test_it_waits_says_so_and_goes_on(world: Callable[..., World], caplog: pytes
         channel = here.lose()
         assert not channel.broken
         assert caplog.records[0].message == (
-            f"{URL} is away (cannot connect to executor: Connection refused); waiting up to 10 minutes"
+            f"{URL} is unavailable (cannot connect to executor: Connection refused); waiting up to 10 minutes"
         )
         assert 5 <= len(caplog.records) <= 7  # in a minute, every ten seconds
         assert "back" not in caplog.text

@@ -133,7 +133,7 @@ def test_all_are_away_and_one_is_back(world: Callable[..., World], caplog: pytes
     with caplog.at_level(logging.WARNING, "tenant_sdk"):
         connection._answered(lose(connection))
     assert connection.url == B
-    assert caplog.records[0].message.startswith("all 2 replicas are away (wss://a:1: cannot connect: ")
+    assert caplog.records[0].message.startswith("all 2 replicas are unavailable (wss://a:1: cannot connect: ")
     assert caplog.records[-1].message.startswith(f"{B} is back after 3")
     assert here.tries.count(A) > 3
     here.until = {}

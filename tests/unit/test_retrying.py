@@ -234,14 +234,14 @@ def test_that_none_can_be_used_is_said_and_that_one_is_back() -> None:
         elif isinstance(step, Wait):
             said += [(now, step.entry.text)] if step.entry else []
             now = step.until
-    assert said[0][1] == f"{URL} is away (refused); waiting up to 60 s"
+    assert said[0][1] == f"{URL} is unavailable (refused); waiting up to 60 s"
     assert all(10 < later - sooner < 14 for (sooner, _), (later, _) in itertools.pairwise(said))
     policy.opened(URL, URL, now, 0.1)
-    assert policy.away
+    assert policy.reconnecting
     note = policy.answered(now)
     assert note
     assert note.text == f"{URL} is back after {now:.0f} s"
-    assert not policy.away
+    assert not policy.reconnecting
     assert policy.answered(now) is None
 
 

@@ -60,8 +60,8 @@ class ConnectionOptions:
 
     Attributes:
         stats: to count in; a session with two executors has one.
-        retry_seconds: how long to wait for an executor that went away. 0: not at all: a request in flight
-            fails, and the next one tries once to connect again.
+        retry_seconds: how long to wait for an executor that becomes unavailable. 0: not at all: a request in
+            flight fails, and the next one tries once to connect again.
         party: the key under which ``Stats.replicas`` has the replica in use.
         digest: refuse replicas whose manifest has another one; empty: any.
         clock: how time passes.
@@ -77,9 +77,9 @@ class ConnectionOptions:
 class ReconnectingConnection:
     """Has one open channel after the other to the same executor, or to replicas of it.
 
-    A request that is lost because the executor went away is sent again when it is back, or to another one:
-    the same bytes. So is a request that an executor refused because it is overloaded, has lost a worker or
-    restarts. Nothing else is repeated.
+    A request that is lost because the executor became unavailable is sent again when it is back, or to
+    another one: the same bytes. So is a request that an executor refused because it is overloaded, has lost
+    a worker or restarts. Nothing else is repeated.
 
     Args:
         find: the replicas, asked for before each try.
@@ -127,8 +127,8 @@ class ReconnectingConnection:
         Raises:
             ConnectError: it cannot be opened, and is not waited for.
             ModelMismatch: the executor, or every replica, serves something else now.
-            ConnectionLost: the executor was away for longer than is waited for; or this is a forked child,
-                which opens none in its parent's name.
+            ConnectionLost: the executor was unavailable for longer than is waited for; or this is a forked
+                child, which opens none in its parent's name.
         """
         self._fork_guard.check()
         if self._channel.broken and not self._closing.is_set():
@@ -146,7 +146,7 @@ class ReconnectingConnection:
         return lambda: self.answer(channel, send, first)
 
     def answer(self, channel: Channel, send: SendRequest, first: ResponseFuture | None = None) -> Incoming:
-        """Waits for an answer. Sends the request again if the executor is overloaded or went away.
+        """Waits for an answer. Sends the request again if the executor is overloaded or unavailable.
 
         Args:
             channel: the channel of the first try.
@@ -155,8 +155,8 @@ class ReconnectingConnection:
 
         Raises:
             RequestRefused: for anything else, or overloaded for longer than the timeout.
-            ConnectionLost: the part of it that was asked was away for longer than is waited for, or the
-                request broke too many connections.
+            ConnectionLost: the part of it that was asked was unavailable for longer than is waited for, or
+                the request broke too many connections.
             SymbiosisError: see ``channel``.
         """
         clock = self._clock
@@ -219,11 +219,11 @@ class ReconnectingConnection:
             log.log(entry.level, "%s", entry.text)
 
     def _answered(self, channel: Channel) -> None:
-        """Record that the executor has answered a request: if it was away, it is back."""
-        if not (self.policy.away and channel is self._channel) or channel.broken:
+        """Record that the executor has answered a request: if it was unavailable, it is back."""
+        if not (self.policy.reconnecting and channel is self._channel) or channel.broken:
             return
         if not self._reconnecting.acquire(blocking=False):
-            return  # another thread opens another channel: the next answer says it
+            return  # another thread opens another channel: the next answer reports it
         try:
             self._log_entry(self.policy.answered(self._clock.now()))
         finally:

@@ -133,8 +133,8 @@ class ReplicaSet:
         """Returns why no replica can be used; of several replicas, each with its name."""
         if len(self._all) == 1:
             return what_happened(next(iter(self._all.values())).error)
-        said = {name: what_happened(each.error, name) for name, each in self._all.items()}
-        return OptionText.joined(", ", [OptionText("{}: {}", *each) for each in said.items()])
+        reasons = {name: what_happened(each.error, name) for name, each in self._all.items()}
+        return OptionText.joined(", ", [OptionText("{}: {}", *each) for each in reasons.items()])
 
     def error(self) -> SymbiosisError:
         """Returns the one replica's error; of several, an error that names all, of their common class."""

@@ -1,7 +1,7 @@
 """Rules for a request that fails: decisions without I/O, clock or random numbers of their own.
 
-A ``RequestPolicy``, of one request, says whether the same bytes are sent again, when, and on which channel. A
-``ReconnectPolicy``, of one connection, says which replica is tried next, and until when to wait before that.
+A ``RequestPolicy``, of one request, decides whether the same bytes are sent again, when, and where.
+A ``ReconnectPolicy``, of one connection, decides which replica is tried next, and until when to wait before.
 ``tenant_sdk.connection.replicas.reconnecting`` reports events and the time, and follows the instructions.
 """
 
@@ -103,7 +103,7 @@ class RequestPolicy:
     """Decides whether one request is sent again, with the same bytes as before.
 
     Args:
-        retry_seconds: how long to wait for an executor that went away; 0: not at all.
+        retry_seconds: how long to wait for an executor that becomes unavailable; 0: not at all.
         now: when its answer is first waited for, in seconds of any clock that does not go back.
         uniform: draws from [0, 1), uniformly.
         reminder: limits the warnings about all requests to the same executor.
@@ -185,13 +185,13 @@ class ReconnectPolicy:
     All times are seconds of one clock that does not go back.
 
     Args:
-        retry_seconds: how long to wait for an executor that went away; 0: not at all.
+        retry_seconds: how long to wait for an executor that becomes unavailable; 0: not at all.
         uniform: draws from [0, 1), uniformly.
 
     Attributes:
         replica: the name of the one in use.
         url: the URL of its executor.
-        away: whether channels were opened since the last answer.
+        reconnecting: whether channels were opened since the last answer.
         reminder: limits the warnings that no replica can be used.
     """
 
@@ -203,18 +203,18 @@ class ReconnectPolicy:
         self._rounds = 0  # in which each replica was tried once, since the last answer
         self._tried: set[str] = set()  # in this round
         self._warned_of: set[str] = set()  # that they refuse
-        self._away_since = 0.0
+        self._unavailable_since = 0.0
         self._cause: SymbiosisError | None = None
 
     @property
-    def away(self) -> bool:
+    def reconnecting(self) -> bool:
         """Whether channels were opened since the last answer."""
         return self._rounds > 0
 
     def connection_lost(self, now: float, error: SymbiosisError | None = None) -> None:
         """Record that the channel in use broke; ``error``: the error of a request on it, None: not known."""
         if not self._rounds:
-            self._away_since = now
+            self._unavailable_since = now
         self._cause = error or self._cause
         self._replicas.eject(self.replica, now, error, at_once=not self._rounds)
         if not self.retry_seconds:
@@ -259,15 +259,17 @@ class ReconnectPolicy:
         entry = None
         if self.reminder.due(now):
             who = f"all {count} replicas are" if count > 1 else f"{self.url} is"
-            entry = LogEntry(logging.WARNING, f"{who} away ({why}); waiting up to {duration(remaining)}")
+            entry = LogEntry(
+                logging.WARNING, f"{who} unavailable ({why}); waiting up to {duration(remaining)}"
+            )
         seconds = retry_delay(self._rounds - 1, self._replicas.requested_wait(now), self.uniform())
         self._tried.clear()
         return Wait(now + min(remaining, seconds), entry)
 
     def replica_failed(self, name: str, now: float, error: SymbiosisError) -> LogEntry | None:
         """Record that a replica cannot be used. Returns what to log."""
-        away, entry = may_come_back(error), None
-        if away:
+        unavailable, entry = may_come_back(error), None
+        if unavailable:
             entry = LogEntry(logging.INFO, f"{name} cannot be used: {error.message}")
             self._cause = error
         elif (
@@ -275,7 +277,7 @@ class ReconnectPolicy:
         ):
             self._warned_of.add(name)
             entry = LogEntry(logging.WARNING, f"{name} is not used: {error.message}")
-        self._replicas.eject(name, now, error, refused=not away)
+        self._replicas.eject(name, now, error, refused=not unavailable)
         return entry
 
     def opened(self, name: str, url: str, now: float, seconds: float) -> None:
@@ -285,14 +287,16 @@ class ReconnectPolicy:
 
     def reset(self) -> None:
         """Forget what failed: an executor has answered, or the first channel is open."""
-        self._rounds, self._cause, self.reminder.said_at = 0, None, None
+        self._rounds, self._cause, self.reminder.logged_at = 0, None, None
         self._tried.clear()
 
     def answered(self, now: float) -> LogEntry | None:
-        """Record an answer: the executor is back, if it was away. Returns what to log."""
+        """Record an answer: the executor is back, if it was unavailable. Returns what to log."""
         entry = None
-        if self.reminder.said_at is not None:
-            entry = LogEntry(logging.WARNING, f"{self.url} is back after {duration(now - self._away_since)}")
+        if self.reminder.logged_at is not None:
+            entry = LogEntry(
+                logging.WARNING, f"{self.url} is back after {duration(now - self._unavailable_since)}"
+            )
         self.reset()
         self._replicas.answered(self.replica)
         return entry
