@@ -125,7 +125,7 @@ bench: install ## measure split execution, the ring, transports, and many tenant
 	$(BIN)/python benchmarks/request_rate.py $(ARGS)
 	$(BIN)/python benchmarks/serving.py $(ARGS)
 
-harden: install gateway $(SSLYZE)/.installed ## eight programs that try faults, with a report: 80 minutes, or 15: ARGS=--short
+harden: install gateway $(SSLYZE)/.installed ## eight programs that try faults, with a report: 85 minutes, or 20: ARGS=--short
 	$(BIN)/python benchmarks/harden.py $(ARGS)
 
 randomness: install ## test what a provider receives for randomness; half a GiB: ARGS="--mib 128"
