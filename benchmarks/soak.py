@@ -57,8 +57,8 @@ from shared.errors import AuthenticationError, WireError
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "base_model"
 NAMES = ("base", "clinic-notes")  # as the gateway's clients know them
-# Workers need more than the usual ten seconds to start again beside all this. Few masks are kept, so that they are
-# complete before the gateway is judged.
+# Workers need more than the usual ten seconds to start again beside all this. Few masks are kept, so that
+# they are complete before the gateway is judged.
 GATEWAY = ("--max-adapters", 4, "--max-sequences", 8, "--patience", 120, "--mask-budget-mib", 64)
 FIRST_SESSIONS = 8000  # without work; memory stays the same from some 7000 on
 VISITOR = 1  # the tenant whose token is replaced; it knows both replicas
