@@ -39,10 +39,10 @@ def connect(config: SessionConfig) -> Session:
         OPTIONS
 
     Raises:
-        ConfigurationError: an option is wrong, or does not fit what the provider serves.
-        ConnectError: no session, with the reason; see ``shared.errors``.
-        ModelMismatch: other weights, parameters or files than ``digest``, the fingerprints or a mask
-            source's.
+        ConfigurationError: An option is wrong, or does not fit the provider's model.
+        ConnectError: The session could not be opened. The message says why; see ``shared.errors``.
+        ModelMismatch: Weights, parameters or files differ from those of ``digest``, the fingerprints or a
+            mask source.
     """
     return open_session(config)
 

@@ -40,7 +40,7 @@ class LongTuning:
     """A model whose loss is computed by a plan. ``long_tuning`` makes it; ``close`` restores the model.
 
     Attributes:
-        plan: the place of each kind of data.
+        plan: The method that computes the loss, and the place of each kind of data.
     """
 
     def __init__(self, model: nn.Module, folder: Path | None, max_length: int) -> None:
@@ -231,25 +231,28 @@ def long_tuning(
 ) -> LongTuning:
     """Train a model on long sequences in bounded memory, in any training loop.
 
-    From now on a call of the model with ``labels`` gives the loss alone (no logits), whose gradients are the
-    same as before up to rounding. What is done for that is chosen from the memory: nothing, the loss by
-    chunks, activations made again, or windows along the sequence, with what they need in memory or in an
-    encrypted file. The executor is asked for nothing twice, unless the disk is too small as well. Both ways
-    are compared on a few tokens first.
+    From now on, a call of the model with ``labels`` returns only the loss, without logits. The gradients are
+    the same as before, up to rounding. This function chooses a method that fits into the memory: no change, a
+    loss that is computed in chunks, activations that are computed again, or windows along the sequence. The
+    model keeps the necessary data in memory or in an encrypted file. It sends no request twice, unless the
+    disk is too small as well. Before this function returns, it compares the chosen method with the model's
+    own on a few tokens.
 
     Args:
-        model: from ``session.load_model`` or attached, with its adapter, if it gets one.
-        max_length: tokens of the longest sequence.
-        batch_size: sequences of a batch.
-        memory_gib: that this process may have in all, of the memory that the model is in; default: what it
-            has, and 80 % of what is free.
-        window: tokens; then windows it is, of this size.
-        packed: rows hold several sequences, so they cannot be cut into windows.
-        folder: of the encrypted file; default ``TMPDIR``, else ``/var/tmp``.
+        model: Model from ``session.load_model``, or an attached model. If it will have an adapter, add the
+            adapter first.
+        max_length: Number of tokens of the longest sequence.
+        batch_size: Number of sequences in a batch.
+        memory_gib: Memory for this process in GiB, in total. It is the memory of the model's device: of the
+            host or of a GPU. Default: the memory that the process has already, and 80 % of the free memory.
+        window: Number of tokens in a window. If it is given, the model uses windows. Default: this function
+            decides.
+        packed: Each row holds several sequences, so windows are not possible.
+        folder: Folder of the encrypted file. Default: ``TMPDIR``, else ``/var/tmp``.
 
     Raises:
-        ConfigurationError: ``memory_gib`` is too little; or the model cannot be taken apart so that nothing
-            changes, and needs to be.
+        ConfigurationError: ``memory_gib`` is too small, or the chosen method would change the results of the
+            model.
     """
     if max_length < 2 or batch_size < 1 or (window is not None and window < 1):
         raise ConfigurationError(

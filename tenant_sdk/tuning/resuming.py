@@ -59,14 +59,16 @@ class _Resumed(NamedTuple):
 class ExactResume(TrainerCallback):
     """A callback of a ``transformers.Trainer`` that makes resuming exact, for every method of PEFT.
 
-    Give it in ``callbacks=``. A checkpoint gets one more file. ``train(resume_from_checkpoint=...)`` takes
-    all that is trained from it, into a model that was made in the same way; so does
-    ``load_best_model_at_end``. The optimizer, its schedule and random numbers are the Trainer's, which reads
-    them with ``torch.load`` (``weights_only``): resume from folders of your own alone.
+    Give it to the Trainer in ``callbacks=``. It adds one file to each checkpoint. The callback reads all
+    trained values from this file for ``train(resume_from_checkpoint=...)`` and for
+    ``load_best_model_at_end``. Make the model in the same way as before. The Trainer itself restores the
+    optimizer, its schedule and the random numbers. It reads them with ``torch.load`` (``weights_only``), so
+    resume only from your own folders.
 
     Raises:
-        ConfigurationError: out of the Trainer: the model has no adapter, or one of a method whose state is
-            not known here; or a checkpoint is damaged, lacks a file, or is another model's.
+        ConfigurationError: The Trainer raises this error if the model has no adapter, if the callback does
+            not know the state of the adapter's method, if the Trainer uses FSDP or DeepSpeed, or if a
+            checkpoint is damaged, lacks a file or belongs to another model.
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
