@@ -104,7 +104,7 @@ class ServeConfig(WorkerOptions):
     """Options of a provider. The annotation of each field has its meaning; its name may have the unit.
 
     Raises:
-        ConfigurationError: a value that cannot be.
+        ConfigurationError: A value is not valid, or two options contradict each other.
     """
 
     model_dir: Annotated[
