@@ -162,8 +162,8 @@ def _check_not_recorded(remotes: list[RemoteExecutor]) -> None:
     for remote in remotes:
         if remote.manifest.recorded:
             raise ConfigurationError(
-                "{} records what tenants send into a transcript. If that is intended, as for an audit: "
-                "{allow_transcript}",
+                "{} records tenants' messages in a transcript. To accept this, for example for an audit, "
+                "give {allow_transcript}",
                 remote.url,
                 allow_transcript=True,
             )

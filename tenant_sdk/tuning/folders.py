@@ -139,7 +139,7 @@ def load_adapter(
     """
     source = Path(folder)
     if hasattr(model, "peft_config"):
-        raise ConfigurationError(f"{type(model).__name__} has an adapter already; give the model without")
+        raise ConfigurationError(f"{type(model).__name__} has an adapter already; give the base model")
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary)
         with disk_errors(copy, f"a copy of {source}", "TMPDIR names another place."):

@@ -122,17 +122,17 @@ class LongTuning:
             return self._inner(**inputs)
         if inputs.get("fused_lm_head"):
             raise ConfigurationError(
-                "TRL's trainers take log-probabilities of each token, long_tuning gives a loss alone: use "
+                "TRL's trainers need log-probabilities of each token, but long_tuning gives only a loss: use "
                 "transformers' Trainer, or close() and gradient_checkpointing=True"
             )
         if getattr(self._model, "loss_function", None) is not ForCausalLMLoss:
             raise ConfigurationError(
-                f"{type(self._model).__name__} has a loss_function of its own, which is not made by chunks: "
-                "tune without long_tuning, or with transformers' loss"
+                f"{type(self._model).__name__} has its own loss_function, which cannot be computed in "
+                "chunks: tune without long_tuning, or with transformers' loss"
             )
         for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
             if inputs.get(name):
-                raise ConfigurationError(f"{name}=True: long sequences are tuned without; leave it out")
+                raise ConfigurationError(f"{name}=True is not possible with long_tuning; leave it out")
         if targets is None:
             targets = shifted(labels)
         if targets.shape[-1] > self._max_length:
@@ -162,7 +162,7 @@ class LongTuning:
     ) -> torch.Tensor:
         if getattr(self._stack.model.get_input_embeddings(), "neftune_noise_alpha", None):
             raise ConfigurationError(
-                "NEFTune's noise is by the length of the whole: leave it out, with windows"
+                "NEFTune's noise depends on the length of the whole sequence: do not use it with windows"
             )
         for name, each in arguments.items():
             if name not in (*_SPLIT, *_PER_TOKEN, *_IGNORED) and each is not None and each is not False:
@@ -201,7 +201,7 @@ def _check_batch(batch: Batch, config: Any) -> None:
         ConfigurationError: packed sequences, or a mask of another kind.
     """
     if batch.mask is not None and batch.mask.dim() != 2:
-        raise ConfigurationError("windows take an attention_mask [B, T], which says what is padding")
+        raise ConfigurationError("with windows, attention_mask must have the shape [B, T] and mark padding")
     eager = getattr(config, "_attn_implementation", None) == "eager"
     if eager and batch.mask is not None and not bool(batch.mask[:, 0].all()):
         # A row that may attend to nothing attends to all alike, there.
@@ -256,14 +256,16 @@ def long_tuning(
     """
     if max_length < 2 or batch_size < 1 or (window is not None and window < 1):
         raise ConfigurationError(
-            f"max_length={max_length}, batch_size={batch_size}, window={window}: no room for text"
+            f"max_length={max_length}, batch_size={batch_size}, window={window}: no room for text; "
+            "max_length must be at least 2, the others at least 1"
         )
     inner: Any = base_model(model)
     folder = None if folder is None else Path(folder)
     if (before := vars(inner).get(_TUNING)) is not None:
         if before._model is not inner:
             raise CannotSplit(
-                "this is a copy of a model that learns from long sequences: close() that before it is copied"
+                "this is a copy of a model that long_tuning has changed: close() the tuning of the first "
+                "model before you copy that model"
             )
         before.close()
     tuning = LongTuning(inner, folder, max_length)
@@ -323,10 +325,10 @@ def _compare(tuning: LongTuning, plan: MemoryPlan, model: nn.Module, ids: torch.
     name = type(tuning._model).__name__
     if plan.window is not None and rope_stable_length(tuning._model) is not None:
         raise CannotSplit(
-            f"{name} has positions that depend on the length of the whole: windows would differ"
+            f"the positions of {name} depend on the length of the whole sequence: windows would differ"
         )
     if any(hasattr(each, "keep_window_size") for each in model.modules()):  # more than there are tokens here
-        raise CannotSplit(f"{name} attends to a choice of all tokens that it has seen: windows would differ")
+        raise CannotSplit(f"{name} attends to selected tokens of the whole sequence: windows would differ")
     parameters = [each for each in model.parameters() if each.requires_grad]
     training = {module: module.training for module in model.modules()}
     model.eval()  # dropout would differ

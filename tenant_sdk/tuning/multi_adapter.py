@@ -74,7 +74,7 @@ class MultiAdapter:
         if not configs:
             raise ConfigurationError("configs={}: give a LoraConfig for each adapter")
         if hasattr(model, "peft_config"):
-            raise ConfigurationError(f"{type(model).__name__} has adapters already; give the model without")
+            raise ConfigurationError(f"{type(model).__name__} has adapters already; give the base model")
         if unknown := (seeds or {}).keys() - configs.keys():
             raise ConfigurationError(f"seeds={sorted(unknown)}: no such adapter")
         for name, config in configs.items():
@@ -115,8 +115,8 @@ class MultiAdapter:
             if isinstance(module, lora.LoraLayer):
                 if type(module) is not lora.Linear or ".experts." in name:
                     raise ConfigurationError(
-                        f"{name} is no linear layer that all tokens go through in order; only on such several"
-                        " adapters are trained together. Leave it out of target_modules"
+                        f"{name} is no linear layer that gets all tokens in order; several adapters can be "
+                        "trained together only on such layers. Leave it out of target_modules"
                     )
                 yield name, module
 
@@ -157,7 +157,7 @@ class MultiAdapter:
         mixture = getattr(self._base.config, "output_router_logits", False)  # a term for its experts
         if self._base.loss_function is not ForCausalLMLoss or mixture:
             raise ConfigurationError(
-                f"{type(self._base).__name__} has a loss of its own; make losses of what logits() returns"
+                f"{type(self._base).__name__} has a loss of its own; compute losses from logits()"
             )
         for name, batch in batches.items():
             if batch.get("labels") is None:
@@ -187,7 +187,7 @@ class MultiAdapter:
         self._check_names(batches)
         if any(vars(module)["gradient_checkpointing"] for module in self._blocks):
             raise ConfigurationError(
-                "several adapters are not trained together with gradient checkpointing: "
+                "several adapters cannot be trained together with gradient checkpointing: call "
                 "model.gradient_checkpointing_disable()"
             )
         stable_length, found = rope_stable_length(self._base), dict[str, Tensor]()
@@ -361,7 +361,7 @@ class _Mixed:
         if x.shape[:-1] not in ((sequences, tokens), (sequences * tokens,)):
             raise ConfigurationError(
                 f"an adapted layer gets {list(x.shape[:-1])} rows for {sequences} sequences of {tokens}"
-                " tokens, and whose they are cannot be told; leave it out of target_modules"
+                " tokens, so the rows cannot be assigned to adapters; leave it out of target_modules"
             )
         dtype = layer.lora_A[adapters[0]].weight.dtype
         if torch.is_autocast_enabled(x.device.type):

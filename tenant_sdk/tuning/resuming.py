@@ -84,7 +84,9 @@ class ExactResume(TrainerCallback):
                     f"ExactResume does not know what {unknown[0]} keeps between steps; leave one of them out"
                 )
         if args.deepspeed or args.fsdp:
-            raise ConfigurationError("ExactResume needs all parameters in one process: no FSDP, no DeepSpeed")
+            raise ConfigurationError(
+                "ExactResume needs all parameters in one process: leave out FSDP and DeepSpeed"
+            )
         vars(model).update(
             save_pretrained=MethodType(_save_pretrained, model), load_adapter=MethodType(_load_adapter, model)
         )
@@ -93,20 +95,22 @@ class ExactResume(TrainerCallback):
         """See TrainerCallback. The checkpoint is loaded, except the states of random generators."""
         if not isinstance(vars(model).get("load_adapter"), MethodType):
             raise ConfigurationError(
-                "ExactResume came too late: give it in the Trainer's callbacks=, and a model, not model_init="
+                "ExactResume was added too late: give it in the Trainer's callbacks=, with model=, not "
+                "model_init="
             )
         resumed = vars(model).pop(_RESUMED, None)
         if not state.global_step:
             return
         if resumed is None or resumed.step != state.global_step:
             raise ConfigurationError(
-                f"the model is that of step {resumed.step if resumed else 0} and the Trainer that of step "
-                f"{state.global_step}: the checkpoint's files are of different trainings; remove it"
+                f"the model is at step {resumed.step if resumed else 0} and the Trainer at step "
+                f"{state.global_step}: the checkpoint has files of different trainings; remove it"
             )
         for name in _OPTIMIZER_FILES:
             if not any(resumed.folder.glob(name)):
                 raise ConfigurationError(
-                    f"{resumed.folder / name} is missing: no training goes on from there; remove the folder"
+                    f"{resumed.folder / name} is missing, so training cannot continue from this checkpoint; "
+                    "remove the folder"
                 )
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -138,8 +142,8 @@ def _load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **mor
                 return _restore(self, each)
         if (folder / TRAINER_STATE_NAME).is_file():
             raise ConfigurationError(
-                f"{folder} holds no {STATE}: it was made without ExactResume, or by an earlier version; no "
-                "training goes on from it, remove it"
+                f"{folder} holds no {STATE}: it was made without ExactResume, or by an earlier version; "
+                "training cannot continue from it, so remove it"
             )
     return type(self).load_adapter(self, model_id, adapter_name, *args, **more)
 
