@@ -74,7 +74,7 @@ class WorkerOptions:
             self._refuse_beside_devices("workers", self.workers)
         if not all(self.worker_devices):
             raise ConfigurationError(
-                "{devices} names none between two commas, or at an end", devices=self.devices
+                "{devices} lacks a name between two commas or at an end", devices=self.devices
             )
         if max(1, len(self.worker_devices)) % self.stripes:
             argument = (
@@ -82,7 +82,11 @@ class WorkerOptions:
                 if self.devices
                 else OptionReference("workers", self.workers)
             )
-            raise ConfigurationError("{} cannot be divided into {stripes}", argument, stripes=self.stripes)
+            raise ConfigurationError(
+                "{} cannot be divided into {stripes}: give a multiple of {} workers",
+                *(argument, self.stripes),
+                stripes=self.stripes,
+            )
 
     def _refuse_beside_devices(self, name: str, value: object) -> NoReturn:
         raise ConfigurationError(
@@ -104,7 +108,7 @@ class ServeConfig(WorkerOptions):
     """Options of a provider. The annotation of each field has its meaning; its name may have the unit.
 
     Raises:
-        ConfigurationError: a value that cannot be.
+        ConfigurationError: A value is not valid, or two options contradict each other.
     """
 
     model_dir: Annotated[
@@ -394,7 +398,7 @@ class ServeConfig(WorkerOptions):
             limit = getattr(self, whole)
             if part in changed and limit and getattr(self, part) > limit:
                 raise ConfigurationError(
-                    "{} is too much: all tenants together have {}",
+                    "{} is too much: all tenants together have {}; lower one, or raise the other",
                     OptionReference(part, getattr(self, part)),
                     OptionReference(whole, limit),
                 )
@@ -413,7 +417,7 @@ class ServeConfig(WorkerOptions):
         ):
             if name in changed and not getattr(self, other):
                 raise ConfigurationError(
-                    "{} means nothing without {}; add it, or leave that out",
+                    "{} has no effect without {}: add the second, or leave out the first",
                     OptionReference(name, getattr(self, name)),
                     wanted,
                 )
@@ -426,9 +430,9 @@ class ServeConfig(WorkerOptions):
                 "{part} must be one of {} parts, and there is no number {}", own[1], own[0], part=self.part
             )
         if self.part and self.plan:
-            raise ConfigurationError("{plan} is of all layers: leave out {part}", plan=True, part=self.part)
+            raise ConfigurationError("{plan} covers all layers: leave out {part}", plan=True, part=self.part)
         if self.fsdp and self.plan:
-            raise ConfigurationError("{plan} is of whole layers and stripes: leave out {fsdp}", plan=True)
+            raise ConfigurationError("{plan} covers whole layers and stripes: leave out {fsdp}", plan=True)
         if self.devices and "device" in changed:
             self._refuse_beside_devices("device", self.device)
         self.check_workers()
@@ -439,7 +443,7 @@ class ServeConfig(WorkerOptions):
         """Refuse what cannot be sharded so."""
         if self.fsdp and self.numerics not in FLOATS:
             raise ConfigurationError(
-                "{} shards floats, and {numerics} is none; choose {}, or leave out {fsdp}",
+                "{} shards floats, but {numerics} has none: choose {}, or leave out {fsdp}",
                 OptionReference("fsdp", True),
                 " or ".join(FLOATS),
                 numerics=self.numerics,
@@ -464,11 +468,11 @@ class ServeConfig(WorkerOptions):
             return
         if self.fsdp:
             raise ConfigurationError(
-                "{launcher} has each layer with one worker: leave out {fsdp}", launcher="ray"
+                "{launcher} gives each layer to one worker: leave out {fsdp}", launcher="ray"
             )
         if self.stripes > 1:
             raise ConfigurationError(
-                "{launcher} has each layer with one worker: leave out {stripes}",
+                "{launcher} gives each layer to one worker: leave out {stripes}",
                 launcher="ray",
                 stripes=self.stripes,
             )

@@ -150,16 +150,17 @@ def serve_in_process(
     """Load a checkpoint and serve it to this process.
 
     Args:
-        model_dir: folder with safetensors, or a model of a hub (``hub:NAME[@REVISION]``).
-        numerics: ``ring``, ``ring-fine``, ``float32`` or ``bfloat16``.
-        tokens: ask tenants for one of these; default: for none.
-        options: others of ``BaseExecutor``.
+        model_dir: Folder of a checkpoint with safetensors, or a model on a hub (``hub:NAME[@REVISION]``).
+        numerics: Numerics of products: ``ring``, ``ring-fine``, ``float32`` or ``bfloat16``.
+        tokens: File with tokens, of which each tenant must give one. Default: tenants need no token.
+        options: Other arguments of ``BaseExecutor``.
 
     Returns:
-        What ``tenant_sdk.connect`` takes in place of a URL, for provider and mask sources; a context manager.
+        The executor. ``tenant_sdk.connect`` takes it in place of a URL, as a provider or a mask source. It is
+        a context manager.
 
     Raises:
-        ConfigurationError: see ``BaseExecutor``.
+        ConfigurationError: See ``BaseExecutor``.
     """
     service = Service.of(BaseExecutor(model_dir, numerics=numerics, **options))
     return InprocessExecutor(service, tokens, owned=True)

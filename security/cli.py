@@ -280,7 +280,7 @@ def attack(
     one session has no verdict and no session leaks.
     """
     if with_ is not None and view != Party.PROVIDER:
-        raise ConfigurationError("--with names what the mask source recorded, so --view is the provider's")
+        raise ConfigurationError("--with names the mask source's recording, so give --view provider")
     _check_packages()
     recorded, source = _read_transcripts(transcript, with_, model, cut=cut)
     with stage("loading"), imports.without_gc():

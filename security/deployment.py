@@ -91,12 +91,12 @@ class TranscriptAudit:
     """Attacks on recordings. ``docs/how-to/auditing.md`` explains the output.
 
     Args:
-        model: checkpoint folder of what was served.
-        show: how many guessed tokens to show of each attack.
-        seed: of everything random.
-        stage: shows progress.
-        shows: takes the table of each session as soon as it is there.
-        minutes: of a processor, for the attacks on all sessions of one tenant.
+        model: Folder of the checkpoint that the executor served.
+        show: Number of guessed tokens to show for each attack.
+        seed: Seed of all random numbers.
+        stage: Function that takes the name of a stage and returns a context manager, which shows progress.
+        shows: Function that takes the table of each session as soon as the table is complete.
+        minutes: Minutes of processor time for the attacks on all sessions of one tenant.
     """
 
     model: Path
@@ -111,11 +111,12 @@ class TranscriptAudit:
         """Attack a provider's recording, session by session.
 
         Args:
-            recorded: by the provider.
-            source: by the mask source: then both collude, and the masks are subtracted.
+            recorded: Recording of the provider.
+            source: Recording of the mask source. If it is given, both collude, and the audit subtracts the
+                masks.
 
         Raises:
-            TranscriptError: it holds no rows.
+            TranscriptError: The recording holds no rows.
         """
         reading, sessions = _sessions(recorded)
         with self.stage("loading the model"):
@@ -164,7 +165,7 @@ class TranscriptAudit:
         """Test the seeds of each tenant in a mask source's recording, all sessions of a tenant together.
 
         Raises:
-            TranscriptError: it holds no seeds.
+            TranscriptError: The recording holds no seeds.
         """
         reading, sessions = _sessions(recorded)
         for tenant in dict.fromkeys(recorded.tenants[session] for session in sessions):

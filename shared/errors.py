@@ -167,9 +167,10 @@ def _shown(parts: Iterable[str | OptionReference], names: Names) -> str:
 class SymbiosisError(Exception):
     """Base class of all errors. ``code`` is stable; ``retry_after`` is in seconds, None: do not retry.
 
-    ``structured_message`` is what it says, ``message`` the same with options as Python's arguments, and
-    ``str`` with options as ``show_options`` was told. With values or options, ``message`` is a template, but
-    not one of ``str.format``: see ``OptionText``.
+    ``structured_message`` is the message as an ``OptionText``. ``message`` is its text with options as Python
+    arguments. ``str`` returns its text with the names of options that ``show_options`` has set. If the
+    constructor gets values or options, its ``message`` is a template for ``OptionText``, not for
+    ``str.format``.
     """
 
     code: str = "error"
@@ -186,7 +187,10 @@ class SymbiosisError(Exception):
 
     @property
     def structured_message(self) -> OptionText:
-        """What it says; not made before it is asked for, since torch.compile follows what makes an error."""
+        """The message as an ``OptionText``.
+
+        It is made only when it is read, because torch.compile traces the code that makes errors.
+        """
         (message,) = self.args
         return message if isinstance(message, OptionText) else OptionText("{}", message)
 
@@ -196,11 +200,11 @@ class SymbiosisError(Exception):
 
     @property
     def message(self) -> str:
-        """What it says to a program or a peer."""
+        """The text of the message for a program or a peer."""
         return str(self.structured_message)
 
     def show_options(self, names: Names) -> None:
-        """From now on ``str`` has these names of options; those that it was told before stay."""
+        """Let ``str`` use these names of options. Names from earlier calls stay."""
         self._names = {**names, **self._names}
 
 
@@ -260,8 +264,8 @@ class _CodedError(SymbiosisError):
 class WireError(_CodedError):
     """The peer's bytes are not a valid message, or request something that does not exist.
 
-    ``fatal`` means that the position in the byte stream is lost, so the connection must close;
-    otherwise only the one request fails.
+    If ``fatal`` is true, the position in the byte stream is lost, and the connection must close. Otherwise
+    only one request fails.
     """
 
     def __init__(
@@ -288,7 +292,8 @@ class ConnectionRefused(ConnectError):
 class TlsError(ConnectError):
     """The TLS handshake failed: untrusted, expired or wrong-host certificate, or an old TLS version.
 
-    ``untrusted``: no authority that was given, or that the system knows, signed the certificate.
+    ``untrusted`` is true if neither a given authority nor one of the operating system has signed the
+    certificate.
     """
 
     code = "tls"
@@ -331,7 +336,8 @@ class VerificationError(SymbiosisError):
 class NonFiniteError(SymbiosisError):
     """A tensor that would have been sent holds NaN or infinity.
 
-    ``adapters``: whose rows they are, of several that are trained together; or nothing.
+    If several adapters are trained together, ``adapters`` names those whose rows hold such values. Otherwise
+    it is empty.
     """
 
     code = "non_finite"

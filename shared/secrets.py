@@ -18,8 +18,15 @@ COMMAND_SECONDS = 60.0  # a person may have to unlock a key ring
 class Secret:
     """The place of a secret. Messages contain ``what``, the name of the secret, and never the secret.
 
-    Give one of ``variable`` (of the environment), ``file`` and ``command`` (run without a shell, in
-    ``folder``). ``given`` is the option or the key that names the place.
+    Give exactly one of ``variable``, ``file`` and ``command``.
+
+    Attributes:
+        what: Name of the secret in messages, such as ``the token``.
+        variable: Name of the environment variable that holds the secret.
+        file: File that holds the secret.
+        command: Program that prints the secret, and its arguments. It runs without a shell.
+        folder: Folder in which the program runs.
+        given: Name of the option or the key that contains this place.
     """
 
     what: str
@@ -45,7 +52,7 @@ class Secret:
         """Returns the secret. A program that prints it runs only at the first call.
 
         Raises:
-            ConfigurationError: it is not there, or others could read or change it.
+            ConfigurationError: The secret is not there, or other users could read or change it.
         """
         if self.command:
             return self._of_command

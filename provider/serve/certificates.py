@@ -44,13 +44,13 @@ def write_certificates(
 ) -> None:
     """Write ``ca.pem``, ``server.pem``, ``server.key``, ``client.pem`` and ``client.key``.
 
-    The authority's own key is used once and forgotten, so that nobody can sign more.
+    The key of the certificate authority is not stored, so nobody can sign further certificates with it.
 
     Args:
-        folder: made if needed.
-        hosts: names and addresses that the server certificate is valid for.
-        now: the certificates are valid from one hour before.
-        days: how long they are valid.
+        folder: Folder for the files. It is made if it does not exist.
+        hosts: Names and addresses for which the server certificate is valid.
+        now: Present time. The certificates are valid from one hour before it.
+        days: Days for which the certificates are valid.
     """
     folder, names = Path(folder), x509.SubjectAlternativeName([_host(host) for host in hosts])
     try:

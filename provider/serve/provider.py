@@ -57,17 +57,19 @@ class Provider:
             print(provider.url)
 
     Args:
-        config: what to serve, and to whom.
-        listener: ``bound`` to the configuration's host and port already; default: ``start`` does it.
-        world: who else multiplies, if others have started workers.
-        options: others of ``BaseExecutor``: ``limits``, ``progress``.
+        config: Options of the provider.
+        listener: Socket that ``bound`` has bound to the host and port of the configuration. Default:
+            ``start`` makes it.
+        world: Processes that compute products together, if another program, such as ``torchrun``, has started
+            them.
+        options: Other arguments of ``BaseExecutor``: ``limits`` and ``progress``.
 
     Attributes:
-        tenants: how many have a token.
-        recording: where what tenants send is kept; None: nowhere.
-        server: the TLS port and its sessions.
-        admin_url: of the status page.
-        local_url: for tenants of this machine; empty: there is none.
+        tenants: Number of tenants that had a valid token at the start.
+        recording: Writer of the transcript with the tenants' messages. None: there is no transcript.
+        server: Server on the TLS port, with its sessions.
+        admin_url: URL of the status page.
+        local_url: URL for tenants on this machine. Empty: there is none.
     """
 
     tenants: int
@@ -95,8 +97,8 @@ class Provider:
         """Load the checkpoint and listen. Returns when tenants can connect.
 
         Raises:
-            CheckpointError: see ``BaseExecutor``.
-            ConfigurationError: something does not fit the checkpoint or this machine; nothing is left open.
+            CheckpointError: See ``BaseExecutor``.
+            ConfigurationError: An option does not fit the checkpoint or this machine. Nothing stays open.
         """
         with ExitStack() as opened:
             self._start(opened)
@@ -264,7 +266,7 @@ class Provider:
         """Write the ``ready_file``, if the configuration names one. Signals may be sent from then on.
 
         Raises:
-            ConfigurationError: it cannot be written.
+            ConfigurationError: The file cannot be written.
         """
         if self.config.ready_file is not None:
             more = {"local_url": self.local_url} if self.local_url else {}

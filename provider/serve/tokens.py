@@ -80,13 +80,14 @@ def check_tenant(name: str) -> str:
 class TokenFile:
     """A JSON file ``{tenant: [{sha256, made, expires}]}``, readable by its owner only.
 
-    Also read, and then written in that form: ``{tenant: sha256}``. A plain hash is enough because a token is
-    256 random bits, not a password. The file is read at every check, so that changes need no restart. If it
-    cannot be used any more, the tokens that it had last are still good: a slip of an editor locks nobody out.
+    The form ``{tenant: sha256}`` is also read, and written in the newer form at the next change. A plain hash
+    is enough because a token is 256 random bits, not a password. The file is read at every check, so changes
+    need no restart. If the file becomes unusable, the tokens that were read last stay valid. So a mistake in
+    an editor locks out no tenant.
 
     Args:
-        path: of the file.
-        clock: what time it is, with its zone.
+        path: Path of the file.
+        clock: Function that returns the present time with its time zone.
     """
 
     def __init__(self, path: str | Path, clock: Callable[[], datetime] = _utc) -> None:
@@ -135,7 +136,7 @@ class TokenFile:
         """Returns the number of tenants that have a valid token.
 
         Raises:
-            ConfigurationError: the file cannot be used.
+            ConfigurationError: The file cannot be used.
         """
         self._last = self._trusted()
         return sum(1 for count in self._valid(self._last).values() if count)
@@ -144,7 +145,7 @@ class TokenFile:
         """Returns the number of valid tokens of a tenant; 0 if there is no file yet.
 
         Raises:
-            ConfigurationError: the file cannot be used.
+            ConfigurationError: The file cannot be used.
         """
         return self._valid(self._read()).get(tenant, 0) if self.path.exists() else 0
 
@@ -156,7 +157,8 @@ class TokenFile:
         """Make a token that replaces a tenant's older ones, and return it. The file has only its hash.
 
         Args:
-            days: how long it is valid; None: until it is removed.
+            tenant: Name of the tenant.
+            days: Days for which the token is valid. None: it is valid until it is removed.
         """
         check_tenant(tenant)
         self._make()
@@ -167,11 +169,12 @@ class TokenFile:
         """Make and return a further token. The newest of the tenant's present tokens ends after the overlap.
 
         Args:
-            days: how long the new one is valid; None: until it is removed.
-            overlap_days: how long the old one still is, unless it ends sooner by itself.
+            tenant: Name of the tenant.
+            days: Days for which the new token is valid. None: it is valid until it is removed.
+            overlap_days: Days for which the old token stays valid, unless it expires earlier.
 
         Raises:
-            ConfigurationError: the file has no such tenant.
+            ConfigurationError: The file has no such tenant.
         """
         with self._exclusive_lock():
             tokens, now = self._read(), self._clock()
@@ -257,7 +260,7 @@ class TokenFile:
         """Returns the tenant that has this token, or None, in a time that does not depend on the token.
 
         Raises:
-            ExpiredToken: it was one; the message is for who holds it.
+            ExpiredToken: The token has expired. The message is for the holder of the token.
         """
         digest = sha256_of(token)
         holder: tuple[str, StoredToken] | None = None
@@ -278,7 +281,7 @@ class TokenFile:
     def ends(self) -> dict[str, float]:
         """Returns the expiry of each tenant's last token, in seconds since the epoch, if it expires.
 
-        Nothing if the file cannot be used, which others tell.
+        Returns an empty dictionary if the file cannot be used. Other methods report such a file.
         """
         try:
             tokens = self._read()

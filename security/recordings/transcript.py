@@ -109,12 +109,12 @@ def read_transcript(path: str | Path, *, digest: str | None = None, cut: bool = 
     """Returns the transcript in a file. Rows are read when they are used.
 
     Args:
-        path: the file, or a folder, of which the newest is taken.
-        digest: of the weights that it must be about.
-        cut: accept one that is cut or still being written, and use what is complete.
+        path: File of the transcript, or a folder. The newest transcript in the folder is read.
+        digest: Digest of the weights that the transcript must have. Default: any.
+        cut: Accept a transcript that is cut off or still being written, and use its complete part.
 
     Raises:
-        TranscriptError: no transcript, of another version or model, or cut.
+        TranscriptError: The file is no transcript, has another version or model, or is cut off.
     """
     path = newest(path) if Path(path).is_dir() else Path(path)
     try:

@@ -21,12 +21,18 @@ from shared.wire.header import Direction
 class Finding:
     """The result of one attack in one mode: a cell of the report.
 
-    ``success`` is in the attack's own metric; ``chance`` is what the same guesses would score if they had
-    nothing to do with the truth, None where nothing is guessed. ``detail`` is for readers. Where success
-    is to be told from chance: ``resolution`` is how far above chance an observed score must be for its
-    interval to lie above chance; ``below`` the same below chance, None where no score lies so far below;
-    ``detectable`` how large a true advantage over chance must be to be found with probability POWER;
-    ``power`` the probability that one as small as the plan asks for is found.
+    Attributes:
+        success: Score of the attack in its own metric, with its interval.
+        chance: Score that the same guesses would have without any relation to the truth. None: there are no
+            guesses.
+        detail: Text for readers.
+        resolution: Minimum distance of an observed score above chance, so that its interval lies above
+            chance.
+        below: The same distance below chance. None: no score lies so far below chance.
+        detectable: Minimum true advantage over chance that the attack finds with probability POWER.
+        power: Probability that the attack finds a true advantage of the size that the plan requires.
+
+    ``resolution``, ``below``, ``detectable`` and ``power`` are None if success is not compared with chance.
     """
 
     attack: str
@@ -50,8 +56,8 @@ class Finding:
     def off_chance(self) -> bool:
         """Whether chance is outside of the interval.
 
-        Below it is information as well: who is always wrong between two inputs takes the other one, and
-        who has the negative of an adapter has the adapter.
+        A score below chance is information as well. An adversary that always chooses wrongly between two
+        inputs can take the other input, and the negative of an adapter gives the adapter.
         """
         return self.beats_chance or (self.chance is not None and self.success.high < self.chance)
 

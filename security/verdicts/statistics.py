@@ -27,7 +27,7 @@ def rate(successes: int, trials: int, confidence: float = CONFIDENCE) -> Estimat
     """Returns a success rate with its exact interval (Clopper and Pearson, Biometrika 1934).
 
     Raises:
-        ConfigurationError: no trials.
+        ConfigurationError: There are no trials.
     """
     if trials < 1:
         raise ConfigurationError("a rate needs at least one trial")

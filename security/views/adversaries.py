@@ -62,8 +62,8 @@ class ObservedRequest:
 class View:
     """The data of one tenant that an adversary has.
 
-    ``masks`` are the masks that it knows, by group, direction and members: an even share of ``mask_count``,
-    if those are too many. ``sees`` names the adversary.
+    ``masks`` holds the masks that the adversary knows, by group, direction and members. If all ``mask_count``
+    masks take too much memory, it holds an even share of them. ``sees`` names the adversary.
     """
 
     public: PublicModel
@@ -79,7 +79,7 @@ class View:
     def blind(self, rng: np.random.Generator, groups: set[int]) -> View:
         """The requests for some groups, with random rows in place of theirs, uniform on the ring.
 
-        Rows of floats are replaced by floats, each row with the norm of the one that it replaces.
+        Rows of floats are replaced by floats. Each new row has the norm of the row that it replaces.
         """
 
         def drawn(seen: ObservedRequest) -> ObservedRequest:
@@ -151,7 +151,8 @@ def requests_of(transcripts: list[Transcript], tenant: str) -> list[RecordedRequ
 def provider_view(public: PublicModel, requests: list[RecordedRequest]) -> ProviderView:
     """A view of one tenant's rows, and of the masks for the first group that it sent as rows or seeds.
 
-    If masks take more than ``MASK_BYTES``, the view has the first masks of each request, in proportion.
+    If the masks take more than ``MASK_BYTES``, the view holds only the first masks of each request, in
+    proportion to the length of the request.
     """
     known = [r for r in requests if r.header.operation != Operation.PRODUCT]
     known = [r for r in known if r.kind[:2] == (0, Direction.FORWARD)]
@@ -250,13 +251,15 @@ def collusion_view(
 ) -> CollusionView:
     """A view of a tenant's rows minus its masks, modulo 2^32, for each kind of product.
 
-    Masks that the tenant fetched and did not use are passed over: under the right mask a row's
-    numbers are small.
+    The search skips masks that the tenant fetched and did not use. It recognizes the right mask by the small
+    numbers of the row without it.
 
     Args:
-        provider: what one tenant sent to the provider.
-        sources: what one tenant, or each of several, sent to the mask source. Those that asked for few masks
-            are searched first, so that one that asks for many does not hide the others'.
+        public: The adversary's copy of the checkpoint.
+        provider: Requests of one tenant to the provider.
+        sources: Requests to the mask source, of one tenant or of each of several tenants. The search begins
+            with the tenants that requested few masks, so that a tenant with many masks does not hide those of
+            others.
     """
     products = products_of(provider)
     kinds: dict[tuple[int, int, int, int], list[int]] = {}

@@ -25,11 +25,12 @@ class PublicModel:
     """The adversary's copy of the checkpoint that the executor serves.
 
     Args:
-        folder: the checkpoint.
-        manifest: of the executor, which says what the groups are.
+        folder: Folder of the checkpoint.
+        manifest: Manifest of the executor, which defines the groups.
 
     Raises:
-        ConfigurationError: not a decoder whose first layers' inputs depend on the token alone.
+        ConfigurationError: The model is not a decoder whose first layers get inputs that depend only on the
+            token.
     """
 
     def __init__(self, folder: str | Path, manifest: Manifest) -> None:

@@ -446,7 +446,7 @@ def _check_manifest(manifest: Manifest) -> Iterator[CheckResult]:
 def _transcript(manifest: Manifest, rules: SessionRules) -> Iterator[CheckResult]:
     if manifest.recorded and not rules.transcript:
         raise ConfigurationError(
-            "it records what tenants send, so sessions refuse it without {allow_transcript}",
+            "the executor records tenants' messages: sessions accept this only with {allow_transcript}",
             allow_transcript=True,
         )
     if manifest.recorded:

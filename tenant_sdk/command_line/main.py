@@ -143,7 +143,11 @@ def _draft_after(training: TrainingOptions) -> DraftOptions | None:
 
     if pipes := [path for path in training.data if path.exists() and not path.is_file()]:
         raise ConfigurationError(
-            OptionText("{with_draft} reads the data once more, and {} is not a file", str(pipes[0]))
+            OptionText(
+                "{with_draft} reads the data a second time, which is possible only for files: write {} to a "
+                "file",
+                str(pipes[0]),
+            )
         )
     if training.adapter is not None and read_raw_config(training.adapter).get("num_virtual_tokens"):
         raise ConfigurationError(VIRTUAL_TOKENS)

@@ -73,7 +73,7 @@ class Target:
         """
         token = self.token.read() if self.token else ""
         if any(c.isspace() or not c.isprintable() for c in token):
-            raise ConfigurationError(f"the token in {self.token} holds white space")
+            raise ConfigurationError(f"the token in {self.token} holds white space: put only the token there")
         return token
 
     def option(self, name: str, value: Any = ALONE) -> OptionReference:

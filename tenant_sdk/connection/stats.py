@@ -10,18 +10,27 @@ from dataclasses import dataclass, field
 class Stats:
     """Counters of a session; ``session.stats`` returns a copy.
 
-    ``bytes_*`` count payloads, of products and effects. ``effect_rows`` are rows of masks whose
-    effect a mask source computed; ``verified_rows`` are rows of answers that passed the check.
-    ``seconds_waiting`` is what sending products and waiting for their answers took: network, encryption
-    and the executor's work, less what was done meanwhile; ``seconds_waiting_for_effects`` is what came on
-    top because an effect was not there yet. ``seconds_masking`` is spent on fixed point, on drawing, adding
-    and subtracting masks, and on checking answers, which goes with them. ``refusals`` counts requests that
-    an overloaded executor put off, and ``seconds_throttled`` how long they waited to be sent again.
-    ``reconnections`` counts connections that were opened again, and ``seconds_reconnecting`` is how long that
-    took, with all waiting for unavailable executors. ``moves`` counts those that led to another replica
-    than the one before; ``replicas`` has, for every party by its first URL, the replica in use.
-    ``key_exchange``: for the URL of every executor behind TLS, the group that the last handshake agreed on,
-    such as ``X25519MLKEM768``, or ``unknown``.
+    Attributes:
+        requests: Number of requests for products.
+        effect_requests: Number of requests for effects to mask sources.
+        rows: Number of rows in requests for products.
+        effect_rows: Number of rows of masks whose effects a mask source computed.
+        verified_rows: Number of rows of answers that passed the check.
+        bytes_sent: Bytes of payloads sent, for products and effects.
+        bytes_received: Bytes of payloads received, for products and effects.
+        seconds_waiting: Time to send rows and to wait for their products. It includes the network, encryption
+            and the executor's work, but not the time of other work that the session did meanwhile.
+        seconds_waiting_for_effects: Further time to wait for effects that had not arrived.
+        seconds_masking: Time to convert to fixed point, to draw, add and subtract masks, and to check
+            answers.
+        refusals: Number of times that an overloaded executor put a request off.
+        seconds_throttled: Time for which these requests waited until the session sent them again.
+        reconnections: Number of connections that the session opened again.
+        seconds_reconnecting: Time to open these connections, including all waiting for unavailable executors.
+        moves: Number of reconnections to another replica than before.
+        replicas: URL of the replica in use, for each party by its first URL.
+        key_exchange: Group of the last TLS handshake, such as ``X25519MLKEM768``, or ``unknown``, for the URL
+            of each executor that uses TLS.
     """
 
     requests: int = 0

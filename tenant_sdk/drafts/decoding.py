@@ -38,9 +38,9 @@ class DraftPace:
     """A constant rate of passes, and a multiple for their number, which then says little about the text.
 
     Attributes:
-        seconds: from the beginning of a pass to that of the next.
-        multiple: the number of an answer's passes is a multiple of this. The SDK discards the results of
-            passes after the answer's end.
+        seconds: Time from the beginning of one pass to the beginning of the next, in seconds.
+        multiple: The number of passes of each answer is a multiple of this number. The SDK discards the
+            results of passes after the end of an answer.
     """
 
     seconds: float
@@ -50,19 +50,21 @@ class DraftPace:
 class Draft:
     """A draft for one model: the value of ``custom_generate`` of ``generate``.
 
-    Several sequences go on together: a pass counts for as many tokens as are right in each of them.
+    A pass adds the same number of tokens to each sequence of a batch. It uses only guesses that are right in
+    all sequences.
 
     Args:
-        guesser: makes the guesses.
-        length: how many tokens are guessed.
-        pace: of passes; default: as fast as they go, and as many as the text needs.
-        clock: seconds; only differences count.
-        sleep: waits for so many seconds.
+        guesser: Source of the guesses.
+        length: Rule for the number of guesses in each pass.
+        pace: Pace of the passes. Default: each pass begins at once, and the text decides the number of
+            passes.
+        clock: Function that returns a time in seconds. The draft uses only differences of these times.
+        sleep: Function that waits for the given number of seconds.
 
     Attributes:
-        passes: of the model after prompts, so far.
-        tokens: that these passes wrote, in each sequence.
-        late: passes that began later than the pace wants, since the one before took longer.
+        passes: Number of passes of the model so far, without those that read prompts.
+        tokens: Number of tokens that these passes added to each sequence.
+        late: Number of passes that began later than the pace requires, because the pass before took too long.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class Draft:
     def streaming(self, streamer: BaseStreamer) -> Callable[..., Any]:
         """Returns a ``custom_generate`` that also gives each token to a streamer, as soon as it is certain.
 
-        transformers keeps its argument ``streamer`` from functions such as this.
+        ``generate`` of transformers does not give its argument ``streamer`` to such functions.
         """
 
         def decode(

@@ -106,16 +106,18 @@ def load_draft(
     """Returns a draft for a model: the value of ``custom_generate`` of ``generate``.
 
     Args:
-        folder: that `symbiosis-tenant draft` or ``save_draft`` wrote; anybody may have changed it.
-        model: of the session, with the adapter that the draft was trained with, if any.
-        guesses: tokens that each pass checks beside the one that is known; default: as many as measured times
-            and the card's shares suggest.
-        pace: of passes; default: as fast as they go.
+        folder: Folder that `symbiosis-tenant draft` or ``save_draft`` wrote. It is checked, because anybody
+            may have changed it.
+        model: Model of the session, with the adapter that the draft was trained with, if any.
+        session: Session of the model.
+        guesses: Number of guesses that each pass checks, besides the token that is known. Default: the draft
+            chooses it from measured times, and from the shares of right guesses in the draft's card.
+        pace: Pace of the passes. Default: each pass begins at once.
 
     Raises:
-        ConfigurationError: there is no draft in the folder, or it is damaged, or the model has no head here,
-            or is not suited (``check_supported``).
-        ModelMismatch: it was made for another model, or another adapter.
+        ConfigurationError: The folder has no draft, the draft is damaged, the output head is not on this
+            machine, or the model is not suitable (``check_supported``).
+        ModelMismatch: The draft was made for another model or another adapter.
     """
     check_supported(model)
     folder = Path(folder)

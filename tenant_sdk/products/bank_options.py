@@ -11,10 +11,13 @@ from shared.errors import ConfigurationError
 class NoiseBankOptions:
     """Size and lifetime of a noise-bank.
 
-    ``masks`` K, a power of two up to 256, for each group and direction. ``scale`` is the noise's
-    standard deviation in units of the activations' root mean square; it is rounded up to a power
-    of two. After ``rotate_rows`` rows or ``rotate_seconds``, the next bank is fetched in the background. The
-    old one serves until then.
+    Attributes:
+        masks: Number of masks for each group and direction: a power of two, at most 256.
+        scale: Standard deviation of the noise, in units of the root mean square of the activations. The
+            session rounds it up to a power of two.
+        rotate_rows: Number of rows after which the session fetches the next bank.
+        rotate_seconds: Time in seconds after which the session fetches the next bank. It fetches the bank in
+            the background, and uses the old one until then.
     """
 
     masks: int = 16

@@ -168,19 +168,20 @@ def write_fingerprints(
     """Make the fingerprints of a checkpoint that the tenant trusts.
 
     Args:
-        folder: the checkpoint, or ``hub:NAME[@REVISION]``.
-        output: the file, made with permissions for its owner alone; an existing one is replaced.
-        key: to write it under; default: a new one.
-        numerics: of the executors whose answers will be checked: ``ring`` or ``ring-fine``.
-        progress: wraps the layers to show how far it is.
+        folder: Folder of the checkpoint, or ``hub:NAME[@REVISION]``.
+        output: File for the fingerprints. Only its owner gets access. An existing file is replaced.
+        key: Key that encrypts the file. Default: a new key.
+        numerics: Numerics of the executors whose answers will be checked: ``ring`` or ``ring-fine``.
+        progress: Function that takes the layers and a title, and returns the layers while it shows progress.
 
     Returns:
-        The key. Without it the file is useless, with it answers can be forged: keep them apart.
+        The key. The file is useless without it. A person with both can forge answers, so keep them apart.
 
     Raises:
-        CheckpointError: the folder is no checkpoint, or has no linear layers.
-        ConfigurationError: the key is none, the output is a folder, or such numerics cannot be checked.
-        StorageError: the file cannot be written.
+        CheckpointError: The folder is no checkpoint, or has no linear layers.
+        ConfigurationError: The key is not valid, the output is a folder, or answers in these numerics cannot
+            be checked.
+        StorageError: The file cannot be written.
     """
     output = Path(output)
     if output.is_dir() or not (output.parent.is_dir() or not output.parent.exists()):

@@ -39,10 +39,10 @@ def connect(config: SessionConfig) -> Session:
         OPTIONS
 
     Raises:
-        ConfigurationError: an option is wrong, or does not fit what the provider serves.
-        ConnectError: no session, with the reason; see ``shared.errors``.
-        ModelMismatch: other weights, parameters or files than ``digest``, the fingerprints or a mask
-            source's.
+        ConfigurationError: An option is wrong, or does not fit the provider's model.
+        ConnectError: The session could not be opened. The message says why; see ``shared.errors``.
+        ModelMismatch: Weights, parameters or files differ from those of ``digest``, the fingerprints or a
+            mask source.
     """
     return open_session(config)
 
@@ -162,8 +162,8 @@ def _check_not_recorded(remotes: list[RemoteExecutor]) -> None:
     for remote in remotes:
         if remote.manifest.recorded:
             raise ConfigurationError(
-                "{} records what tenants send into a transcript. If that is intended, as for an audit: "
-                "{allow_transcript}",
+                "{} records tenants' messages in a transcript. To accept this, for example for an audit, "
+                "give {allow_transcript}",
                 remote.url,
                 allow_transcript=True,
             )

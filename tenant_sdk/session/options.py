@@ -474,7 +474,7 @@ class SessionConfig:
         if isinstance(self.mask_sources, str):
             raise ConfigurationError("{mask_sources} must be a list: write [{!r}]", self.mask_sources)
         if not replicas_of(self.provider):
-            raise ConfigurationError("{provider} names no executor", provider=[])
+            raise ConfigurationError("{provider} names no executor: give at least one URL", provider=[])
         for party in (self.provider, *self.mask_sources):
             replicas = replicas_of(party)
             if is_local(party) and party != self.provider:
@@ -483,7 +483,7 @@ class SessionConfig:
                 if over_tls(where):
                     split_url(url_of(where))
             if len(set(map(url_of, replicas))) < len(replicas):
-                raise ConfigurationError(f"{party_name(party)}: a replica is named twice")
+                raise ConfigurationError(f"{party_name(party)}: a replica is named twice; name it once")
 
     def _check_privacy(self) -> None:
         sources, hides_zeros = self.mask_sources, Privacy(self.privacy).hides_zeros
@@ -502,7 +502,9 @@ class SessionConfig:
                 mask_sources=[party_name(sources[0])],
             )
         if len(sources) > 1 and self.privacy == "noise-bank":
-            raise ConfigurationError("{privacy} takes one mask source", privacy=self.privacy)
+            raise ConfigurationError(
+                "{privacy} takes one mask source: leave out the others", privacy=self.privacy
+            )
         if not sources and self.privacy == "one-time":
             raise ConfigurationError(
                 "{privacy} needs a mask source. Name one that another operator runs, {}, or the "
@@ -513,7 +515,7 @@ class SessionConfig:
                 privacy=self.privacy,
             )
         if len(set(map(replicas_of, sources))) < len(sources):
-            raise ConfigurationError("a mask source is named twice, which hides nothing more than once")
+            raise ConfigurationError("a mask source is named twice, which does not hide more; name it once")
         if self.pad_rows and not hides_zeros:
             raise ConfigurationError(
                 "{pad_rows} adds rows of zeros, which {privacy} would show: they would give away its "
@@ -533,8 +535,8 @@ class SessionConfig:
         ):
             if value is not None and users and not any(map(over_tls, users)):
                 raise ConfigurationError(
-                    "{} is for TLS, and {} is reached without it, on this machine; leave it out. (The "
-                    "authority of mask sources is {mask_source_ca}.)",
+                    "{} is for TLS, but the connection to {}, on this machine, does not use TLS: leave out "
+                    "the option. (The option for mask sources is {mask_source_ca}.)",
                     OptionReference(option, _FILE),
                     url_of(users[0]),
                     mask_source_ca=_FILE,

@@ -106,13 +106,14 @@ def check_approved(file: Path, authority: str, instead: str) -> None:
     check_own(file)
     if path != Path(os.path.normpath(Path.cwd() / file)):  # an archive's, to one that was approved elsewhere
         raise ConfigurationError(
-            "{} is a link to {}, and nobody has named it: remove it, or {}", str(file), str(path), instead
+            "{} is a link to {}, and no option names this file: remove the link, or {}",
+            *(str(file), str(path), instead),
         )
     approved = _approvals().get(path_text(path))
     if approved != _digest(path):
         why = "has changed since you approved it" if approved else "was not approved by you"
         raise ConfigurationError(
-            "{} {}, and nobody has named it: {}. Read it, then `symbiosis-tenant trust {}`; or {}",
+            "{} {}, and no option names this file: {}. Read it, then `symbiosis-tenant trust {}`; or {}",
             *(str(path), why, authority, str(file), instead),
         )
 
@@ -164,7 +165,7 @@ def read_profile(name: str | os.PathLike[str]) -> dict[str, Any]:
     path = profile_path(name)
     if path != Path(name) and not path.exists() and Path(f"{name}.toml").is_file():
         raise ConfigurationError(
-            "cannot read {}: No such file or directory; to name the file here: {profile}",
+            "cannot read {}: No such file or directory; for the file in this folder, give {profile}",
             str(path),
             profile=f"./{name}.toml",
         )
@@ -255,7 +256,7 @@ def _sources(tables: list[dict[str, Any]], path: Path, folder: Path) -> dict[str
         check_options(table, SOURCE_KINDS, where)
         url, ca = table.get("url"), table.get("ca")
         if not url:
-            raise ConfigurationError(f"{where}: it has no url")
+            raise ConfigurationError(f"{where}: `url` is missing")
         local = is_local(url)
         urls.append(f"{LOCAL}{_checkpoint(folder, url.removeprefix(LOCAL))}" if local else url)
         whose = f"mask source {at} in {path.name}"

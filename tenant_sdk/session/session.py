@@ -33,15 +33,17 @@ from tenant_sdk.session.keeping import Kept
 class Session:
     """A session with an executor, which multiplies the frozen layers of models.
 
-    ``connect`` opens it; ``close`` or ``with`` ends it.
+    ``connect`` opens a session. ``close``, or the end of a ``with`` block, closes it.
 
     Attributes:
-        products: of the executor's groups, hidden as the privacy mode says; what the models' layers ask.
-        executor: the connection: what is asked of it directly, it sees as it is.
-        groups: the manifest's, as layers ask for their products.
-        privacy: the privacy mode.
-        experts: where experts are multiplied: ``local``, ``padded`` or ``routed``, see ``connect``.
-        kept: the groups whose products are computed here, if ``keep_gib`` was given.
+        products: Object from which the layers of models request products. It hides rows as the privacy mode
+            requires.
+        executor: Connection to the executor. It does not hide the data of requests that you make directly.
+        groups: Groups of the manifest, in the form that layers use to request products.
+        privacy: Privacy mode: ``one-time``, ``noise-bank`` or ``plain``.
+        experts: Place where experts are multiplied: ``local``, ``padded`` or ``routed``. See ``connect``.
+        kept: Groups whose products this machine computes, with measurements. None: ``keep_gib`` was not
+            given.
     """
 
     def __init__(
@@ -85,7 +87,8 @@ class Session:
         """Payload bytes for one token, computed from the shapes of the groups, without experts.
 
         Args:
-            training: forward and backward through all layers; default: forward, as in decoding.
+            training: Count forward and backward passes through all layers. Default: count only the forward
+                pass, as in decoding.
         """
         directions = (Direction.FORWARD, Direction.BACKWARD) if training else (Direction.FORWARD,)
         kept = self.kept.groups if self.kept else ()
@@ -116,28 +119,34 @@ class Session:
         """Returns the executor's model. Its frozen linear layers stay there; the session downloads the rest.
 
         Args:
-            dtype: of the parameters that the tenant holds, and so of activations; or its name, ``bfloat16``.
-            offload_head: let the executor compute the output head as well, if it serves it.
-            exclude: layers that one of these fits are local: a name, or parts of names, such as ``o_proj``,
-                ``layers.0`` or ``mlp.experts``. Their weights are asked for with one
-                row for each of a layer's inputs, and are what the executor multiplies with, as exact as the
-                session's products. Experts, which go by the name of their parameter, are downloaded.
-            model_class: another transformers class around the same base model, such as
-                ``AutoModelForSequenceClassification``; default: the checkpoint's own.
-            base: where the base model is found without any executor, which adapters will say: a folder, whose
-                weights are then compared, or ``hub:NAME[@REVISION]``. Default: the provider's word, if
-                that is a name at a hub; ``""``: nothing. PEFT's ``save_pretrained`` asks the hub about such a
-                name; ``save_adapter`` asks nobody.
-            progress: show a progress bar.
-            config_overrides: as in ``AutoConfig.from_pretrained``, such as ``num_labels=3``.
+            dtype: Element type of the tenant's parameters, and so of activations: a ``torch.dtype`` or its
+                name, such as ``bfloat16``.
+            offload_head: Let the executor compute the output head too. The executor must serve the head.
+            exclude: Layers that this machine computes. An entry is the name of a layer, or parts of names,
+                such as ``o_proj``, ``layers.0`` or ``mlp.experts``. The session gets the weights of such a
+                layer through products, with one row for each input of the layer. So they are the weights that
+                the executor multiplies with, as exact as the session's products. For experts, give the name
+                of their parameter; the session downloads their weights.
+            model_class: Another transformers class around the same base model, such as
+                ``AutoModelForSequenceClassification``. Default: the class of the checkpoint.
+            base: Place of the base model that adapters record, apart from any executor: a folder, or
+                ``hub:NAME[@REVISION]``. The session compares the weights in a folder with those of the
+                executor. Default: the provider's name for the model, if it is the name of a model on a hub.
+                ``""``: adapters record no place. PEFT's ``save_pretrained`` sends requests to the hub if the
+                place is a name there. ``save_adapter`` sends none.
+            progress: Show a progress bar.
+            config_overrides: Changes to the configuration as in ``AutoConfig.from_pretrained``, such as
+                ``num_labels=3``.
 
         Returns:
             A ``PreTrainedModel`` in evaluation mode.
 
         Raises:
-            ModelMismatch: this transformers builds another model than the executor serves.
-            ConfigurationError: ``offload_head`` with an executor that does not serve its head; an entry of
-                ``exclude`` fits no layer; ``base`` is neither a folder nor a name, or another model.
+            ModelMismatch: The installed version of transformers builds another model than the executor
+                serves, or ``base`` is another model.
+            ConfigurationError: ``offload_head`` is true and the executor does not serve its head, an entry of
+                ``exclude`` matches no layer, or ``base`` is neither a folder nor the name of a model on a
+                hub.
         """
         self._check_head(offload_head)
         named_base = None if base is None else find_base(base, self.manifest)
@@ -159,7 +168,7 @@ class Session:
         """Returns the executor's tokenizer.
 
         Raises:
-            ConfigurationError: it serves none.
+            ConfigurationError: The executor serves no tokenizer.
         """
         return model_loading.load_tokenizer(self.executor)
 
@@ -173,24 +182,25 @@ class Session:
     ) -> nn.Module:
         """Replace frozen linear layers of a model that you loaded by virtual ones, and free their weights.
 
-        All else stays yours: embeddings, norms, biases and the head are in ``model.parameters()``, and train
-        unless they are frozen, as ``peft.get_peft_model`` does. If they do train, a warning says so once.
+        Embeddings, norms, biases and the head stay in ``model.parameters()``. They are trained unless they
+        are frozen; ``peft.get_peft_model`` freezes them. If they are trained, one warning is logged.
 
         Args:
-            model: a transformers model, or a PEFT model around one; changed in place.
-            offload_head: swap the output head too.
-            exclude: see ``load_model``; such layers stay local.
-            probe: before swapping, send one random row per layer and compare, so that another
-                checkpoint of the same shape is noticed: one whose answers differ by more than 5 % in norm in
-                any layer. Less is taken for rounding, such as a copy in another precision; weights that are
-                all 3 % too large pass too. ``detach`` and ``--model`` of the command line compare the
+            model: Model of transformers, or a PEFT model around one. It is changed in place.
+            offload_head: Replace the output head too.
+            exclude: Layers that stay local. See ``load_model``.
+            probe: Before replacing layers, send one random row for each layer, and compare the executor's
+                answers with the model's. This detects another checkpoint of the same shape if the answers
+                differ by more than 5 % in norm in any layer. Smaller differences may be rounding, as in a
+                copy with another precision, so they are accepted. For example, weights that are all 3 % too
+                large are not detected. ``detach``, and ``--model`` of the command line, compare the
                 checkpoint's digest instead.
 
         Returns:
             The same model.
 
         Raises:
-            ModelMismatch: layers, shapes or weights differ; the model is unchanged.
+            ModelMismatch: Layers, shapes or weights differ. The model is unchanged.
         """
         self._check_head(offload_head)
         attach_layers(
@@ -209,11 +219,11 @@ class Session:
         """Undo ``attach``: restore the real layers, with weights from the checkpoint's folder.
 
         Args:
-            checkpoint: folder; default the one that the model was loaded from.
+            checkpoint: Folder of the checkpoint. Default: the folder from which the model was loaded.
 
         Raises:
-            CheckpointError: there is no such folder.
-            ModelMismatch: it holds other weights than the executor serves; the model is unchanged.
+            CheckpointError: There is no such folder.
+            ModelMismatch: The folder holds other weights than the executor serves. The model is unchanged.
         """
         detach_layers(model, self.manifest, checkpoint)
         return model
@@ -231,27 +241,30 @@ class Session:
     ) -> dict[str, Any]:
         """Returns arguments that make a long context fit into memory: ``model.generate(ids, **options)``.
 
-        They are for one text: keys and values of it are in them, so that a later call can go on from there;
-        ``generate`` raises ConfigurationError for another text. They take no space any more once nobody
-        refers to them. Tokens are those of ``generate`` without them.
+        The arguments are for one text. They hold its keys and values, so that a later call can continue the
+        text. For another text, ``generate`` raises ConfigurationError. The memory is free again when no
+        references to the arguments are left. The generated tokens are the same as without these arguments.
 
         Args:
-            model: of this session, or a PEFT model around it.
-            kv: where keys and values lie. ``device``: with the model, as transformers does it. ``host``: in
-                the host's memory, in buffers that are appended to. ``disk``: in an encrypted file without a
-                name; in memory are those of as many layers as fit into ``kv_memory_gib``, and of two more.
-                Layers with a sliding window, or a state of fixed size, stay as they are.
-            kv_folder: for the file, on a disk that is fast; default ``TMPDIR``, else ``/var/tmp``.
-            memory_gib: for a chunk of the prompt, which is read in chunks, besides keys and values; default
-                1, and what attention copies of them for every head. Models with recurrent layers, and
-                assisted decoding, read a prompt at once.
-            context: tokens of prompt and answer at most; default: as many as the model takes.
-            batch_size: prompts at once, times ``num_beams`` or ``num_return_sequences``.
+            model: Model of this session, or a PEFT model around it.
+            kv: Place of keys and values. ``device``: the model's device, as in transformers. ``host``: the
+                host's memory, in buffers that grow. ``disk``: an encrypted file without a name; the memory
+                then holds only the keys and values of as many layers as fit into ``kv_memory_gib``, and of
+                two more layers. Layers with a sliding window or a state of fixed size do not change.
+            kv_memory_gib: Memory for keys and values in GiB, if ``kv`` is ``disk``.
+            kv_folder: Folder of the file, on a fast disk. Default: ``TMPDIR``, else ``/var/tmp``.
+            memory_gib: Memory in GiB for one chunk of the prompt, without keys and values. The model reads a
+                prompt in chunks that fit. Default: 1 GiB, and the copies of keys and values that attention
+                makes for every head. Models with recurrent layers, and assisted decoding, read a prompt at
+                once.
+            context: Maximum number of tokens of prompt and answer together. Default: the model's maximum.
+            batch_size: Number of prompts in a call, times ``num_beams`` or ``num_return_sequences``.
 
         Raises:
-            ConfigurationError: the memory is not enough for 16 tokens; or not for this model: the adapter is
-                of prompt tuning's kind, there is an encoder, or layers share keys (``disk``).
-            StorageError: the folder cannot be written to.
+            ConfigurationError: The memory is not enough for 16 tokens, or the model is not supported. Models
+                are not supported if they have an encoder or an adapter like prompt tuning, or with ``disk``,
+                if layers share keys and values.
+            StorageError: The folder is not writable.
         """
         place = LongContext(kv, kv_memory_gib, kv_folder, memory_gib, context, batch_size)
         return place.options(model, self.manifest.groups)
@@ -269,23 +282,27 @@ class Session:
     ) -> dict[str, Any]:
         """Read a prompt. Then ``model.generate(input_ids, **prefilled)`` continues it.
 
-        Reading is limited by arithmetic, continuing by the memory that keys and values are read from. So the
-        tenant's part of the model can read on an accelerator, and continue on the CPU, where they lie.
+        The speed of arithmetic limits reading. The speed of the memory that holds keys and values limits
+        continuing. So the tenant's part of the model can read on an accelerator, and then continue on the CPU
+        next to this memory.
 
         Args:
-            input_ids: int64 ``[B, T]``, at least two tokens; give ``generate`` the same, and the same mask.
-            attention_mask: ``[B, T]``, 0 for padding; default as ``generate`` infers it.
-            copies: sequences of each prompt that ``generate`` will make with ``num_beams`` or
-                ``num_return_sequences``; it is read once.
-            decode_on: device that the model and, but for ``host`` and ``disk``, keys and values move to.
-            dtype: that they then have; default the same.
-            options: of ``generate_options``; ``batch_size`` is by default the number of prompts.
+            input_ids: Prompts, int64 ``[B, T]``, of at least two tokens. Give ``generate`` the same tokens
+                and mask.
+            attention_mask: Mask ``[B, T]``, 0 for padding. Default: the mask that ``generate`` infers.
+            copies: Number of sequences that ``generate`` will make of each prompt, with ``num_beams`` or
+                ``num_return_sequences``. The model reads each prompt once.
+            decode_on: Device to which the model moves after reading. Keys and values move there too, except
+                with ``host`` and ``disk``.
+            dtype: Element type of the model, keys and values after reading. Default: the same as before.
+            options: Arguments of ``generate_options``. Default of ``batch_size``: the number of prompts.
 
         Returns:
-            Keyword arguments for ``generate`` of this prompt, and of what follows it.
+            Keyword arguments of ``generate`` for this prompt and its continuations.
 
         Raises:
-            ConfigurationError: as ``generate_options``.
+            ConfigurationError: ``generate_options`` raises it, or the prompt cannot be read before
+                ``generate``.
         """
         options.setdefault("batch_size", len(input_ids))  # whatever copies is: they are made afterwards
         generation = self.generate_options(model, **options)
@@ -307,7 +324,7 @@ class Session:
     def close(self) -> None:
         """End the session. Models that use it then raise ConnectionLost.
 
-        In a forked child, nothing: the session is the parent's.
+        In a forked child, this method does nothing, because the session belongs to the parent.
         """
         if self._fork_guard.in_child:
             return

@@ -100,8 +100,8 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
         raise ConfigurationError(f"cannot read {folder / FILE}: {error}") from error
     if fields.get("peft_type") not in KINDS:
         raise ConfigurationError(
-            f"the adapter in {folder} is of the kind {fields.get('peft_type')!r:.40}; those of the kinds "
-            f"{', '.join(KINDS)} are loaded"
+            f"the adapter in {folder} is of the kind {fields.get('peft_type')!r:.40}, which cannot be "
+            f"loaded; these kinds can: {', '.join(KINDS)}"
         )
     return fields
 
@@ -120,17 +120,17 @@ def read_adapter_config(folder: Path, model: nn.Module) -> PeftConfig:
     kind = PeftType(fields["peft_type"])
     if fields.pop("init_lora_weights", True) not in (*ALLOWED_INIT_LORA_WEIGHTS, None, "eva"):
         raise ConfigurationError(
-            f"the adapter in {folder} was begun with changes to the base's weights, which stay with the "
-            "provider: convert it to plain LoRA where it was trained (PEFT's path_initial_model_for_weight_"
-            "conversion)"
+            f"the training of the adapter in {folder} began with changes to the base's weights, which stay "
+            "with the provider: convert it to plain LoRA where it was trained (PEFT's "
+            "path_initial_model_for_weight_conversion)"
         )
     config_class: type[PeftConfig] = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
     known = _VALUES.keys() & {field.name for field in dataclasses.fields(config_class)}
     for name, value in fields.items():
         if name not in known | _LEFT_OUT and value:
             raise ConfigurationError(
-                f"the adapter in {folder} has {name[:80]}: {value!r:.80}, which is not taken from an "
-                "adapter's folder: anybody may have written it. Have it trained without"
+                f"the adapter in {folder} has {name[:80]}: {value!r:.80}, which is not accepted from "
+                "an adapter's folder: anybody may have written it. Use an adapter that was trained without it"
             )
     values = _VALUES | ({"rank_pattern": _Pruned} if kind == PeftType.ADALORA else {})
     fields = {name: fields[name] for name in fields.keys() & known if fields[name] is not None}
@@ -166,7 +166,7 @@ def _check_ranks(fields: Mapping[str, Any], model: nn.Module, folder: Path) -> N
             )
     pruned = [each for each in (fields.get("rank_pattern") or {}).values() if isinstance(each, list)]
     if any(len(each) != fields.get("init_r") for each in pruned):
-        raise ConfigurationError(f"the adapter in {folder} has a rank_pattern of other ranks than init_r")
+        raise ConfigurationError(f"the adapter in {folder} is damaged: its rank_pattern does not fit init_r")
 
 
 def not_plain(config: LoraConfig) -> list[str]:

@@ -191,7 +191,7 @@ def training_options_of(config: Any) -> dict[str, Any]:
     name = next((name for name, peft_type in _KINDS.items() if peft_type == kind), "")
     if not name:
         raise ConfigurationError(
-            "{adapter}: an adapter of the kind {} is not trained further; these are: {}",
+            "{adapter}: an adapter of the kind {} cannot be trained further; these kinds can: {}",
             *(kind, ", ".join(_KINDS.values())),
         )
     options = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
@@ -204,8 +204,8 @@ def training_options_of(config: Any) -> dict[str, Any]:
     bad += ["alora_invocation_tokens"] if options.get("alora_invocation_tokens") else []
     if bad:
         raise ConfigurationError(
-            "{adapter}: an adapter with {} = {} is not trained further, since its weights would not learn "
-            "from all tokens. Give another, or none: then a new one is trained",
+            "{adapter}: an adapter with {} = {} cannot be trained further, since its weights would not learn "
+            "from all tokens. Give another adapter, or give none to train a new one",
             *(bad[0], str(options[bad[0]])[:80]),
         )
     targets = config.target_modules or ()
@@ -276,7 +276,9 @@ def add_adapter(model: Any, options: AdapterOptions) -> Any:
             "{} has no such options: {alpha} and {dropout} are for {}", options.method, ", ".join(_LORAS)
         )
     if ALL_LINEAR in options.targets and len(options.targets) > 1:
-        raise ConfigurationError("{target_modules} stands alone", target_modules=ALL_LINEAR)
+        raise ConfigurationError(
+            "{target_modules} means all linear layers: leave out other names", target_modules=ALL_LINEAR
+        )
     from transformers.pytorch_utils import Conv1D
 
     from tenant_sdk.model.virtual import VirtConv1D, VirtLinear

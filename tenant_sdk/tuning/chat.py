@@ -183,8 +183,8 @@ def answer_of(
             _, found, said = raw.partition(thought.end)
             if thought.unseen and not found:
                 raise ConfigurationError(
-                    "the answer may be reasoning, since the chat template does not show where that begins: "
-                    "the answer is not kept"
+                    "the answer may be reasoning, since the chat template does not show where reasoning "
+                    "begins: the answer is not kept"
                 )
             _check_within(said, known)
             for token in special:
@@ -194,8 +194,8 @@ def answer_of(
     text = written.text.strip()
     if not (text in raw if written.ended else raw.startswith(text)):
         raise ConfigurationError(
-            "the answer has special tokens within, which may be those of reasoning, and the chat template "
-            "does not show where that ends: the answer is not kept"
+            "the answer contains special tokens, which may be those of reasoning, and the chat template does "
+            "not show where reasoning ends: the answer is not kept"
         )
     _check_within(raw, known)
     return written.text
@@ -211,5 +211,5 @@ def _check_within(answer: str, known: Thought | None) -> None:
     for thought in (known, *_THOUGHTS):
         if thought is not None and thought.begin and thought.end in plain.partition(thought.begin)[2]:
             raise ConfigurationError(
-                "the answer has reasoning within, which later turns would repeat: the answer is not kept"
+                "the answer contains reasoning, which later turns would repeat: the answer is not kept"
             )

@@ -146,7 +146,7 @@ class Conversations:
         answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers or answers[0] == 0:
             raise ConfigurationError(
-                f"{where}: `messages` has no turn of the role assistant that answers one"
+                f"{where}: in `messages`, no turn of the role assistant answers another turn; add an answer"
             )
         chat = _RenderedConversation(self, messages, tools, where)
         learned: list[Example] = []
@@ -264,7 +264,7 @@ class _RenderedConversation:
             labels += more if learned else [IGNORE_INDEX] * len(more)
         if all(label == IGNORE_INDEX for label in labels):
             raise _template_error(
-                "{}: the chat template marks parts with {{% generation %}}, and nothing of an answer. Use a "
+                "{}: the chat template marks parts with {{% generation %}}, but no part of an answer. Use a "
                 "tokenizer whose template marks it ({tokenizer}), or write `weight`: 0 if it is not to be "
                 "learned",
                 self.where,
@@ -323,9 +323,9 @@ class _RenderedConversation:
             place += len(piece)
         if "".join(overlap for overlap, _ in marked) != answer:
             raise _template_error(
-                "{}: it does not show what the chat template marks with {{% generation %}}: with signs in "
-                "place of the marks it writes another text. Use a tokenizer whose template marks less, or "
-                "nothing ({tokenizer})",
+                "{}: the parts that the chat template marks with {{% generation %}} cannot be found: with "
+                "signs in place of the marks, the template writes another text. Use a tokenizer whose "
+                "template marks less, or nothing ({tokenizer})",
                 self.where,
             )
         return marked

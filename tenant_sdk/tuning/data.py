@@ -313,7 +313,8 @@ class Reader:
             file = self.file(path)
             if not file.examples:
                 raise ConfigurationError(
-                    f"{path} holds no record to learn from: all are longer than {self.length} tokens"
+                    f"{path} holds no record to learn from: all are longer than {self.length} tokens. "
+                    "Shorten them, or allow longer sequences"
                 )
             for line in file.summary(self.length):
                 self.notify(line)
@@ -350,7 +351,7 @@ class Reader:
             fitting = [each for each in examples if len(each["input_ids"]) <= self.length]
             if not examples or not all(map(learned_tokens, fitting)):
                 raise ConfigurationError(
-                    f"{where(path, line)}: there is nothing to learn: no answer that follows something"
+                    f"{where(path, line)}: there is nothing to learn: no answer follows other text"
                 )
             for example in examples:
                 check_token_ids(self.tokenizer, example["input_ids"], self.embeddings, where(path, line))

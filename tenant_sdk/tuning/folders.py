@@ -37,23 +37,25 @@ def save_adapter(
 ) -> None:
     """Save the adapter of a PEFT model and the record of its base, without requests to a model hub.
 
-    The folder is PEFT's, which loads with PEFT alone. Besides it holds ``symbiosis.json`` (the base's
-    digests, numerics, privacy mode, training) and a model card.
+    The folder has PEFT's format, so PEFT alone can load it. It also holds a model card and
+    ``symbiosis.json``, which records the base's digests, numerics, privacy mode and training.
 
     Args:
-        model: whose frozen layers are the session's.
-        folder: made if needed.
-        adapter: of a model with several, the name of the one to save; default: all, each but ``default`` in a
-            folder of its name, as PEFT does.
-        base: where the base model is found, as for ``session.load_model``; default: what the model says, or
-            else what the provider calls it.
-        training: a ``transformers.Trainer`` that has trained it, or figures by name; see ``training_of``.
-        tokenizer: another than the base's, to save beside the adapter; `generate --tokenizer` takes it there.
-        options: others of PEFT's ``save_pretrained``.
+        model: PEFT model whose frozen layers belong to the session.
+        folder: Folder for the adapter. It is made if it does not exist.
+        session: Session of the model.
+        adapter: Name of the adapter to save, if the model has several. Default: all adapters. Each adapter
+            except ``default`` then gets a folder with its name, as in PEFT.
+        base: Place of the base model, as for ``session.load_model``. Default: the place that the model has,
+            else the provider's name for the model.
+        training: ``transformers.Trainer`` that trained the adapter, or figures by name. See ``training_of``.
+        tokenizer: Another tokenizer than the base's, to save with the adapter. `generate --tokenizer` takes
+            it from there.
+        options: Other arguments of PEFT's ``save_pretrained``.
 
     Raises:
-        ConfigurationError: it is no PEFT model, or has no such adapter; ``base`` is neither a folder nor a
-            name; there is no such option.
+        ConfigurationError: The model is no PEFT model or has no such adapter, ``base`` is neither a folder
+            nor the name of a model on a hub, or there is no such argument.
         ModelMismatch: ``base`` is another model.
     """
     configs = getattr(model, "peft_config", None)
@@ -119,22 +121,25 @@ def load_adapter(
 ) -> Any:
     """Returns a PEFT model with the adapter of a folder in PEFT's format.
 
-    The folder may be anybody's: nothing in it is run, or leads to another file or a model hub, and a
-    tokenizer in it is not read.
+    The folder may come from anybody. This function runs no code from it, follows no reference to another file
+    or a model hub, and does not read a tokenizer in it.
 
     Args:
-        model: whose frozen layers are the session's; gets the adapter, in place.
-        allow_other_base: load it although it was made for another base; a folder without ``symbiosis.json``
-            does not say for which.
-        trainable: go on training it; default: for inference.
+        model: Model whose frozen layers belong to the session. It gets the adapter, in place.
+        folder: Folder of the adapter.
+        session: Session of the model.
+        allow_other_base: Load an adapter that was made for another base. A folder without ``symbiosis.json``
+            does not name its base, so its adapter is always loaded.
+        trainable: Let the adapter be trained further. Default: only inference.
 
     Raises:
-        ConfigurationError: there is no adapter in the folder, it is damaged, or of a kind that is not loaded.
-        ModelMismatch: it was made for another base model.
+        ConfigurationError: The folder has no adapter, or the adapter is damaged or of a kind that is not
+            supported.
+        ModelMismatch: The adapter was made for another base model.
     """
     source = Path(folder)
     if hasattr(model, "peft_config"):
-        raise ConfigurationError(f"{type(model).__name__} has an adapter already; give the model without")
+        raise ConfigurationError(f"{type(model).__name__} has an adapter already; give the base model")
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary)
         with disk_errors(copy, f"a copy of {source}", "TMPDIR names another place."):

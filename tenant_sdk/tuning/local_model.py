@@ -118,8 +118,8 @@ def attach_local_model(session: Session, name: str, base: str | None = None) -> 
     except ModelMismatch as error:
         raise ModelMismatch(
             OptionText(
-                "{}. Give the very checkpoint that the executor serves, or none: then all that is needed "
-                "of it is downloaded",
+                "{}. Give the very checkpoint that the executor serves, or give none to download the "
+                "necessary parts",
                 error.structured_message,
             )
         ) from error

@@ -40,7 +40,7 @@ class LongTuning:
     """A model whose loss is computed by a plan. ``long_tuning`` makes it; ``close`` restores the model.
 
     Attributes:
-        plan: the place of each kind of data.
+        plan: The method that computes the loss, and the place of each kind of data.
     """
 
     def __init__(self, model: nn.Module, folder: Path | None, max_length: int) -> None:
@@ -122,17 +122,17 @@ class LongTuning:
             return self._inner(**inputs)
         if inputs.get("fused_lm_head"):
             raise ConfigurationError(
-                "TRL's trainers take log-probabilities of each token, long_tuning gives a loss alone: use "
+                "TRL's trainers need log-probabilities of each token, but long_tuning gives only a loss: use "
                 "transformers' Trainer, or close() and gradient_checkpointing=True"
             )
         if getattr(self._model, "loss_function", None) is not ForCausalLMLoss:
             raise ConfigurationError(
-                f"{type(self._model).__name__} has a loss_function of its own, which is not made by chunks: "
-                "tune without long_tuning, or with transformers' loss"
+                f"{type(self._model).__name__} has its own loss_function, which cannot be computed in "
+                "chunks: tune without long_tuning, or with transformers' loss"
             )
         for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
             if inputs.get(name):
-                raise ConfigurationError(f"{name}=True: long sequences are tuned without; leave it out")
+                raise ConfigurationError(f"{name}=True is not possible with long_tuning; leave it out")
         if targets is None:
             targets = shifted(labels)
         if targets.shape[-1] > self._max_length:
@@ -162,7 +162,7 @@ class LongTuning:
     ) -> torch.Tensor:
         if getattr(self._stack.model.get_input_embeddings(), "neftune_noise_alpha", None):
             raise ConfigurationError(
-                "NEFTune's noise is by the length of the whole: leave it out, with windows"
+                "NEFTune's noise depends on the length of the whole sequence: do not use it with windows"
             )
         for name, each in arguments.items():
             if name not in (*_SPLIT, *_PER_TOKEN, *_IGNORED) and each is not None and each is not False:
@@ -201,7 +201,7 @@ def _check_batch(batch: Batch, config: Any) -> None:
         ConfigurationError: packed sequences, or a mask of another kind.
     """
     if batch.mask is not None and batch.mask.dim() != 2:
-        raise ConfigurationError("windows take an attention_mask [B, T], which says what is padding")
+        raise ConfigurationError("with windows, attention_mask must have the shape [B, T] and mark padding")
     eager = getattr(config, "_attn_implementation", None) == "eager"
     if eager and batch.mask is not None and not bool(batch.mask[:, 0].all()):
         # A row that may attend to nothing attends to all alike, there.
@@ -231,36 +231,41 @@ def long_tuning(
 ) -> LongTuning:
     """Train a model on long sequences in bounded memory, in any training loop.
 
-    From now on a call of the model with ``labels`` gives the loss alone (no logits), whose gradients are the
-    same as before up to rounding. What is done for that is chosen from the memory: nothing, the loss by
-    chunks, activations made again, or windows along the sequence, with what they need in memory or in an
-    encrypted file. The executor is asked for nothing twice, unless the disk is too small as well. Both ways
-    are compared on a few tokens first.
+    From now on, a call of the model with ``labels`` returns only the loss, without logits. The gradients are
+    the same as before, up to rounding. This function chooses a method that fits into the memory: no change, a
+    loss that is computed in chunks, activations that are computed again, or windows along the sequence. The
+    model keeps the necessary data in memory or in an encrypted file. It sends no request twice, unless the
+    disk is too small as well. Before this function returns, it compares the chosen method with the model's
+    own on a few tokens.
 
     Args:
-        model: from ``session.load_model`` or attached, with its adapter, if it gets one.
-        max_length: tokens of the longest sequence.
-        batch_size: sequences of a batch.
-        memory_gib: that this process may have in all, of the memory that the model is in; default: what it
-            has, and 80 % of what is free.
-        window: tokens; then windows it is, of this size.
-        packed: rows hold several sequences, so they cannot be cut into windows.
-        folder: of the encrypted file; default ``TMPDIR``, else ``/var/tmp``.
+        model: Model from ``session.load_model``, or an attached model. If it will have an adapter, add the
+            adapter first.
+        max_length: Number of tokens of the longest sequence.
+        batch_size: Number of sequences in a batch.
+        memory_gib: Memory for this process in GiB, in total. It is the memory of the model's device: of the
+            host or of a GPU. Default: the memory that the process has already, and 80 % of the free memory.
+        window: Number of tokens in a window. If it is given, the model uses windows. Default: this function
+            decides.
+        packed: Each row holds several sequences, so windows are not possible.
+        folder: Folder of the encrypted file. Default: ``TMPDIR``, else ``/var/tmp``.
 
     Raises:
-        ConfigurationError: ``memory_gib`` is too little; or the model cannot be taken apart so that nothing
-            changes, and needs to be.
+        ConfigurationError: ``memory_gib`` is too small, or the chosen method would change the results of the
+            model.
     """
     if max_length < 2 or batch_size < 1 or (window is not None and window < 1):
         raise ConfigurationError(
-            f"max_length={max_length}, batch_size={batch_size}, window={window}: no room for text"
+            f"max_length={max_length}, batch_size={batch_size}, window={window}: no room for text; "
+            "max_length must be at least 2, the others at least 1"
         )
     inner: Any = base_model(model)
     folder = None if folder is None else Path(folder)
     if (before := vars(inner).get(_TUNING)) is not None:
         if before._model is not inner:
             raise CannotSplit(
-                "this is a copy of a model that learns from long sequences: close() that before it is copied"
+                "this is a copy of a model that long_tuning has changed: close() the tuning of the first "
+                "model before you copy that model"
             )
         before.close()
     tuning = LongTuning(inner, folder, max_length)
@@ -320,10 +325,10 @@ def _compare(tuning: LongTuning, plan: MemoryPlan, model: nn.Module, ids: torch.
     name = type(tuning._model).__name__
     if plan.window is not None and rope_stable_length(tuning._model) is not None:
         raise CannotSplit(
-            f"{name} has positions that depend on the length of the whole: windows would differ"
+            f"the positions of {name} depend on the length of the whole sequence: windows would differ"
         )
     if any(hasattr(each, "keep_window_size") for each in model.modules()):  # more than there are tokens here
-        raise CannotSplit(f"{name} attends to a choice of all tokens that it has seen: windows would differ")
+        raise CannotSplit(f"{name} attends to selected tokens of the whole sequence: windows would differ")
     parameters = [each for each in model.parameters() if each.requires_grad]
     training = {module: module.training for module in model.modules()}
     model.eval()  # dropout would differ

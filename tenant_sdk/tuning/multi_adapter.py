@@ -41,13 +41,13 @@ _KEYS = {"input_ids", "attention_mask", "labels", "num_items_in_batch"}
 class MultiAdapter:
     """LoRA adapters of one model, each with its own data, rank, layers and optimizer, trained in one batch.
 
-    ``losses`` runs the model once. A loss depends on the adapter's own batch and weights alone, so that its
-    gradients do too, and losses are summed for one ``backward``. An adapter that is left out of a batch is
-    not touched. For one thread.
+    ``losses`` runs the model once for all adapters. The loss and the gradients of an adapter depend only on
+    its own batch and weights. Add the losses, and call ``backward`` once on the sum. An adapter without a
+    batch does not change. Use an object of this class in one thread only.
 
     Attributes:
-        model: the PEFT model around the given one, all adapters in it.
-        names: of the adapters.
+        model: PEFT model around the given model, with all adapters.
+        names: Names of the adapters.
     """
 
     def __init__(
@@ -60,19 +60,21 @@ class MultiAdapter:
         """Add adapters to a model, in place.
 
         Args:
-            model: a causal language model of transformers without adapters, attached or local.
-            configs: of the adapters, by name.
-            seeds: what each adapter's first values and its dropout are drawn from, as after
-                ``torch.manual_seed(seed)`` for it alone; for others they are drawn from torch's generator.
+            model: Causal language model of transformers without adapters. It may be attached to a session, or
+                local.
+            configs: LoRA configuration of each adapter, by name.
+            seeds: Seeds of adapters, by name. The initial weights and the dropout of an adapter are as if it
+                were alone, after ``torch.manual_seed(seed)``. An adapter without a seed gets one from torch's
+                generator.
 
         Raises:
-            ConfigurationError: the model or a configuration does not fit, or asks for what is no plain LoRA
-                of linear layers; the model is as it was.
+            ConfigurationError: The model or a configuration is not suitable, or a configuration requires more
+                than plain LoRA of linear layers. The model is unchanged.
         """
         if not configs:
             raise ConfigurationError("configs={}: give a LoraConfig for each adapter")
         if hasattr(model, "peft_config"):
-            raise ConfigurationError(f"{type(model).__name__} has adapters already; give the model without")
+            raise ConfigurationError(f"{type(model).__name__} has adapters already; give the base model")
         if unknown := (seeds or {}).keys() - configs.keys():
             raise ConfigurationError(f"seeds={sorted(unknown)}: no such adapter")
         for name, config in configs.items():
@@ -113,8 +115,8 @@ class MultiAdapter:
             if isinstance(module, lora.LoraLayer):
                 if type(module) is not lora.Linear or ".experts." in name:
                     raise ConfigurationError(
-                        f"{name} is no linear layer that all tokens go through in order; only on such several"
-                        " adapters are trained together. Leave it out of target_modules"
+                        f"{name} is no linear layer that gets all tokens in order; several adapters can be "
+                        "trained together only on such layers. Leave it out of target_modules"
                     )
                 yield name, module
 
@@ -127,7 +129,7 @@ class MultiAdapter:
         """The parameters of one adapter, for its optimizer, in the order of the layers.
 
         Raises:
-            ConfigurationError: no such adapter.
+            ConfigurationError: There is no such adapter.
         """
         self._check_names([name])
         return [
@@ -142,18 +144,20 @@ class MultiAdapter:
         """The loss of each adapter on its batch, as ``model(**batch).loss`` with this adapter alone.
 
         Args:
-            batches: by adapter, of those that take part. ``input_ids`` and ``labels``, int64 [B, T] as a data
-                collator makes them, B and T of each its own; if wanted, ``attention_mask`` [B, T] and, to
-                accumulate gradients, ``num_items_in_batch``: what the sum over tokens is divided by.
+            batches: Batches by name of the adapter, for one or more adapters. A batch has ``input_ids`` and
+                ``labels``, both int64 [B, T], as a data collator makes them. B and T may differ between
+                adapters. A batch may also have ``attention_mask`` [B, T], and ``num_items_in_batch`` to
+                accumulate gradients: the sum of the loss over tokens is divided by this number.
 
         Raises:
-            ConfigurationError: as ``logits``; there are no labels; the model has another loss.
-            NonFiniteError: as ``logits``; or a loss is NaN or infinite.
+            ConfigurationError: ``logits`` raises it, a batch has no labels, or the model has another loss
+                function.
+            NonFiniteError: ``logits`` raises it, or a loss is NaN or infinite.
         """
         mixture = getattr(self._base.config, "output_router_logits", False)  # a term for its experts
         if self._base.loss_function is not ForCausalLMLoss or mixture:
             raise ConfigurationError(
-                f"{type(self._base).__name__} has a loss of its own; make losses of what logits() returns"
+                f"{type(self._base).__name__} has a loss of its own; compute losses from logits()"
             )
         for name, batch in batches.items():
             if batch.get("labels") is None:
@@ -168,21 +172,22 @@ class MultiAdapter:
     def logits(self, batches: Mapping[str, Batch]) -> dict[str, Tensor]:
         """The logits [B, T, V] of each adapter on its batch, from one forward pass.
 
-        Some models' positions depend on the longest text of a pass, beyond some length (LongRoPE, dynamic
-        NTK). There a longer batch has a pass of its own. Batches are padded to the longest at their end. Rows
-        of padding at an end, the batches' own too, are not sent to the executor, unless labels make them
-        predict something: their logits mean nothing.
+        Each batch is padded at its end to the length of the longest batch. The model does not send padding at
+        the end of a sequence to the executor, unless labels require a prediction there. This applies to
+        padding of the given batches too. Logits of such padding have no meaning. In some models (LongRoPE,
+        dynamic NTK), positions depend on the longest sequence of a pass if it exceeds a certain length. A
+        batch that exceeds this length gets a pass of its own.
 
         Raises:
-            ConfigurationError: there is no such adapter; a batch has another key or shape; the model is
-                checkpointed.
-            NonFiniteError: rows of some adapter cannot be sent; which, is in ``adapters``. The others can go
-                on without it.
+            ConfigurationError: There is no such adapter, a batch has an unknown key or a wrong shape, or the
+                model uses gradient checkpointing.
+            NonFiniteError: Rows of some adapters cannot be sent. The attribute ``adapters`` names these
+                adapters. The other adapters can continue without them.
         """
         self._check_names(batches)
         if any(vars(module)["gradient_checkpointing"] for module in self._blocks):
             raise ConfigurationError(
-                "several adapters are not trained together with gradient checkpointing: "
+                "several adapters cannot be trained together with gradient checkpointing: call "
                 "model.gradient_checkpointing_disable()"
             )
         stable_length, found = rope_stable_length(self._base), dict[str, Tensor]()
@@ -242,7 +247,7 @@ class MultiAdapter:
         """The PEFT model with this adapter alone, to generate or to evaluate.
 
         Raises:
-            ConfigurationError: no such adapter.
+            ConfigurationError: There is no such adapter.
         """
         self._check_names([name])
         self.model.set_adapter(name)
@@ -356,7 +361,7 @@ class _Mixed:
         if x.shape[:-1] not in ((sequences, tokens), (sequences * tokens,)):
             raise ConfigurationError(
                 f"an adapted layer gets {list(x.shape[:-1])} rows for {sequences} sequences of {tokens}"
-                " tokens, and whose they are cannot be told; leave it out of target_modules"
+                " tokens, so the rows cannot be assigned to adapters; leave it out of target_modules"
             )
         dtype = layer.lora_A[adapters[0]].weight.dtype
         if torch.is_autocast_enabled(x.device.type):

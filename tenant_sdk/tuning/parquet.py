@@ -48,7 +48,7 @@ def parquet_records(path: Path, known: Sequence[str], used: Collection[str]) -> 
     if importlib.util.find_spec("pyarrow") is None:
         raise ConfigurationError(f"{path}: Parquet files need pyarrow: pip install pyarrow")
     if is_sparse(path):  # the limits below are by its size
-        raise ConfigurationError(f"most of {path} is a hole: it was not copied as a whole")
+        raise ConfigurationError(f"most of {path} is a hole: the file was copied only in part; copy it again")
     words = [str(path), ",".join(known), ",".join(used)]
     done = subprocess.run(  # noqa: S603 - this program
         [sys.executable, "-P", "-m", "tenant_sdk.tuning.parquet", *words],

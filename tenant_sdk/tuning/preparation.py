@@ -253,8 +253,8 @@ def _check_packing(model: Any, examples: Sequence[Example]) -> None:
     if (one - other).norm() > 1e-3 * one.norm():  # floats are summed in another order, and rounded again
         raise ConfigurationError(
             OptionText(
-                "with this model packed records would see each other: its layers do not keep apart what "
-                "`position_ids` does. Leave out {packing}"
+                "with this model, packed records would influence each other: its layers do not separate "
+                "records by `position_ids`. Leave out {packing}"
             )
         )
 

@@ -322,7 +322,7 @@ def _decode(line: str, place: str) -> Record:
     if messages is not None:
         if not messages or not all(isinstance(each.get("role"), str) for each in messages):
             raise ConfigurationError(
-                f"{place}: `messages` is a list of objects that have a `role`, not empty"
+                f"{place}: `messages` must be a list of objects that have a `role`, not empty"
             )
         messages = [_message(each, place) for each in messages]
     others = {key for each in messages or () for key, value in each.items() if value is not None} - _READ_KEYS
@@ -401,7 +401,7 @@ def _message(raw: dict[str, Any], place: str) -> dict[str, Any]:
     }
     message = {**present, "content": _content(content, place)}
     if message.get("weight", 1) not in (0, 1):
-        raise ConfigurationError(f"{place}: `weight` of a message is 0, not to learn it, or 1")
+        raise ConfigurationError(f"{place}: `weight` of a message must be 1, or 0 if it is not to be learned")
     calls = message.get("tool_calls") or []
     try:
         functions = [msgspec.convert(call, _Call).function for call in calls]
@@ -410,8 +410,8 @@ def _message(raw: dict[str, Any], place: str) -> dict[str, Any]:
         arguments = [_arguments(function.get("arguments")) for function in functions]
     except (msgspec.MsgspecError, TypeError, RecursionError):
         raise ConfigurationError(
-            f"{place}: `tool_calls` is a list of objects whose `function` has a `name` and `arguments`, a "
-            "JSON object"
+            f"{place}: `tool_calls` must be a list of objects whose `function` has a `name` and "
+            "`arguments`, a JSON object"
         ) from None
     if any(_is_deeper(each, _MAX_DEPTH) for each in arguments):
         raise ConfigurationError(f"{place}: `arguments` of a call are nested more than {_MAX_DEPTH} deep")
@@ -422,7 +422,7 @@ def _message(raw: dict[str, Any], place: str) -> dict[str, Any]:
         ]
     if any(not isinstance(message.get(name) or "", str) for name in REASONING):
         names = ", ".join(f"`{name}`" for name in REASONING)
-        raise ConfigurationError(f"{place}: each of {names} is a text")
+        raise ConfigurationError(f"{place}: each of {names} must be a text")
     said = (*REASONING, "tool_calls", "content")
     if message["role"] == "assistant" and not any(message.get(name) for name in said):
         raise ConfigurationError(f"{place}: an assistant's turn is empty")
@@ -465,8 +465,8 @@ def _content(content: Any, place: str) -> str:
     ]
     if not all(isinstance(text, str) for text in texts):
         raise ConfigurationError(
-            f"{place}: `content` is a text, or a list of parts of the type `text`; images and sound are not "
-            "read"
+            f"{place}: `content` must be a text, or a list of parts of the type `text`; images and sound "
+            "are not read"
         )
     return "\n".join(texts)
 

@@ -59,14 +59,16 @@ class _Resumed(NamedTuple):
 class ExactResume(TrainerCallback):
     """A callback of a ``transformers.Trainer`` that makes resuming exact, for every method of PEFT.
 
-    Give it in ``callbacks=``. A checkpoint gets one more file. ``train(resume_from_checkpoint=...)`` takes
-    all that is trained from it, into a model that was made in the same way; so does
-    ``load_best_model_at_end``. The optimizer, its schedule and random numbers are the Trainer's, which reads
-    them with ``torch.load`` (``weights_only``): resume from folders of your own alone.
+    Give it to the Trainer in ``callbacks=``. It adds one file to each checkpoint. The callback reads all
+    trained values from this file for ``train(resume_from_checkpoint=...)`` and for
+    ``load_best_model_at_end``. Make the model in the same way as before. The Trainer itself restores the
+    optimizer, its schedule and the random numbers. It reads them with ``torch.load`` (``weights_only``), so
+    resume only from your own folders.
 
     Raises:
-        ConfigurationError: out of the Trainer: the model has no adapter, or one of a method whose state is
-            not known here; or a checkpoint is damaged, lacks a file, or is another model's.
+        ConfigurationError: The Trainer raises this error if the model has no adapter, if the callback does
+            not know the state of the adapter's method, if the Trainer uses FSDP or DeepSpeed, or if a
+            checkpoint is damaged, lacks a file or belongs to another model.
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -82,7 +84,9 @@ class ExactResume(TrainerCallback):
                     f"ExactResume does not know what {unknown[0]} keeps between steps; leave one of them out"
                 )
         if args.deepspeed or args.fsdp:
-            raise ConfigurationError("ExactResume needs all parameters in one process: no FSDP, no DeepSpeed")
+            raise ConfigurationError(
+                "ExactResume needs all parameters in one process: leave out FSDP and DeepSpeed"
+            )
         vars(model).update(
             save_pretrained=MethodType(_save_pretrained, model), load_adapter=MethodType(_load_adapter, model)
         )
@@ -91,20 +95,22 @@ class ExactResume(TrainerCallback):
         """See TrainerCallback. The checkpoint is loaded, except the states of random generators."""
         if not isinstance(vars(model).get("load_adapter"), MethodType):
             raise ConfigurationError(
-                "ExactResume came too late: give it in the Trainer's callbacks=, and a model, not model_init="
+                "ExactResume was added too late: give it in the Trainer's callbacks=, with model=, not "
+                "model_init="
             )
         resumed = vars(model).pop(_RESUMED, None)
         if not state.global_step:
             return
         if resumed is None or resumed.step != state.global_step:
             raise ConfigurationError(
-                f"the model is that of step {resumed.step if resumed else 0} and the Trainer that of step "
-                f"{state.global_step}: the checkpoint's files are of different trainings; remove it"
+                f"the model is at step {resumed.step if resumed else 0} and the Trainer at step "
+                f"{state.global_step}: the checkpoint has files of different trainings; remove it"
             )
         for name in _OPTIMIZER_FILES:
             if not any(resumed.folder.glob(name)):
                 raise ConfigurationError(
-                    f"{resumed.folder / name} is missing: no training goes on from there; remove the folder"
+                    f"{resumed.folder / name} is missing, so training cannot continue from this checkpoint; "
+                    "remove the folder"
                 )
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -136,8 +142,8 @@ def _load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **mor
                 return _restore(self, each)
         if (folder / TRAINER_STATE_NAME).is_file():
             raise ConfigurationError(
-                f"{folder} holds no {STATE}: it was made without ExactResume, or by an earlier version; no "
-                "training goes on from it, remove it"
+                f"{folder} holds no {STATE}: it was made without ExactResume, or by an earlier version; "
+                "training cannot continue from it, so remove it"
             )
     return type(self).load_adapter(self, model_id, adapter_name, *args, **more)
 

@@ -81,8 +81,8 @@ def check_trackers(names: Sequence[str]) -> None:
         argument = OptionReference("report_to", name)
         if name not in _FILES:
             raise ConfigurationError(
-                "{}: it is not known which files of this folder it reads, and their author would choose "
-                "where reports go; choose from {}",
+                "{}: this tracker may read files in this folder, and their author could choose where reports "
+                "go; choose from {}",
                 *(argument, ", ".join(_FILES)),
             )
         for file in _existing_files(name):

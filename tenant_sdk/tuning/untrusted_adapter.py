@@ -254,7 +254,7 @@ def _check_header(file: Path, max_bytes: int) -> None:
         size = int.from_bytes(opened.read(8), "little")
     if size > max_bytes:
         raise ConfigurationError(
-            f"cannot read {file}: its header has {size} bytes; {max_bytes} are the most of this adapter's"
+            f"cannot read {file}: its header has {size} bytes; for this adapter, {max_bytes} are the most"
         )
 
 

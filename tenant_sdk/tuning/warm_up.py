@@ -62,7 +62,7 @@ def check_gradients(any_gradient: Mapping[str, bool], notify: Notify) -> None:
     if not any(any_gradient.values()):
         raise ConfigurationError(
             OptionText(
-                "the adapter would learn nothing: all its gradients are 0, as they are if its weights are. "
+                "the adapter would learn nothing: all its gradients are 0, perhaps because its weights are. "
                 "Leave out {adapter} to train a new one"
             )
         )

@@ -222,7 +222,7 @@ def test_the_autoscaler_asks_for_a_gauge_that_there_is() -> None:
         ({"tokens": {"secretName": ""}}, "/tokens/secretName"),
         ({"extraArgs": ["tenant-mib"]}, "/extraArgs/0"),
         ({"workers": 3, "stripes": 2}, "workers=3 cannot be divided into stripes=2"),
-        ({"stripes": 2}, "stripes=2 means nothing without workers"),
+        ({"stripes": 2}, "stripes=2 has no effect without workers"),
         ({"model": {"existingClaim": ""}}, "model.existingClaim or model.volume is needed"),
         ({"autoscaling": {"enabled": True, "minReplicas": 9}}, "minReplicas is more than"),
     ],

@@ -299,7 +299,7 @@ def test_reasoning_is_no_part_of_the_answer(prompt: str, raw: str, said: str | N
 )
 def test_reasoning_within_an_answer_is_not_kept(raw: str, known: Thought | None) -> None:
     written = GenerationOutput(raw.removesuffix("</s>"), raw, 3, 1.0, OptionText("x"), True)
-    with pytest.raises(ConfigurationError, match=r"has reasoning within, .* is not kept"):
+    with pytest.raises(ConfigurationError, match=r"contains reasoning, .* is not kept"):
         answer_of("assistant: ", written, ["</s>", "<|on>", "<off|>"], known)
 
 

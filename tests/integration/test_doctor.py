@@ -141,7 +141,10 @@ def test_what_can_be_wrong(
 def test_a_token_with_white_space(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENANT_TOKEN", "two words")
     found = failure(llama)
-    assert (found.step, found.detail) == ("token", "the token in TENANT_TOKEN holds white space")
+    assert (found.step, found.detail) == (
+        "token",
+        "the token in TENANT_TOKEN holds white space: put only the token there",
+    )
 
 
 def test_a_token_file_that_others_can_read(llama: Executor, tmp_path: Path) -> None:

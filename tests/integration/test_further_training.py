@@ -62,7 +62,7 @@ def test_what_an_adapter_decides_is_not_given(session: tenant_sdk.Session, text:
         options(text, "further", adapter=text.parent)
     train(session, options(text, "first", method="adalora", steps=6))
     further = options(text, "further", adapter=text.parent / "first", rank=TrainingOptions.rank)
-    with pytest.raises(ConfigurationError, match="ADALORA is not trained further; these are: LORA"):
+    with pytest.raises(ConfigurationError, match="ADALORA cannot be trained further; these kinds can: LORA"):
         train(session, further)
 
 
@@ -88,7 +88,7 @@ def test_what_an_adapter_decides_is_not_given(session: tenant_sdk.Session, text:
     ],
 )
 def test_adapters_that_would_not_learn(config: Any, key: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"an adapter with {key} = .* is not trained further"):
+    with pytest.raises(ConfigurationError, match=f"an adapter with {key} = .* cannot be trained further"):
         training_options_of(config)
 
 

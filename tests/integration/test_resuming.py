@@ -241,7 +241,7 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "absent": ("training_state.safetensors", Path.unlink, "holds no training_state.safetensors"),
     "another format": ("training_state.safetensors", lambda file: header(file, format=9), "format 9"),
     "word": ("training_state.safetensors", lambda file: header(file, more=1), "more"),
-    "step": ("training_state.safetensors", lambda file: header(file, step=2), "of step 2.* of step 3"),
+    "step": ("training_state.safetensors", lambda file: header(file, step=2), "at step 2.* at step 3"),
     "shapes": ("training_state.safetensors", narrow, r"lora_A.* is \[1, \d+\] there and \[2, \d+\] here"),
     "ranks": (
         "training_state.safetensors",

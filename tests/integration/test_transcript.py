@@ -75,8 +75,8 @@ def test_doctor_refuses_it_as_sessions_do(recorded: Recorded, monkeypatch: pytes
     refused = CliRunner().invoke(app, where)
     assert refused.exit_code == 1
     assert (
-        "✗ transcript   it records what tenants send, so sessions refuse it without --allow-transcript"
-        in (refused.output)
+        "✗ transcript   the executor records tenants' messages: sessions accept this only with "
+        "--allow-transcript" in (refused.output)
     )
     allowed = CliRunner().invoke(app, [*where, "--allow-transcript"])
     assert allowed.exit_code == 0
@@ -135,7 +135,7 @@ def test_only_its_owner_may_read_it(recorded: Recorded) -> None:
 
 
 def test_a_tenant_refuses_unless_told_otherwise(recorded: Recorded) -> None:
-    with pytest.raises(ConfigurationError, match=r"records what tenants send.*allow_transcript"):
+    with pytest.raises(ConfigurationError, match=r"records tenants' messages.*allow_transcript"):
         recorded.connect(allow_transcript=False)
 
 

@@ -223,8 +223,8 @@ def test_which_file_it_is(
     assert "cannot read /configuration/symbiosis/clinic.toml" in connect(profile="clinic")
     monkeypatch.chdir(tmp_path)
     error = generate("--profile", "symbiosis")[0]
-    assert "cannot read /configuration/symbiosis/symbiosis.toml: No such file or directory; to name " in error
-    assert error.endswith("the file here: --profile ./symbiosis.toml")
+    assert "cannot read /configuration/symbiosis/symbiosis.toml: No such file or directory; for the " in error
+    assert error.endswith("for the file in this folder, give --profile ./symbiosis.toml")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "configuration"))
     trust("symbiosis.toml")
     error, said = generate()
@@ -253,7 +253,7 @@ def test_a_file_that_nobody_has_named_is_not_used_before_it_is_approved(
     monkeypatch.chdir(unpacked)
     for words in ((), ("--token-env", "OTHER"), ("--pad-rows", 0)):
         error, said = generate(*words)
-        assert f"{file} was not approved by you, and nobody has named it" in error
+        assert f"{file} was not approved by you, and no option names this file" in error
         assert "`symbiosis-tenant trust symbiosis.toml`; or name another: --profile FILE" in error
         assert "using" not in said
     result = CliRunner().invoke(app, ["doctor"])
@@ -324,7 +324,7 @@ def test_what_is_no_profile_is_not_approved(tmp_path: Path, monkeypatch: pytest.
             '[[mask_sources]]\nurl = "wss://b"\ntoken = "t"',
             "mask source 1: token: there is no such option; secrets",
         ),
-        ("[[mask_sources]]", "mask source 1: it has no url"),
+        ("[[mask_sources]]", "mask source 1: `url` is missing"),
         ('mask_sources = ["wss://b"]', "mask_sources: Expected `object`"),
         ("provider", "is not TOML"),
     ],

@@ -33,7 +33,7 @@ REASONS = (
     "the chat template does not write the whole conversation: it (leaves out|changes) ",
     "the chat template begins the answer of message \\d+ otherwise than it asks for it: the prompt ends with",
     "the chat template does not take the messages: ",
-    "the chat template marks parts with {% generation %}, and nothing of an answer",
+    "the chat template marks parts with {% generation %}, but no part of an answer",
 )
 
 

@@ -67,7 +67,7 @@ def test_an_answer_that_begins_otherwise_than_the_prompt_is_refused(
 def test_marks_that_cannot_be_found_are_refused() -> None:
     marked = "{% set x %}{% generation %}{{ m.content }}{% endgeneration %}{% endset %}"
     tokenizer, ends = with_answers(marked + "{{ '' if x[0].isalpha() else '-' }}{{ x }}" + END)
-    with pytest.raises(ConfigurationError, match="it does not show what the chat template marks"):
+    with pytest.raises(ConfigurationError, match=r"template marks .* cannot be found"):
         Conversations(tokenizer, ends).examples([CHAT[0], answer("Yes")], None, "here")
 
 
@@ -76,7 +76,7 @@ def test_an_answer_of_which_a_template_marks_nothing_is_refused() -> None:
     tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = chatml("{% generation %}{{ m.content }}{% endgeneration %}" + CALLS + END)
     messages = [*CHAT[:2], CHAT[2], answer(tool_calls=[call("f", a="b")])]
-    with pytest.raises(ConfigurationError, match=r"here: the chat template marks .* nothing of an answer"):
+    with pytest.raises(ConfigurationError, match=r"here: the chat template marks .* no part of an answer"):
         Conversations(tokenizer, ends).examples(messages, None, "here")
 
 

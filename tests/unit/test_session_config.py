@@ -130,7 +130,7 @@ def test_parties_may_have_replicas() -> None:
         ({"provider": ["wss://a.example", "local:folder"]}, "is not an executor's URL"),
         ({"provider": "wss://a.example,wss://a.example"}, "a replica is named twice"),
         ({"mask_sources": [["wss://a.example"], "wss://a.example"]}, "a mask source is named twice"),
-        ({"provider": ["ipc:///a", "ipc:///b"], "ca": "ca.pem"}, "reached without it"),
+        ({"provider": ["ipc:///a", "ipc:///b"], "ca": "ca.pem"}, "does not use TLS"),
     ],
 )
 def test_replicas_that_cannot_be(options: dict[str, object], what: str) -> None:

@@ -72,7 +72,7 @@ def test_a_link_to_an_approved_file_is_another_file(here: Path, tmp_path: Path) 
 
 
 def test_a_tracker_of_which_nothing_is_known(here: Path) -> None:
-    with pytest.raises(ConfigurationError, match="not known which files of this folder it reads"):
+    with pytest.raises(ConfigurationError, match="may read files in this folder"):
         check_trackers(["paper"])
     for name in INTEGRATION_TO_CALLBACK.keys() - {"flyte"}:
         check_trackers([name])

@@ -333,12 +333,18 @@ TURN = {"from": "human", "value": "Who came?"}
         ({"messages": CHAT[:1]}, "no turn of the role assistant"),
         ({"messages": [CHAT[0], {"role": "assistant", "content": ""}]}, "an assistant's turn is empty"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, CHAT[1]]}, "images and sound are"),
-        ({"messages": [{"role": "user", "content": {"a": SECRET}}, CHAT[1]]}, "`content` is a text, or a"),
+        (
+            {"messages": [{"role": "user", "content": {"a": SECRET}}, CHAT[1]]},
+            "`content` must be a text, or a",
+        ),
         *(
-            ({"messages": [{"role": "user", "content": content}, CHAT[1]]}, "`content` is a text, or a list")
+            (
+                {"messages": [{"role": "user", "content": content}, CHAT[1]]},
+                "`content` must be a text, or a list",
+            )
             for content in (0, False, {}, None)
         ),
-        ({"messages": [{"role": "user"}, CHAT[1]]}, "`content` is a text, or a list of"),
+        ({"messages": [{"role": "user"}, CHAT[1]]}, "`content` must be a text, or a list of"),
         *(
             (
                 {"messages": [CHAT[0], CHAT[1] | {"content": [{"type": "text", "text": SECRET} | part]}]},
@@ -348,9 +354,12 @@ TURN = {"from": "human", "value": "Who came?"}
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "text": SECRET}]}, CHAT[1]]},
-            "`content` is a text, or a list of parts of the type `text`",
+            "`content` must be a text, or a list of parts of the type `text`",
         ),
-        ({"messages": [CHAT[0], {**CHAT[1], "content": [{"type": "text"}]}]}, "`content` is a text, or a"),
+        (
+            {"messages": [CHAT[0], {**CHAT[1], "content": [{"type": "text"}]}]},
+            "`content` must be a text, or a",
+        ),
         (
             {"messages": [*CHAT, {**CHAT[1], "role": "Assistant"}]},
             r"`Assistant` .*did you mean `assistant`\?",
@@ -360,14 +369,17 @@ TURN = {"from": "human", "value": "Who came?"}
         ({"messages": [*CHAT, {**CHAT[1], "role": "narrator"}]}, "`narrator` is not known: it is one of"),
         ({"conversations": [{**CHAT[0], "role": "Human"}, CHAT[1]]}, r"`Human` .*did you mean `user`\?"),
         ({"conversations": [TURN, {"from": "GPT", "value": SECRET}]}, r"did you mean `gpt`\?"),
-        ({"messages": [CHAT[0], {**CHAT[1], "tool_calls": [SECRET]}]}, "`tool_calls` is a list of objects"),
-        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}, "`weight` of a message is 0"),
+        (
+            {"messages": [CHAT[0], {**CHAT[1], "tool_calls": [SECRET]}]},
+            "`tool_calls` must be a list of objects",
+        ),
+        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}, "`weight` of a message must be 1"),
         ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, "nothing to learn"),
         ({"conversations": [{"from": "narrator", "value": SECRET}]}, "a turn of `conversations` has `from`"),
-        ({"messages": CHAT[1:]}, "no turn of the role assistant that answers one"),
+        ({"messages": CHAT[1:]}, "no turn of the role assistant answers another turn"),
         (
             {"conversations": [TURN, {"from": "gpt", "value": SECRET, "weight": 7}]},
-            "`weight` of a message is",
+            "`weight` of a message must be",
         ),
         ({"conversations": [TURN, {"from": "gpt", "value": SECRET, "role": "user"}]}, "a turn of `conv"),
         ({"conversations": [TURN, {"from": "gpt", "value": SECRET, "train": False}]}, "`train` .* `weight`"),
@@ -383,9 +395,12 @@ TURN = {"from": "human", "value": "Who came?"}
         ({"messages": [CHAT[0], {**CHAT[1], "audio": {"id": SECRET}}]}, "`audio` of a message is not read"),
         (
             {"messages": [CHAT[0], {**CHAT[1], "reasoning": [SECRET]}]},
-            "each of `reasoning_content`, .* is a text",
+            "each of `reasoning_content`, .* must be a text",
         ),
-        ({"messages": [CHAT[0], {**CHAT[1], "tool_calls": [{"function": {}}]}]}, "`tool_calls` is a list of"),
+        (
+            {"messages": [CHAT[0], {**CHAT[1], "tool_calls": [{"function": {}}]}]},
+            "`tool_calls` must be a list of",
+        ),
         *(
             ({"prompt": "a", "completion": SECRET, name: value}, f"`{name}` of a record is not obeyed")
             for name, value in (
