@@ -16,9 +16,9 @@ stream. It prints slopes with 99 % intervals, without a first third in which cac
 
 Memory that is free may still belong to a process: an executor keeps up to a gigabyte, and new blocks land in
 pages of it that were not touched before. So resident memory grows for thousands of sessions though no memory
-is lost. Sessions without work, some hundred a second, are opened and closed first, until that is over. The tenants
-are threads of this program, where freed memory stays between other blocks. So of this program, allocated memory
-counts, and not resident memory.
+is lost. Sessions without work, some hundred a second, are opened and closed first, until that is over. The
+tenants are threads of this program, where freed memory stays between other blocks. So of this program,
+allocated memory counts, and not resident memory.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ console = Console(width=None if sys.stdout.isatty() else 120)
 class _Allocated(ctypes.Structure):
     """The C library's ``struct mallinfo2``."""
 
-    _fields_ = [  # noqa: RUF012 - as ctypes asks for it
+    _fields_ = [
         (name, ctypes.c_size_t)
         for name in (
             *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks"),
