@@ -22,8 +22,9 @@ from tokenizers.models import BPE
 import tenant_sdk
 from shared.errors import ConfigurationError, ModelMismatch
 from shared.wire.messages import Manifest
-from tenant_sdk.gateway.adapters import CONFIG, WEIGHTS, folders_in, import_adapter, largest_rank
+from tenant_sdk.gateway.adapters import CONFIG, folders_in, import_adapter, largest_rank
 from tenant_sdk.gateway.folder import METHOD, _drop_unknown_ends, write_folder
+from tenant_sdk.storage import ADAPTER_WEIGHTS as WEIGHTS
 from tenant_sdk.tuning.provenance import RECORD
 
 
