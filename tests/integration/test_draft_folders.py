@@ -386,7 +386,7 @@ def test_a_training_makes_a_draft_of_its_adapter(served: Executor, tmp_path: Pat
     assert not (tmp_path / "other").exists()
     os.mkfifo(tmp_path / "pipe")
     piped = ("finetune", served, "--data", tmp_path / "pipe", "--with-draft", tmp_path / "new")
-    assert "is not a file" in str(here(*piped, "--output", tmp_path / "other").exception)
+    assert "possible only for files" in str(here(*piped, "--output", tmp_path / "other").exception)
 
 
 @pytest.mark.parametrize("prompts", ["Who?\n", '{"prompt": "Who?"}\n'])
