@@ -115,7 +115,11 @@ class ExecutorProcess:
     def start(self) -> None:
         """Serve, and return when tenants can connect."""
         self.program = Program(self._command, self._ready, self._log)
-        told = json.loads(self.program.wait_until_ready())
+        try:
+            told = json.loads(self.program.wait_until_ready())
+        except BaseException:
+            self.program.stop()
+            raise
         self.executor = Executor(
             told["url"],
             told["pid"],

@@ -35,6 +35,8 @@ import sys
 import tempfile
 import threading
 import time
+from array import array
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,7 +109,7 @@ class Slope(NamedTuple):
         return self.hourly - self.half > 0 and HOURS * self.hourly > GROWTH * self.mean
 
 
-def slope(times: list[float], values: list[float]) -> Slope:
+def slope(times: Sequence[float], values: Sequence[float]) -> Slope:
     """By least squares, with an interval of 99 % from blocks, since neighbours are alike."""
     x, y = np.array(times) / 3600, np.array(values)
     hourly = float(np.polyfit(x, y, 1)[0])
@@ -128,12 +130,10 @@ class World:
     """
 
     def __init__(self, folder: Path, tenants: int, running: ExitStack) -> None:
-        self._folder = folder
+        self._folder, self._running = folder, running
         self.provider = self._start("provider", "--workers", 2)
         self.replica = self._start("replica", replica_of=self.provider.executor)
         self.source = self._start("source")
-        for process in (self.provider, self.replica, self.source):
-            running.callback(lambda process=process: process.program.stop())
         self._visitor = self.provider.executor.tokens.add("visitor")
         self._authorities = self._write_authorities()
         self._adapters = self._write_adapters()
@@ -143,13 +143,15 @@ class World:
         children = psutil.Process().children()
         self.gateway_process = next(each for each in children if str(PYTHON) in each.cmdline())
         self.first_worker = self.provider.workers()[0]
-        self.rounds = [list[float]() for _ in range(tenants)]
-        self.streams = [list[float]() for _ in NAMES]
+        self.rounds = [array("d") for _ in range(tenants)]
+        self.streams = [array("d") for _ in NAMES]
         self.refused = 0
         self.ends = threading.Event()
 
     def _start(self, name: str, *options: object, **more: Any) -> ExecutorProcess:
-        return ExecutorProcess(MODEL, self._folder / name, "--threads", 1, *options, **more)
+        process = ExecutorProcess(MODEL, self._folder / name, "--threads", 1, *options, **more)
+        self._running.callback(lambda: process.program.stop())
+        return process
 
     def _write_authorities(self) -> tuple[Path, Path]:
         """A second authority; tenants trust both."""
@@ -277,10 +279,10 @@ class World:
         files = sum(len(inside) for _, _, inside in os.walk(tempfile.gettempdir()))
         return seen | {"temporary files": files}
 
-    def watch(self, minutes: float) -> tuple[list[float], dict[str, list[float]]]:
-        """Let things happen; returns seconds, and what was seen then."""
-        times: list[float] = []
-        seen: dict[str, list[float]] = {}
+    def watch(self, minutes: float) -> tuple[array[float], dict[str, array[float]]]:
+        """Let things happen; returns seconds, and what was seen then: arrays, which add no Python blocks."""
+        times: array[float] = array("d")
+        seen: dict[str, array[float]] = {}
         began = happened = time.monotonic()
         count = 0
         while time.monotonic() - began < 60 * minutes:
@@ -291,7 +293,7 @@ class World:
                 count += 1
             times.append(time.monotonic() - began)
             for name, value in self.sample().items():
-                seen.setdefault(name, []).append(value)
+                seen.setdefault(name, array("d")).append(value)
         return times, seen
 
 
@@ -336,7 +338,7 @@ def main() -> int:
     console.print(
         f"grows: {', '.join(grows) or 'nothing'}" + ("" if alive else "; a tenant or a client failed")
     )
-    save(options.output, {"times": times, "seen": seen})
+    save(options.output, {"times": list(times), "seen": {name: list(each) for name, each in seen.items()}})
     return int(bool(grows) or not alive)
 
 

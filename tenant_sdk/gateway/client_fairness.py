@@ -201,10 +201,10 @@ def next_preemptions(
 ) -> list[str]:
     """Names of the running sequences that are preempted for others' keys and values.
 
-    Clients with more than an equal share give up their newest, if what runs could not go on otherwise, or
-    a client's next sequence could not be admitted although it fits into its share. For a client whose only
-    sequence exceeds its share, they give up none that is their only one: the two would preempt each other for
-    ever.
+    Clients with more than an equal share give up their newest, if the running sequences could not go on
+    otherwise, or a client's next sequence could not be admitted although it fits into its share. For a client
+    whose only sequence exceeds its share, they give up none that is their only one: the two would preempt
+    each other for ever.
 
     Args:
         running: sequences that were admitted, in the order in which they came.
